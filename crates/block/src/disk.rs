@@ -15,8 +15,8 @@
 
 mod failures;
 mod handover;
-mod silence;
-mod takeover;
+mod unresponsive;
+mod upgrade;
 mod zeroes;
 
 use std::sync::{
@@ -28,8 +28,8 @@ use failures::RequestInfo;
 pub use failures::{ErrorPolicies, Errors, RequestFailure, Failures, OnError, CancelToken};
 use handover::Handover;
 pub use handover::HoldError;
-pub use silence::FilesClosed;
-pub use takeover::UpgradeRefusal;
+pub use unresponsive::FilesClosed;
+pub use upgrade::UpgradeRefusal;
 pub use zeroes::DetectZeroes;
 
 use event_listener::Event;
@@ -46,7 +46,7 @@ use reactor::{
     error::{Error, Result},
     guest::GuestBytes,
     memory::{MemoryAccount, MemoryBudget, OutOfBudget},
-    seldom::LogRateLimit,
+    log_rate_limit::LogRateLimit,
     ublk::RegisteredData,
 };
 use storage::{Durability, Extent, ResizeError, ZeroOptions};

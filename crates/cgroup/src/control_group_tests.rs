@@ -2,7 +2,7 @@
 
 use nix::errno::Errno;
 
-use super::{super::machine::FakeMachine, *};
+use super::{super::fake_machine::FakeMachine, *};
 
 #[test]
 fn files_are_read_and_written() {

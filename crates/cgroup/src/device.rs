@@ -25,7 +25,7 @@ use super::{
         self,
         mountinfo::{self, Mount},
     },
-    nature::FileSystemClass,
+    file_system_class::FileSystemClass,
 };
 
 /// The kernel stacks at most two file systems (FILESYSTEM_MAX_STACK_DEPTH); a device follows.

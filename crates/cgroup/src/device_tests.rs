@@ -1,6 +1,6 @@
 //! Texts of users, and the disks that they resolve to.
 
-use super::{super::machine::FakeMachine, *};
+use super::{super::fake_machine::FakeMachine, *};
 
 fn machine() -> FakeMachine {
     let machine = FakeMachine::v2("io");

@@ -1,6 +1,6 @@
 //! Discovery of the hierarchies on machines of every kind.
 
-use super::{super::machine::FakeMachine, *};
+use super::{super::fake_machine::FakeMachine, *};
 
 #[test]
 fn version_2_limits_block_io_where_its_root_has_the_controller() {

@@ -24,14 +24,14 @@ mod command;
 pub(crate) mod control_group;
 pub(crate) mod device;
 pub(crate) mod explain;
-pub mod figures;
+pub mod cgroup_counters;
 pub(crate) mod hierarchy;
 mod kernel;
 pub(crate) mod limit;
 mod limit_files;
 #[cfg(test)]
-pub(crate) mod machine;
-mod nature;
+pub(crate) mod fake_machine;
+mod file_system_class;
 mod run;
 mod show;
 pub(crate) mod target;

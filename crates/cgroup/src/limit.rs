@@ -11,27 +11,27 @@
 //! group, or to none.
 
 pub(crate) mod arguments;
-pub(crate) mod asked;
-pub(crate) mod kept;
+pub(crate) mod configured;
+pub(crate) mod limits_file;
 pub(crate) mod locks;
 mod outcome;
 pub(crate) mod pools;
 pub(crate) mod settling;
-pub(crate) mod tell;
+pub(crate) mod write;
 pub(crate) mod weight;
 
 use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail};
-use asked::ConfiguredLimits;
+use configured::ConfiguredLimits;
 use block::device::{DeviceIdentity, DeviceNumber};
 use console::{CommandFailure, print, print_json, signals::BlockedSignals};
-use kept::{LimitsChange, CgroupEntry, LimitsFile};
+use limits_file::{LimitsChange, CgroupEntry, LimitsFile};
 use locks::{LockedLimitsFile, WatchLock};
 use outcome::LimitReport;
 use policy::{steering::IoMaxRates, throttle::Limits, time::Instant, watermark::Watermark};
 use pools::LimitPool;
-use tell::LimitWrite;
+use write::LimitWrite;
 
 use super::{
     control_group::{ControlGroup, Version},
@@ -89,7 +89,7 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
 fn current_limits(file: &Path, group: &ControlGroup, device: &DeviceIdentity) -> anyhow::Result<LimitReport> {
     let kept = LimitsFile::load(file)?;
     let asked = ConfiguredLimits::of(&kept, &group.name, device.number());
-    let told = tell::read_limits(group, device.number())?;
+    let told = write::read_limits(group, device.number())?;
     Ok(LimitReport::new(group, device, told, asked, Vec::new()))
 }
 
@@ -111,7 +111,7 @@ pub(crate) fn set_limits(
     // Without the io controller the cgroup has no limits file.
     let has_limits = group.version == Version::V1 || group.has_file("io.max");
     // Limits that another program set, which this change could overwrite.
-    let found = if is_new && has_limits { tell::read_limits(group, device.number())? } else { IoMaxRates::NONE };
+    let found = if is_new && has_limits { write::read_limits(group, device.number())? } else { IoMaxRates::NONE };
     let mut notices = Vec::new();
     if let (true, Some(name)) = (found != IoMaxRates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
     {
@@ -148,13 +148,13 @@ pub(crate) fn set_limits(
             if is_new {
                 let place = (device.number(), device.node());
                 let telling = LimitWrite { group: group.clone(), device: place, rates: found, before: found };
-                let _ = tell::write_all(hierarchy, &[telling]);
+                let _ = write::write_all(hierarchy, &[telling]);
             }
             return Err(error);
         }
     }
     add_notices(&before, &locked.kept, file, (group, device.number()), &mut notices)?;
-    if hierarchy.has_systemd() && tell::is_user_unit(group) {
+    if hierarchy.has_systemd() && write::is_user_unit(group) {
         notices.push("it is a unit of a user's systemd, which may undo this change at any time".to_owned());
     }
     let asked = ConfiguredLimits::of(&locked.kept, &group.name, device.number());
@@ -172,7 +172,7 @@ pub(crate) fn remove_limits(
     let before = locked.kept.clone();
     // Only a weight that weir set is reset.
     let weighted = before.entry(group, device.number()).and_then(CgroupEntry::given_weight);
-    let told = tell::read_limits(group, device.number())?;
+    let told = write::read_limits(group, device.number())?;
     if !locked.kept.remove(group, device.number()) && told == IoMaxRates::NONE {
         bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
     }
@@ -184,7 +184,7 @@ pub(crate) fn remove_limits(
     let telling = LimitWrite { group: group.clone(), device: place, rates: IoMaxRates::NONE, before: before_rates };
     // Stored first: `watch` would otherwise write the old limits again until it reads the change.
     locked.save()?;
-    let removed = tell::write_all(hierarchy, &[telling])
+    let removed = write::write_all(hierarchy, &[telling])
         .and_then(|()| settling::apply_change(hierarchy, &before, &locked.kept, None))
         .and_then(|_| match weighted {
             Some(_) => weight::reset(hierarchy, group, device, &locked.kept),
@@ -197,7 +197,7 @@ pub(crate) fn remove_limits(
         let place = (device.number(), device.node());
         let telling =
             LimitWrite { group: group.clone(), device: place, rates: before_rates, before: before_rates };
-        let _ = tell::write_all(hierarchy, &[telling]);
+        let _ = write::write_all(hierarchy, &[telling]);
         let _ = settling::apply_change(hierarchy, &after, &locked.kept, None);
         if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {
             let _ = weight.write(hierarchy, group, &device.node());
@@ -263,7 +263,7 @@ const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes escape 
 fn reject_unsupported_on_v1(limits: &Limits, change: &LimitsChange) -> anyhow::Result<()> {
     // The same decision as in `watch`: bursts and totals need steering.
     let mut pool = policy::steering::SteeringPool::new(limits, Instant::ZERO);
-    pool.add(policy::steering::SteeredMember::new(kept::DEFAULT_WEIGHT));
+    pool.add(policy::steering::SteeredMember::new(limits_file::DEFAULT_WEIGHT));
     let what = if pool.is_steered() {
         "bursts and limits on reads and writes together"
     } else if change.watermark.is_some_and(|percent| percent > 0) {

@@ -11,8 +11,8 @@
 
 pub(crate) mod arguments;
 mod command;
-mod hold;
-mod place;
+mod command_limits;
+mod command_cgroup;
 mod summary;
 
 use std::{
@@ -27,8 +27,8 @@ use block::device::{DeviceIdentity, DeviceNumber};
 pub(crate) use command::enter;
 use command::{CommandEnd, ForwardedSignals};
 use console::{CommandFailure, print_error, print_notice};
-use hold::CommandPaths;
-use place::CommandCgroup;
+use command_limits::CommandPaths;
+use command_cgroup::CommandCgroup;
 use policy::counter;
 use summary::{CommandSummary, IoWait};
 
@@ -40,7 +40,7 @@ use super::{
         io_stat::CgroupIoUsage,
         memory_stat::{self, DirtyBytes},
     },
-    limit::asked::ConfiguredLimits,
+    limit::configured::ConfiguredLimits,
     show::{
         reading::{self, CgroupReading},
         tasks,
@@ -52,7 +52,7 @@ use crate::run::arguments::RunArgs;
 /// Runs the command and returns its exit status ([`Failure::Found`]).
 pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
-    let limits = hold::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;
+    let limits = command_limits::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     // Without limits no disk is needed; the current directory may be on a network file system.
     let device = match device::resolve(&hierarchy.roots, arguments.device.as_deref().unwrap_or(".")) {
@@ -66,7 +66,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let place = CommandCgroup::make(&hierarchy, parent, arguments.name.as_deref())?;
     let places = CommandPaths { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
     // In force before the command starts, so that its first request is throttled as well.
-    let held = hold::apply_limits(&hierarchy, place.group(), disk, &change, &places)?;
+    let held = command_limits::apply_limits(&hierarchy, place.group(), disk, &change, &places)?;
     // Before the command's own output begins.
     let notices = device.iter().flat_map(|device| &device.notices);
     for notice in notices.chain(&held.notices) {

@@ -1,6 +1,6 @@
 //! Texts of users, and the cgroups that they resolve to.
 
-use super::{super::machine::FakeMachine, *};
+use super::{super::fake_machine::FakeMachine, *};
 
 const ID: &str = "4426af4f45ae09720a1e50f220d19db5b71cfe897480d860f0bc761d7f4be69d";
 const OTHER_ID: &str = "4426af4f45aeffffffffffffffffffffffffffffffffffffffffffffffffffff";

@@ -16,13 +16,13 @@
 pub(crate) mod arguments;
 mod disks;
 mod guard;
-mod lending;
+mod leases;
 mod levels;
-mod pace;
-mod present;
+mod read_budget;
+mod recreated;
 mod reading;
-mod running;
-mod steered;
+mod watch_thread;
+mod steered_pool;
 mod systemd;
 mod unsteered;
 
@@ -44,20 +44,20 @@ use console::{
 use disks::WatermarkDisks;
 use guard::SettlingGuard;
 pub(crate) use guard::run as guard;
-pub use lending::{CgroupDemand, CgroupLessor, CgroupLeases};
+pub use leases::{CgroupDemand, CgroupLessor, CgroupLeases};
 use levels::SavedBursts;
 use nix::time::ClockId;
-use pace::{ReadBudget, cpu_now};
+use read_budget::{ReadBudget, cpu_now};
 use policy::{
     steering::IoMaxRates,
     throttle::Limits,
     time::{Duration, Instant},
     watermark::{DeviceConsumption, Watermark},
 };
-use present::RecreatedGroups;
-pub use running::CgroupWatchThread;
+use recreated::RecreatedGroups;
+pub use watch_thread::CgroupWatchThread;
 use settings::{LogFormat, LogSettings, state::CapacityStore};
-use steered::SteeredPool;
+use steered_pool::SteeredPool;
 use systemd::SystemdUpdates;
 use unsteered::UnsteeredPools;
 
@@ -65,13 +65,13 @@ use super::{
     control_group::Version,
     hierarchy::{CgroupHierarchy, KernelRoots},
     limit::{
-        kept::{LimitsFile, FileVersion},
+        limits_file::{LimitsFile, FileVersion},
         locks::{self, LockedLimitsFile, WatchLock},
         pools::LimitPool,
         settling, weight,
     },
 };
-use crate::{figures::KnownEnforcement, watch::arguments::WatchArgs};
+use crate::{cgroup_counters::KnownEnforcement, watch::arguments::WatchArgs};
 
 /// Sampling interval of a device, the same as for weir's own disks.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
@@ -298,7 +298,7 @@ impl CgroupWatch {
 
     /// Puts leased quota into the pools. Returns nothing to acknowledge while the fallback shares
     /// are not in the file, or while the guard is unreachable.
-    fn apply_leases(&mut self, now: Instant) -> Vec<lending::DueLimits> {
+    fn apply_leases(&mut self, now: Instant) -> Vec<leases::DueLimits> {
         let Some(lending) = self.leases.clone() else { return Vec::new() };
         let (mut due, safe) = (lending.due(now), lending.fallback_shares());
         let published = self.publish_fallback_shares(&safe, now);
@@ -357,7 +357,7 @@ impl CgroupWatch {
         Ok(true)
     }
 
-    fn acknowledge_leases(&mut self, lent: Vec<lending::DueLimits>, now: Instant) {
+    fn acknowledge_leases(&mut self, lent: Vec<leases::DueLimits>, now: Instant) {
         let Some(lending) = self.leases.clone() else { return };
         for due in lent {
             let steered = self.steered_of(&due.group);
@@ -602,7 +602,7 @@ fn round_robin(next: &mut usize, all: usize, at_a_time: usize) -> impl Iterator<
 
 /// Time since boot, including suspend: saved levels outlive the process.
 pub fn now() -> Instant {
-    Instant::from_nanos(pace::clock(ClockId::CLOCK_BOOTTIME).as_nanos() as u64)
+    Instant::from_nanos(read_budget::clock(ClockId::CLOCK_BOOTTIME).as_nanos() as u64)
 }
 
 #[cfg(test)]

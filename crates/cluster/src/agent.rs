@@ -29,21 +29,21 @@ use policy::{
 use serde_json::Value;
 
 use super::{
-    changing,
+    changes,
     etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, EtcdOperation, EtcdParameters},
     identity,
     keys::EtcdKey,
-    known::{SessionState, HostLeases},
-    leading::LeaderTerm,
-    moving,
-    offers::StepOutcome,
-    outside::{self, random, now},
-    promising::{self, ReservationRefusal},
+    session_state::{SessionState, HostLeases},
+    leader::LeaderTerm,
+    migration,
+    migration_offer::StepOutcome,
+    environment::{self, random, now},
+    reservations::{self, ReservationRefusal},
     status,
-    stored::{LimitSaver, StoredGroup},
-    values::{self, GroupValue, HostIdentity, MAX_INSTANCE, HostReservations, HostReports},
-    watching::{StallDetector, forward},
-    words::{GroupLimitChange, AgentInput, AgentMessage},
+    limit_file::{LimitSaver, StoredGroup},
+    etcd_values::{self, GroupValue, HostIdentity, MAX_INSTANCE, HostReservations, HostReports},
+    watch_task::{StallDetector, forward},
+    messages::{GroupLimitChange, AgentInput, AgentMessage},
 };
 
 /// Lease of a host's name in seconds: the time that the name stays taken after a machine is lost.
@@ -277,7 +277,7 @@ impl EtcdSession<'_> {
                 Ok(AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
                 Ok(AgentInput::Reports(reports)) => {
                     if self.known.joined.is_some() {
-                        etcd.put(&self.known.keys.key(EtcdKey::Report(&host)), &values::write(&reports), None)
+                        etcd.put(&self.known.keys.key(EtcdKey::Report(&host)), &etcd_values::write(&reports), None)
                             .await?;
                         self.silence.note_report(now());
                     }
@@ -296,11 +296,11 @@ impl EtcdSession<'_> {
                     let _ = answer.try_send(done);
                 }
                 Ok(AgentInput::Forget(host, answer)) => {
-                    let done = changing::forget_host(&self.known, etcd, &host).await?;
+                    let done = changes::forget_host(&self.known, etcd, &host).await?;
                     let _ = answer.try_send(done);
                 }
                 Ok(AgentInput::Move(step, answer)) => {
-                    let done = moving::perform_step(&self.known, etcd, *step).await?;
+                    let done = migration::perform_step(&self.known, etcd, *step).await?;
                     let _ = answer.try_send(done);
                 }
                 Ok(AgentInput::Status(answer)) => {
@@ -339,7 +339,7 @@ impl EtcdSession<'_> {
         }
         let has_ended = |value: &mut EtcdKeyValue| {
             let own = identity::own_identity(&self.agent.machine_id, 0);
-            values::read::<HostIdentity>(&value.value).is_ok_and(|other| identity::has_ended(&other, &own))
+            etcd_values::read::<HostIdentity>(&value.value).is_ok_and(|other| identity::has_ended(&other, &own))
         };
         if let Some(value) = self.known.namesake.take_if(has_ended) {
             self.join(etcd, Some(&value)).await?;
@@ -415,7 +415,7 @@ impl EtcdSession<'_> {
         let key = self.known.keys.key(EtcdKey::Host(&host));
         self.known.namesake = None;
         let own = identity::own_identity(&self.agent.machine_id, 0);
-        let other = taken.map(|value| values::read::<HostIdentity>(&value.value));
+        let other = taken.map(|value| etcd_values::read::<HostIdentity>(&value.value));
         let has_lease = taken.is_some_and(|value| value.lease != 0);
         let before = match &other {
             None => 0,
@@ -434,14 +434,14 @@ impl EtcdSession<'_> {
             Some(Err(why)) => return self.report_name_taken(&format!("a value that {why}")).await,
         };
         let report = etcd.read_one(self.known.keys.single(EtcdKey::Report(&host))).await?;
-        let report = report.and_then(|value| values::read::<HostReports>(&value.value).ok());
+        let report = report.and_then(|value| etcd_values::read::<HostReports>(&value.value).ok());
         let reported = report
-            .map_or(0, |reports| reports.groups.values().map(values::ReportValue::instance).max().unwrap_or(0));
+            .map_or(0, |reports| reports.groups.values().map(etcd_values::ReportValue::instance).max().unwrap_or(0));
         let instance = match self.instance {
             own if own >= reported.max(before) && own > 0 => own,
             // The clock is a hint: if etcd lost the earlier run's number, the new one is still
             // larger.
-            _ => outside::wall_clock_ns().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
+            _ => environment::wall_clock_ns().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
         };
         let lease = etcd.grant_lease(NAME_TTL).await?;
         let promises = etcd.grant_lease(PROMISE_TTL).await?;
@@ -449,7 +449,7 @@ impl EtcdSession<'_> {
             None => TransactionCondition::Absent(key.clone()),
             Some(value) => TransactionCondition::Changed(key.clone(), value.mod_revision),
         };
-        let value = values::write(&identity::own_identity(&self.agent.machine_id, instance));
+        let value = etcd_values::write(&identity::own_identity(&self.agent.machine_id, instance));
         let done = etcd.transact(&[compare], &[EtcdOperation::put(&key, &value, Some(lease))]).await?;
         if !done.succeeded {
             // Another process was faster. The watch reports it.
@@ -478,7 +478,7 @@ impl EtcdSession<'_> {
             return Ok(());
         };
         let key = self.known.keys.key(EtcdKey::Reservation(&self.agent.cluster.host));
-        let put = EtcdOperation::put(&key, &values::write(own), Some(lease));
+        let put = EtcdOperation::put(&key, &etcd_values::write(own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..3 {
             // Fails if any reservation changed after the revision by which this one was judged.
@@ -500,11 +500,11 @@ impl EtcdSession<'_> {
         let Some(HostLeases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
         let host = self.agent.cluster.host.clone();
         let put =
-            EtcdOperation::put(&self.known.keys.key(EtcdKey::Reservation(&host)), &values::write(&own), Some(lease));
+            EtcdOperation::put(&self.known.keys.key(EtcdKey::Reservation(&host)), &etcd_values::write(&own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..5 {
             let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
-            if let Some(refusal) = promising::check(&self.known.promises, (&host, &own), limits) {
+            if let Some(refusal) = reservations::check(&self.known.promises, (&host, &own), limits) {
                 return Ok(Err(refusal));
             }
             let compare = TransactionCondition::UnchangedSince(all.clone(), self.known.promises_at);
@@ -532,12 +532,12 @@ impl EtcdSession<'_> {
             self.read_promises(etcd).await?;
         }
         for _ in 0..5 {
-            match changing::change_group(&self.known, etcd, change).await? {
+            match changes::change_group(&self.known, etcd, change).await? {
                 Some(Ok(stored)) => {
-                    let shown = changing::change_report(&self.known, &change.group, &stored.group);
+                    let shown = changes::change_report(&self.known, &change.group, &stored.group);
                     self.on_limits(change.group.clone(), stored, change.by.clone()).await?;
                     if change.removes {
-                        changing::delete_old_removal_marks(&self.known, etcd).await?;
+                        changes::delete_old_removal_marks(&self.known, etcd).await?;
                     }
                     return Ok(Ok(shown));
                 }
@@ -548,7 +548,7 @@ impl EtcdSession<'_> {
             let there = etcd.read_one(self.known.keys.single(EtcdKey::Group(&change.group))).await?;
             let number = there
                 .as_ref()
-                .and_then(|value| values::read::<GroupValue>(&value.value).ok())
+                .and_then(|value| etcd_values::read::<GroupValue>(&value.value).ok())
                 .map(|group| group.number);
             match (there, self.known.groups.get_mut(&change.group)) {
                 // An older number is the leader's restored copy: the change is retried on top of
@@ -606,7 +606,7 @@ impl EtcdSession<'_> {
             });
             let promise = EtcdKey::Reservation(host);
             let promise = match waits {
-                Some(waits) => EtcdOperation::put(&keys.key(promise), &values::write(&waits), Some(lease)),
+                Some(waits) => EtcdOperation::put(&keys.key(promise), &etcd_values::write(&waits), Some(lease)),
                 None => EtcdOperation::Delete(keys.single(promise)),
             };
             let report = EtcdOperation::Delete(keys.single(EtcdKey::Report(host)));

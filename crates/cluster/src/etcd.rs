@@ -23,7 +23,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use reactor::{plain::sanitize, regular};
+use reactor::{sanitize::sanitize, regular_file};
 use serde_json::{Value, json};
 use settings::ClusterConfig;
 use tokio::task::JoinSet;
@@ -111,7 +111,7 @@ impl EtcdCredentials {
             Some((user, file)) => {
                 let mut text = String::new();
                 // Bounded, because a device file may have no end.
-                let read = regular::open(file).map(|file| file.take(MAX_PASSWORD_BYTES + 1));
+                let read = regular_file::open(file).map(|file| file.take(MAX_PASSWORD_BYTES + 1));
                 let read = read.and_then(|mut file| file.read_to_string(&mut text));
                 read.with_context(|| format!("password-file {}", file.display()))?;
                 let is_short = text.len() as u64 <= MAX_PASSWORD_BYTES;

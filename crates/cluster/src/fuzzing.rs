@@ -8,7 +8,7 @@ use policy::{
 
 use super::{
     etcd::{EtcdEvent, parse_events},
-    values::{self, HostGrants, GroupValue, HostIdentity, HostReservations, HostReports},
+    etcd_values::{self, HostGrants, GroupValue, HostIdentity, HostReservations, HostReports},
 };
 
 const SECOND: u64 = 1_000_000_000;
@@ -28,18 +28,18 @@ pub fn etcd_values(bytes: &[u8]) {
 }
 
 fn value(bytes: &[u8]) {
-    let _ = values::read::<HostIdentity>(bytes);
-    let _ = values::read::<values::LeaderValue>(bytes);
-    let _ = values::read::<HostReservations>(bytes);
-    if let Ok(group) = values::read::<GroupValue>(bytes)
+    let _ = etcd_values::read::<HostIdentity>(bytes);
+    let _ = etcd_values::read::<etcd_values::LeaderValue>(bytes);
+    let _ = etcd_values::read::<HostReservations>(bytes);
+    if let Ok(group) = etcd_values::read::<GroupValue>(bytes)
         && let Ok(spec) = group.spec()
     {
         assert_eq!(GroupValue::from_spec(&spec, group.safe_share_ppm).spec(), Ok(spec));
     }
-    if let Ok(reports) = values::read::<HostReports>(bytes) {
+    if let Ok(reports) = etcd_values::read::<HostReports>(bytes) {
         check_leader(reports.groups.iter().map(|(name, report)| (name.as_str(), report.into())).collect());
     }
-    for grant in values::read::<HostGrants>(bytes).into_iter().flat_map(|grants| grants.groups.into_values()) {
+    for grant in etcd_values::read::<HostGrants>(bytes).into_iter().flat_map(|grants| grants.groups.into_values()) {
         if let Ok(grant) = grant.read() {
             check_host(&grant);
         }
@@ -108,15 +108,15 @@ mod tests {
         let reports = [("a", &report), ("b", &report)].map(|(name, report)| (name.to_owned(), report.into()));
         let leased = [0, 0, 0, 100, 0, 0];
         let grant = cluster::QuotaGrant { term, instance: 9, report_number: 1, seq: 1, spec, leased, credit: [0; 6] };
-        let grants = [("g".to_owned(), values::GrantValue::of(&grant, None))];
-        let reports = values::write(&HostReports { groups: reports.into_iter().collect() });
+        let grants = [("g".to_owned(), etcd_values::GrantValue::of(&grant, None))];
+        let reports = etcd_values::write(&HostReports { groups: reports.into_iter().collect() });
         let line = json!({ "result": { "events": [{ "kv": {
             "key": base64::encode_block(b"k"), "value": base64::encode_block(&reports),
         } }] } });
         vec![
             reports,
-            values::write(&HostGrants { groups: grants.into_iter().collect() }),
-            values::write(&GroupValue::of(&limits, 16, None, 1, 1)),
+            etcd_values::write(&HostGrants { groups: grants.into_iter().collect() }),
+            etcd_values::write(&GroupValue::of(&limits, 16, None, 1, 1)),
             line.to_string().into_bytes(),
         ]
     }
@@ -140,7 +140,7 @@ mod tests {
         for sample in samples() {
             etcd_values(&sample);
         }
-        let read = values::read::<HostReports>(&samples()[0]).unwrap();
+        let read = etcd_values::read::<HostReports>(&samples()[0]).unwrap();
         assert_eq!(read.groups.len(), 2);
         assert_eq!(parse_events(&samples()[3]).unwrap().len(), 1);
     }

@@ -7,7 +7,7 @@
 
 use std::{fs, process};
 
-use super::values::HostIdentity;
+use super::etcd_values::HostIdentity;
 
 /// Boot id of the kernel.
 const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";

@@ -16,25 +16,25 @@
 
 pub mod actor;
 mod agent;
-mod changing;
+mod changes;
 mod etcd;
-mod first;
+mod bootstrap;
 mod fuzzing;
-mod hearing;
-mod hosts;
+mod watch_events;
+mod local_groups;
 mod identity;
 mod keys;
-mod known;
-mod leading;
-pub mod moving;
-pub mod offers;
-mod outside;
-mod promising;
+mod session_state;
+mod leader;
+pub mod migration;
+pub mod migration_offer;
+mod environment;
+mod reservations;
 mod status;
-mod stored;
-mod values;
-mod watching;
-mod words;
+mod limit_file;
+mod etcd_values;
+mod watch_task;
+mod messages;
 
 use std::{
     cell::{Cell, RefCell},
@@ -63,17 +63,17 @@ use settings::DesiredState;
 use agent::EtcdAgent;
 pub use etcd::EtcdCredentials;
 use etcd::{EtcdError, EtcdParameters};
-pub use first::check_start;
-use first::{StartQuery, read_start_state, stored_start_state};
+pub use bootstrap::check_start;
+use bootstrap::{StartQuery, read_start_state, stored_start_state};
 pub use fuzzing::etcd_values;
-pub(crate) use hosts::LocalGroupState;
-use hosts::{LocalGroups, MembershipEvent};
+pub(crate) use local_groups::LocalGroupState;
+use local_groups::{LocalGroups, MembershipEvent};
 use keys::EtcdKeys;
-use offers::{MigrationAnswer, ReceivedOffer, StepOutcome, MigrationReply, MigrationStep};
-pub use promising::ReservationRefusal;
-use values::HostReservations;
-pub use words::GroupLimitChange;
-use words::{AgentInput, AgentMessage};
+use migration_offer::{MigrationAnswer, ReceivedOffer, StepOutcome, MigrationReply, MigrationStep};
+pub use reservations::ReservationRefusal;
+use etcd_values::HostReservations;
+pub use messages::GroupLimitChange;
+use messages::{AgentInput, AgentMessage};
 
 use actor::ChangeOrigin;
 
@@ -94,7 +94,7 @@ pub fn ports(cluster: &settings::ClusterConfig) -> Vec<u16> {
 
 /// Directory of the file that stores the cluster's limits between runs.
 pub fn directory(state: Option<&Path>, cluster: &settings::ClusterConfig) -> Option<PathBuf> {
-    stored::file(state, &cluster.name).parent().map(Path::to_owned)
+    limit_file::file(state, &cluster.name).parent().map(Path::to_owned)
 }
 
 /// Warns that a local group has the name of a cluster-wide group and does not belong to it.
@@ -209,7 +209,7 @@ impl ClusterMembership {
     /// Fails on wrong certificates, passwords or names, and if the limits of a group are unknown.
     pub async fn prepare(plan: &DesiredState) -> anyhow::Result<Option<Rc<Self>>> {
         let Some(cluster) = plan.process.cluster.clone() else { return Ok(None) };
-        let file = stored::file(plan.process.state.as_deref(), &cluster.name);
+        let file = limit_file::file(plan.process.state.as_deref(), &cluster.name);
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
@@ -223,7 +223,7 @@ impl ClusterMembership {
         });
         let (terms, first) = asked.await.with_context(|| format!("cluster {}", cluster.name))?;
         let mut reason = String::new();
-        let recalled = stored::load_for_session(&file);
+        let recalled = limit_file::load_for_session(&file);
         let first = match first {
             Ok(mut first) => {
                 first.add_stored_limits(&recalled);
@@ -231,7 +231,7 @@ impl ClusterMembership {
                 let bare: Vec<_> = bare.collect();
                 if !bare.is_empty() {
                     let file = file.clone();
-                    reactor::run_blocking(move || stored::save_without_limits(&file, bare)).await;
+                    reactor::run_blocking(move || limit_file::save_without_limits(&file, bare)).await;
                 }
                 first
             }
@@ -262,7 +262,7 @@ impl ClusterMembership {
             hosts: RefCell::new(hosts),
             specs: RefCell::new(first.specs),
             silent: RefCell::default(),
-            without_limits: stored::without_limits(&file),
+            without_limits: limit_file::without_limits(&file),
             file,
             moved: RefCell::new(first.moved),
             overbooked: RefCell::default(),
@@ -322,7 +322,7 @@ impl ClusterMembership {
                 let (file, name) = (self.file.clone(), group.to_owned());
                 // An optimization: the next start without etcd then does not fail for this group.
                 reactor::spawn(async move {
-                    reactor::run_blocking(move || stored::save_without_limits(&file, [name])).await;
+                    reactor::run_blocking(move || limit_file::save_without_limits(&file, [name])).await;
                 });
             }
             let when = if reason.is_empty() { "has" } else { "had, when etcd was last reachable," };

@@ -17,11 +17,11 @@ use policy::{
 use super::{
     etcd::{EtcdError, EtcdClient, EtcdKeyValue},
     keys::EtcdKey,
-    known::SessionState,
-    leading::LeaderTerm,
-    outside::now,
-    promising::{capacity, max_reservable},
-    values::{self, HostGrants, HostIdentity, ReportValue, HostReports},
+    session_state::SessionState,
+    leader::LeaderTerm,
+    environment::now,
+    reservations::{capacity, max_reservable},
+    etcd_values::{self, HostGrants, HostIdentity, ReportValue, HostReports},
 };
 
 /// Report without any data, if the agent does not answer.
@@ -57,12 +57,12 @@ fn assemble(known: &SessionState, leading: Option<&LeaderTerm>, found: &[Vec<Etc
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for value in found.iter().flatten() {
         match keys.parse(&value.key) {
-            Some(EtcdKey::Host(host)) => drop(hosts.insert(host, values::read::<HostIdentity>(&value.value).ok())),
+            Some(EtcdKey::Host(host)) => drop(hosts.insert(host, etcd_values::read::<HostIdentity>(&value.value).ok())),
             Some(EtcdKey::Report(host)) => {
-                drop(values::read(&value.value).map(|read: HostReports| reports.insert(host, read)));
+                drop(etcd_values::read(&value.value).map(|read: HostReports| reports.insert(host, read)));
             }
             Some(EtcdKey::Grant(host)) => {
-                drop(values::read(&value.value).map(|read: HostGrants| grants.insert(host, read)));
+                drop(etcd_values::read(&value.value).map(|read: HostGrants| grants.insert(host, read)));
             }
             _ => {}
         }

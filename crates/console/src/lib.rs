@@ -25,14 +25,14 @@ pub mod progress;
 pub mod screen;
 pub mod signals;
 pub mod table;
-pub mod undo;
+pub mod signal_cleanup;
 
 use std::io::{self, ErrorKind, Write as _, stderr, stdout};
 
 use anyhow::Context as _;
 use logging::JournalPriority;
 use policy::time::Duration;
-use reactor::{PollingMode, error::descriptor_remedy, plain::is_unsafe_for_display};
+use reactor::{PollingMode, error::descriptor_remedy, sanitize::is_unsafe_for_display};
 
 /// Environment variable that is set for a server in the background. Its parent waits until every
 /// copy of the server's standard error is closed.

@@ -25,7 +25,7 @@ use nix::sys::{
     signal::{SigSet, Signal},
     signalfd::{SfdFlags, SignalFd},
 };
-use reactor::op::{self, Fd};
+use reactor::operation::{self, Fd};
 
 /// Time after the first terminating signal in which further ones are ignored.
 pub const SECOND_SIGNAL_DELAY: Duration = Duration::from_secs(1);
@@ -131,7 +131,7 @@ impl SignalStream {
                     return Ok(request);
                 }
             }
-            op::readable(&self.readable).await?;
+            operation::readable(&self.readable).await?;
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Never prints a control character: cells may hold names from a client's configuration.
 
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 
 /// Alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

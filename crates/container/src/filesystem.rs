@@ -6,7 +6,7 @@ use std::{path::Path, process::Command};
 
 use anyhow::Context as _;
 
-use crate::program;
+use crate::child_process;
 
 /// File system of a volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl VolumeFileSystem {
             Self::Xfs | Self::Btrfs => &["-q", "-f"],
         });
         command.arg(file).env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
-        program::run(&mut command, program::SHORT_TIMEOUT)
+        child_process::run(&mut command, child_process::SHORT_TIMEOUT)
             .with_context(|| format!("the file system cannot be created ({name} is in {})", self.package()))
     }
 }

@@ -11,7 +11,7 @@ use std::{fs, path::Path, process::Command};
 use anyhow::Context as _;
 use storage::ImageFormat;
 
-use crate::{options::VolumeOptions, program};
+use crate::{options::VolumeOptions, child_process};
 
 /// Creates `image`, which must not exist; temporary files are created beside it. `weir` is this
 /// program's path.
@@ -32,7 +32,7 @@ pub(crate) fn create(weir: &Path, image: &Path, options: &VolumeOptions) -> anyh
         let mut command = Command::new(weir);
         // Skips holes, so only the file system's metadata is written.
         command.args(["image", "convert", "-q", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(image);
-        program::run(&mut command, program::SHORT_TIMEOUT)?;
+        child_process::run(&mut command, child_process::SHORT_TIMEOUT)?;
         fs::remove_file(&raw).with_context(|| format!("{}: cannot be removed", raw.display()))?;
     }
     // Durable before the record declares the volume to exist.

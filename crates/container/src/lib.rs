@@ -20,14 +20,14 @@
 //!
 //! Never keeps state in memory that has to survive a restart.
 
-mod device;
+mod mounter;
 mod filesystem;
-mod http;
+mod plugin_http;
 mod image;
 mod options;
-mod program;
+mod child_process;
 mod protocol;
-mod record;
+mod volume_store;
 mod server;
 mod volumes;
 
@@ -43,7 +43,7 @@ use nix::sys::stat::{Mode, umask};
 use sd_notify::NotifyState;
 use settings::{LogFormat, LogSettings};
 
-use self::{device::CommandMounter, record::VolumeStore, server::PluginServer, volumes::Volumes};
+use self::{mounter::CommandMounter, volume_store::VolumeStore, server::PluginServer, volumes::Volumes};
 
 /// Text below the options in the help.
 pub const EXAMPLES: &str = concat!(

@@ -13,10 +13,10 @@ use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use crate::{
-    device::ImageMounter,
-    http::{PluginResponse, PluginRequest},
+    mounter::ImageMounter,
+    plugin_http::{PluginResponse, PluginRequest},
     options::OptionValues,
-    record::VolumeName,
+    volume_store::VolumeName,
     volumes::{self, VolumeLock, VolumeState, Volumes},
 };
 
@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        record::VolumeStore,
+        volume_store::VolumeStore,
         volumes::tests::{FakeMounter, small},
     };
 

@@ -29,8 +29,8 @@ use anyhow::Context as _;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{
-    device::ImageMounter,
-    http::{self, PluginRequestError},
+    mounter::ImageMounter,
+    plugin_http::{self, PluginRequestError},
     protocol,
     volumes::Volumes,
 };
@@ -233,7 +233,7 @@ fn serve<D: ImageMounter + 'static>(stream: UnixStream, door: &Arc<ConnectionGat
 
 /// Serves one client; false if its place was reassigned before its request arrived.
 fn serve_client<D: ImageMounter>(mut stream: UnixStream, number: u64, door: &ConnectionGate, volumes: &Volumes<D>) -> bool {
-    let request = http::read(&mut stream, Instant::now() + REQUEST_TIMEOUT);
+    let request = plugin_http::read(&mut stream, Instant::now() + REQUEST_TIMEOUT);
     if !door.unregister_arriving(number) {
         if request.is_err() {
             door.change(|state| state.displaced -= 1);
@@ -249,11 +249,11 @@ fn serve_client<D: ImageMounter>(mut stream: UnixStream, number: u64, door: &Con
             }
             // Counted as in progress until the response is sent, so that the end waits for it.
             let answer = protocol::perform(&request, volumes, &|| is_gone(&stream));
-            let sent = answer.map(|answer| http::send(&mut stream, &answer));
+            let sent = answer.map(|answer| plugin_http::send(&mut stream, &answer));
             door.change(|state| state.in_progress -= 1);
             sent
         }
-        Err(PluginRequestError::Answer(status, what)) => Some(http::send(&mut stream, &protocol::error_response(status, what))),
+        Err(PluginRequestError::Answer(status, what)) => Some(plugin_http::send(&mut stream, &protocol::error_response(status, what))),
         Err(PluginRequestError::Gone) => None,
     };
     if let Some(Err(error)) = answer {
@@ -281,7 +281,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::{record::VolumeStore, volumes::tests::FakeMounter};
+    use crate::{volume_store::VolumeStore, volumes::tests::FakeMounter};
 
     fn start() -> (TempDir, PluginServer) {
         let directory = tempfile::tempdir().unwrap();

@@ -27,10 +27,10 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 
 use crate::{
-    device::ImageMounter,
+    mounter::ImageMounter,
     image,
     options::{OptionValues, VolumeOptions},
-    record::{MAX_USER_BYTES, MAX_USERS, VolumeName, VolumeRecord, VolumeStore},
+    volume_store::{MAX_USER_BYTES, MAX_USERS, VolumeName, VolumeRecord, VolumeStore},
 };
 
 /// Volumes of one directory.

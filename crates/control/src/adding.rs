@@ -13,7 +13,7 @@ use std::{os::fd::OwnedFd, path::Path, rc::Rc, sync::Arc};
 use anyhow::{anyhow, bail, ensure};
 use block::layer::throttle::{ThrottleGroup, GroupSettings};
 use image::{Image, Secret};
-use reactor::regular;
+use reactor::regular_file;
 use serde_json::{Map, Value};
 use settings::{ExportConfig, Diagnostics, PlacedDisk, CheckedDisk, SecretSource, TlsConfig, ConfigError, config};
 use storage::PassedFiles;
@@ -177,7 +177,7 @@ pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secre
         // A pipe is refused: nothing bounds the time until it is written.
         let file = match root {
             Some(root) => root.read(&path).map_err(|error| error.why)?,
-            None => regular::open(&path).map_err(|error| error.to_string())?,
+            None => regular_file::open(&path).map_err(|error| error.to_string())?,
         };
         Secret::read(file).map_err(|error| error.to_string())
     };

@@ -128,7 +128,7 @@ pub(crate) struct Terms<'a> {
 pub(crate) enum Taken {
     /// It has ended, or is about to have: the kernel has all that there is.
     Ublk,
-    NbdDevice(export::nbd::kernel::QuiescedNbdDevice),
+    NbdDevice(export::nbd::kernel_client::QuiescedNbdDevice),
     Fuse(export::fuse::QuiescedFuseFile),
 }
 
@@ -325,7 +325,7 @@ pub enum Host {
     /// A ublk device.
     Ublk(Arc<export::ublk::UblkServer>),
     /// An NBD device of the kernel.
-    NbdDevice(Arc<export::nbd::kernel::NbdDeviceServer>),
+    NbdDevice(Arc<export::nbd::kernel_client::NbdDeviceServer>),
     /// A file over FUSE.
     Fuse(Arc<export::fuse::FuseExportServer>),
 }

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use reactor::op::PassedFd;
+use reactor::operation::PassedFd;
 use rustix::fs::{OFlags, fcntl_getfl};
 
 /// Where the sets seem to be.

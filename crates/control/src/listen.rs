@@ -26,7 +26,7 @@ use nix::sys::socket::{
     self, AddressFamily, SockFlag, SockType, SockaddrStorage, getsockopt, setsockopt,
     sockopt::{AcceptConn, ReuseAddr},
 };
-use reactor::op::Fd;
+use reactor::operation::Fd;
 use sandbox::directory_of;
 use settings::{ListenAddress, ListenEndpoint, FileOwner, SocketAccess, control::ControlSocketLocation};
 use storage::PassedFiles;

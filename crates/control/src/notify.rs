@@ -21,7 +21,7 @@ use std::{
 use event_listener::Event;
 use reactor::{
     buffer::IoBuffer,
-    op::{self, Fd},
+    operation::{self, Fd},
 };
 use rustix::net::SendFlags;
 use sd_notify::NotifyState;
@@ -119,7 +119,7 @@ impl Manager {
             let Some(message) = self.waiting().front().map(|message| IoBuffer::copy_of(message)) else {
                 return;
             };
-            if let (Err(error), _) = op::send(&self.socket, message.into()).await {
+            if let (Err(error), _) = operation::send(&self.socket, message.into()).await {
                 warn(&error);
             }
             self.waiting().pop_front();
@@ -153,7 +153,7 @@ mod tests {
             let theirs = Fd::from(theirs);
             let mut heard = String::new();
             while !heard.contains("READY") {
-                op::readable(&theirs).await.unwrap();
+                operation::readable(&theirs).await.unwrap();
                 let mut bytes = [0; 64];
                 let length = nix::unistd::read(&theirs, &mut bytes).unwrap();
                 heard.push_str(std::str::from_utf8(&bytes[..length]).unwrap());

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::anyhow;
 use export::nbd;
-use reactor::{JoinHandle, ReactorWorker, op::Fd};
+use reactor::{JoinHandle, ReactorWorker, operation::Fd};
 use settings::{ListenEndpoint, TlsConfig};
 
 use crate::listen::{self, Authority, Listener, Listening, SocketFile};

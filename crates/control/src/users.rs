@@ -16,7 +16,7 @@ use std::{
 };
 
 use nix::libc;
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 /// Processes that a message names.

@@ -11,17 +11,17 @@
 //!
 //! This file reads the command line; `starting` and `ending` follow.
 
-mod addresses;
-mod announcing;
+mod bind;
+mod ready;
 mod arguments;
 mod check;
-mod ending;
+mod shutdown;
 mod memory;
-mod starting;
-mod steps;
+mod start;
+mod qemu_options;
 mod watchdog;
 
-use reactor::op;
+use reactor::operation;
 use std::{
     path::{Path, PathBuf},
     rc::Rc,
@@ -44,7 +44,7 @@ use control::{
     takeover::newcomer::Newcomer,
 };
 use settings::{DaemonConfig, ParsedConfig, Diagnostics, Origin, ConfigWithOrigins, DesiredState, config, control::ControlSocketLocation};
-pub use steps::QEMU_HEADING;
+pub use qemu_options::QEMU_HEADING;
 
 use crate::{on_event::EventRunner, pid_file::PidFile};
 
@@ -75,7 +75,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let passed = before.as_ref().and_then(Source::inherited).unwrap_or_else(|| inherited.count());
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.process.log)?;
-    op::set_close_on_exec().context("inherited descriptors cannot be closed for child processes")?;
+    operation::set_close_on_exec().context("inherited descriptors cannot be closed for child processes")?;
     // Started before any image, key or socket is opened, so that it inherits none.
     let runner = plan.process.on_event.as_ref().map(|target| EventRunner::start(target, &plan.process));
     let runner = runner.transpose()?;
@@ -89,7 +89,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
         // This thread serves control sockets and exports, so no disk may block it.
         reactor::forbid_blocking();
         let file = file.map(|file| (file, options));
-        let start = starting::DaemonStart { plan, steps, file, inherited, old: before, signals, runner };
+        let start = start::DaemonStart { plan, steps, file, inherited, old: before, signals, runner };
         let started = Daemon::start(start).await;
         if let (Err(error), Some(regrets)) = (&started, regrets) {
             regrets.tell(error);

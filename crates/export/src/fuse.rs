@@ -19,7 +19,7 @@ mod device;
 mod execute;
 pub mod fuzzing;
 mod interrupts;
-mod letter;
+mod receive_buffer;
 pub mod message;
 mod mount;
 pub mod negotiate;
@@ -27,9 +27,9 @@ mod queue;
 mod server;
 #[cfg(test)]
 mod simulation;
-mod size;
-mod told;
-mod work;
+mod file_end;
+mod encode;
+mod incoming;
 
 pub use device::{FuseExport, FuseFileOwner, FuseFileState};
 pub use mount::{FuseMount, NotMounted, FuseMountOptions, TransferredMount, served_at};

@@ -23,23 +23,23 @@
 
 #![forbid(unsafe_code)]
 
-mod afterwards;
+mod trim;
 pub mod fuse;
-mod intake;
+mod batch;
 pub mod nbd;
-mod process;
-mod race;
+mod peer_process;
+mod select;
 pub mod ublk;
 pub mod vhost_user_blk;
 
 #[cfg(test)]
-mod draw;
+mod random;
 #[cfg(test)]
 #[allow(dead_code, reason = "others need more of it")]
 #[path = "../../block/tests/simulation/model.rs"]
 mod model;
 #[cfg(test)]
-#[path = "../../block/tests/simulation/passed.rs"]
+#[path = "../../block/tests/simulation/group_samples.rs"]
 mod passed;
 #[cfg(test)]
 #[path = "../../block/tests/simulation/seeds.rs"]

@@ -41,39 +41,39 @@ pub mod errno;
 mod execute;
 #[cfg(test)]
 mod extents_tests;
-mod holding;
+mod transfers;
 mod incoming;
-pub mod kernel;
-mod live;
+pub mod kernel_client;
+mod exports;
 pub mod negotiate;
 mod option;
 mod outbox;
 pub mod reply;
 pub mod request;
-mod rest;
+mod quiesce;
 pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
-mod stop;
+mod stop_signal;
 #[cfg(test)]
 mod storage_simulation;
-mod unread;
-mod visit;
+mod stalled_readers;
+mod client_observer;
 
 pub use admission::RejectedClientCounts;
 pub use catalog::{BlockSizes, ExportInfo, ExportTable, ExportCatalog, Features};
 pub use context::{MAX_BITMAPS, MetaContext, MetaContexts};
 pub use errno::Errno;
-pub use live::NbdServerExport;
+pub use exports::NbdServerExport;
 #[cfg(test)]
 use nbd::pipe;
 pub use nbd::{client, proto};
-use nbd::{inbox, stream, wire};
+use nbd::{receive_buffer, stream, wire};
 pub use negotiate::{HandshakeClose, HandshakeEvent, Handshake, HandshakeStep, TlsPolicy};
 pub use reply::{NbdExtent, NbdReplyEncoder, ReplyHeader};
 pub use request::{NbdCommand, Parsed, NbdRequest};
-pub use rest::QuiescedNbdConnection;
+pub use quiesce::QuiescedNbdConnection;
 pub use server::{NotRemoved, Removal, NbdServer, NbdServerTerms, NbdServerTls};
 pub use session::{ReplyStyle, NbdSession, RequestTag};
-pub use visit::{NbdClientInfo, ClientObserver};
+pub use client_observer::{NbdClientInfo, ClientObserver};

@@ -29,7 +29,7 @@ mod channel;
 mod device;
 mod execute;
 pub mod guard;
-mod known;
+mod devices;
 pub mod mark;
 pub mod node;
 mod queue;

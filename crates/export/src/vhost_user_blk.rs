@@ -30,8 +30,8 @@
 //!
 //! Never reads rings or requests, and never uses a disk.
 
-mod bell;
-mod channel;
+mod vring_event;
+mod back_end_channel;
 pub mod client;
 pub mod config_space;
 pub mod connection;
@@ -40,27 +40,27 @@ mod execute;
 pub mod features;
 pub mod front_ends;
 pub mod fuzzing;
-mod handover;
-mod happening;
-mod idle;
+mod migration;
+mod events;
+mod backoff;
 pub mod inflight;
-mod instant;
+mod immediate;
 pub mod message;
-mod patrol;
+mod busy_polling;
 mod pieces;
 mod queue;
 pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
-mod vain;
+mod futile_attempts;
 pub mod vring;
 
 pub use connection::{VhostUserConnection, FrontEndEnd, QuiescedFrontEnd};
 pub use device::VhostUserExport;
 pub use features::VhostUserOffer;
 pub use front_ends::FrontEnds;
-pub use happening::{FrontEndEvent, PeerProcess, ExportObserver};
+pub use events::{FrontEndEvent, PeerProcess, ExportObserver};
 pub use server::{VhostUserServer, VhostUserStatistics, Threads};
 pub use session::{Effect, EventKind, SessionOutput, RequestRejection, SessionMessage, VhostUserSession};
 pub use vring::{VringFault, RingPlaces, RingSettings};

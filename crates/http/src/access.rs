@@ -32,7 +32,7 @@ use axum::{
 };
 use openssl::sha::sha256;
 
-use super::{answers::error_response, peer::HttpPeer};
+use super::{responses::error_response, peer::HttpPeer};
 
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                       connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";

@@ -20,16 +20,16 @@ use axum::{
 
 use super::{
     access::{self, AccessGuard},
-    answers::{json_response, error_response, unify_errors, unavailable_response, serialized_response},
+    responses::{json_response, error_response, unify_errors, unavailable_response, serialized_response},
     assets, change,
     connections::ConnectionHandle,
-    desk::ObjectKind,
+    main_thread::ObjectKind,
     history::HistorySpan,
     peer::HttpPeer,
     preview,
-    site::PageState,
+    page_state::PageState,
     stream::{MAX_STREAMS_PER_PEER, StreamRejection},
-    watch::LONGEST,
+    activity::LONGEST,
 };
 
 pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {

@@ -15,12 +15,12 @@ use control::{qmp, registry::Registry};
 use serde_json::{Value, json};
 
 use super::{
-    answers::{json_response, error_response, unavailable_response},
-    body,
-    desk::{ObjectKind, ChangeError, SettingsRequest},
+    responses::{json_response, error_response, unavailable_response},
+    settings_body,
+    main_thread::{ObjectKind, ChangeError, SettingsRequest},
     objects::ActivityObjects,
     peer::HttpPeer,
-    site::PageState,
+    page_state::PageState,
 };
 
 pub(super) async fn change(
@@ -30,7 +30,7 @@ pub(super) async fn change(
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
-    let wanted = match body::read(of, name.clone(), peer, body).await {
+    let wanted = match settings_body::read(of, name.clone(), peer, body).await {
         Ok(wanted) => wanted,
         Err(refused) => return refused,
     };

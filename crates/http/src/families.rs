@@ -18,11 +18,11 @@ use policy::{
 use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 
 use super::{
-    cgroups::CgroupMetrics,
-    process::ProcessMetrics,
+    cgroup_metrics::CgroupMetrics,
+    process_metrics::ProcessMetrics,
     snapshot::{DiskFigures, ExportFigures, RecordingFigures, DaemonSnapshot, ThrottleFigures},
-    words::{direction_label, limit_label, owner_label},
-    writer::{SampleLabels, FamilyWriter},
+    labels::{direction_label, limit_label, owner_label},
+    family_writer::{SampleLabels, FamilyWriter},
 };
 
 #[derive(Debug)]

@@ -15,7 +15,7 @@ use api::{ActivityHistory, LatencyHeat};
 use serde_json::Number;
 
 use super::{
-    lines::{DrawnLimit, LimitLines},
+    limit_lines::{DrawnLimit, LimitLines},
     sample::{BOUNDS, Latencies, PackedSample, ROWS, ActivitySample, rounded},
 };
 
@@ -288,7 +288,7 @@ fn column(counts: &Latencies) -> [u8; COLUMN_BYTES] {
 mod tests {
     use serde_json::json;
 
-    use super::{super::lines::drawn_limits, *};
+    use super::{super::limit_lines::drawn_limits, *};
 
     fn of_rate(rate: f64) -> ActivitySample {
         ActivitySample { rates: [Some(rate); 4], ..ActivitySample::default() }

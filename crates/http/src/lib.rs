@@ -15,36 +15,36 @@
 //! a command of the control socket.
 
 mod access;
-mod answers;
+mod responses;
 mod api;
 mod assets;
-mod body;
-mod cgroups;
+mod settings_body;
+mod cgroup_metrics;
 mod change;
 mod connections;
-mod desk;
+mod main_thread;
 mod families;
 mod history;
-mod lately;
-mod lines;
+mod recent_counters;
+mod limit_lines;
 mod metrics;
 mod objects;
-mod patient;
+mod stall_timeout;
 mod peer;
-mod pieces;
+mod streamed_response;
 mod preview;
-mod previews;
-mod process;
-mod said;
+mod preview_thread;
+mod process_metrics;
+mod json_members;
 mod sample;
 mod server;
-mod site;
+mod page_state;
 mod snapshot;
 mod stream;
 mod token;
-mod watch;
-mod words;
-mod writer;
+mod activity;
+mod labels;
+mod family_writer;
 
 use std::{rc::Rc, sync::Arc, thread};
 
@@ -64,11 +64,11 @@ pub use token::ChangeToken;
 
 use self::{
     access::AccessGuard,
-    desk::{MainRequest, MainThread},
-    previews::Previews,
+    main_thread::{MainRequest, MainThread},
+    preview_thread::Previews,
     server::{HttpServiceKind, HttpListeners},
     snapshot::DaemonSnapshot,
-    watch::{DaemonDescription, ActivityWatch},
+    activity::{DaemonDescription, ActivityWatch},
 };
 
 /// The HTTP thread. Dropping it stops the thread.
@@ -122,7 +122,7 @@ impl HttpServer {
         doors: HttpEndpoints,
         registry: &Rc<Registry>,
         workers: &Rc<Vec<ReactorWorker>>,
-        cgroups: Option<cgroup::figures::CgroupFiguresReader>,
+        cgroups: Option<cgroup::cgroup_counters::CgroupFiguresReader>,
     ) -> anyhow::Result<Self> {
         enable_measuring(registry);
         // Bounded: further requests wait at their sender, which times them out (`desk`).
@@ -181,7 +181,7 @@ impl PageEndpoint {
         let about = DaemonDescription { name, has_token: guard.has_token() };
         let watch = ActivityWatch::new(Arc::clone(&desk), about, events.clone());
         let site =
-            Arc::new(site::PageState { desk, previews: Previews::new(recent), watch: Arc::clone(&watch), events });
+            Arc::new(page_state::PageState { desk, previews: Previews::new(recent), watch: Arc::clone(&watch), events });
         (HttpListeners { listeners, router: api::router(site, guard), kind: HttpServiceKind::Page(keys) }, watch)
     }
 }

@@ -23,7 +23,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use cgroup::figures::CgroupFiguresReader;
+use cgroup::cgroup_counters::CgroupFiguresReader;
 use prometheus_client::{
     encoding::{prometheus_protobuf, text},
     registry::Registry,
@@ -31,10 +31,10 @@ use prometheus_client::{
 use tokio::{sync::Mutex, task::spawn_blocking};
 
 use super::{
-    desk::{MainThread, FRESH, NoAnswer},
+    main_thread::{MainThread, FRESH, NoAnswer},
     families::MetricFamilies,
-    pieces::{self, ResponsePieces, ResponseBuffer},
-    process::ProcessMetrics,
+    streamed_response::{self, ResponsePieces, ResponseBuffer},
+    process_metrics::ProcessMetrics,
     snapshot::DaemonSnapshot,
 };
 
@@ -75,7 +75,7 @@ impl MetricsPage {
         }
         let snapshot = self.desk.figures(FRESH).await?;
         let page = Arc::clone(self);
-        let (mut sheet, pieces) = pieces::response_channel();
+        let (mut sheet, pieces) = streamed_response::response_channel();
         spawn_blocking(move || {
             // Formatting is work of milliseconds, too long for the thread that serves connections.
             if form.write(snapshot, page.cgroups.as_ref(), &mut sheet).is_some() {
@@ -297,7 +297,7 @@ mod tests {
                       weir_disk_read_bytes_total{disk=\"# TYPE\"} 1\n\
                       # HELP weir_build_info About.\n# TYPE weir_build_info gauge\nweir_build_info{version=\"1\"} 1\n\
                       # HELP weir_disk_size_bytes Size.\n# TYPE weir_disk_size_bytes gauge\n";
-        let (mut sheet, _reader) = pieces::response_channel();
+        let (mut sheet, _reader) = streamed_response::response_channel();
         let mut older = TextFormatConverter { to: &mut sheet, line: String::new(), help: String::new() };
         open.concat().into_iter().try_for_each(|piece| older.write_str(piece)).unwrap();
         assert_eq!(sheet.finish().concat(), expect.as_bytes());

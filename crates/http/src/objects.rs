@@ -30,8 +30,8 @@ use serde::Serialize;
 use serde_json::{Number, Value};
 
 use super::{
-    desk::ObjectKind,
-    lately::RecentCounters,
+    main_thread::ObjectKind,
+    recent_counters::RecentCounters,
     sample::{Latencies, ActivitySample, rounded},
     snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, DaemonSnapshot, ThrottleFigures},
 };

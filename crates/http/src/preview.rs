@@ -22,17 +22,17 @@ use control::{
     qmp,
     registry::{Registry, RunningDisk},
 };
-use simulator::preview::{PreviewDisk, PreviewResult, PreviewGroup};
+use simulator::limit_preview::{PreviewDisk, PreviewResult, PreviewGroup};
 use tokio::time::timeout;
 
 use super::{
-    answers::{json_response, error_response, unavailable_response},
-    body,
-    desk::{ObjectKind, ChangeError, PreviewInput, SettingsRequest},
+    responses::{json_response, error_response, unavailable_response},
+    settings_body,
+    main_thread::{ObjectKind, ChangeError, PreviewInput, SettingsRequest},
     peer::HttpPeer,
-    previews::PreviewOutcome,
+    preview_thread::PreviewOutcome,
     sample::rounded,
-    site::PageState,
+    page_state::PageState,
 };
 
 /// Time that a client waits for the result.
@@ -45,7 +45,7 @@ pub(super) async fn preview(
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
-    let wanted = match body::read(of, name, peer, body).await {
+    let wanted = match settings_body::read(of, name, peer, body).await {
         Ok(wanted) => wanted,
         Err(refused) => return refused,
     };

@@ -37,7 +37,7 @@ use tokio_openssl::SslStream;
 
 use super::{
     connections::{ConnectionHandle, ConnectionSlots, HttpStream},
-    patient::StallTimeout,
+    stall_timeout::StallTimeout,
     peer::HttpPeer,
 };
 

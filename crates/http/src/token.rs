@@ -3,7 +3,7 @@
 use std::{fmt, io::Read as _, os::unix::fs::MetadataExt as _, path::Path};
 
 use anyhow::{Context as _, bail, ensure};
-use reactor::regular;
+use reactor::regular_file;
 
 /// Least length: shorter tokens can be guessed.
 const MIN_LENGTH: usize = 16;
@@ -31,7 +31,7 @@ impl ChangeToken {
     }
 
     fn of(path: &Path) -> anyhow::Result<Self> {
-        let file = regular::open(path)?;
+        let file = regular_file::open(path)?;
         let known = file.metadata()?;
         let mode = known.mode() & 0o777;
         // Checked on the open file, so that it cannot be replaced in between.

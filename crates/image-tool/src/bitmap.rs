@@ -10,7 +10,7 @@ use image::qcow2::{Qcow2Image, bitmap::DirtyBits};
 use storage::ImageFormat;
 
 use super::{
-    named::{NamedImage, NamingArgs, named},
+    image_args::{NamedImage, NamingArgs, named},
     opening::{self, OpenMode},
 };
 

@@ -11,11 +11,11 @@ use image::qcow2::{
     check::{GuestRange, Repair, CheckReport, check},
     header::incompatible,
 };
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 use serde_json::{Value, json};
 use storage::{CacheMode, ImageFormat};
 
-use super::{ImageOutput, ImageOutputArgs, form, named::ImageArg, opening::OpenMode};
+use super::{ImageOutput, ImageOutputArgs, qemu_format, image_args::ImageArg, opening::OpenMode};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -121,7 +121,7 @@ pub(crate) fn run(arguments: ImageCheckArgs) -> Result<(), CommandFailure> {
         }
         print(&match arguments.output.kind() {
             ImageOutput::Human => text(&report),
-            ImageOutput::Json => form::json(&json(&report, &name)),
+            ImageOutput::Json => qemu_format::json(&json(&report, &name)),
         })?;
     }
     status(&report)

@@ -18,7 +18,7 @@ use storage::{CacheMode, ImageFormat};
 use super::{
     copy, disk,
     keys::{PassphraseArgs, PassphraseSet},
-    named::{NamedImage, ImageArg, with_secrets},
+    image_args::{NamedImage, ImageArg, with_secrets},
     opening::{self, OpenMode},
     progress::ProgressArgs,
     source::CopySource,

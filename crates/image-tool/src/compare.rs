@@ -21,7 +21,7 @@ use super::{
     copy::is_zero,
     disk::ExtentKind,
     keys::PassphraseArgs,
-    named::{NamingArgs, with_secrets},
+    image_args::{NamingArgs, with_secrets},
     opening::{self, OpenMode},
     progress::{CommandProgress, ProgressArgs},
     source::CopySource,

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
-use console::{CommandFailure, on_reactor, print, undo::SignalCleanup};
+use console::{CommandFailure, on_reactor, print, signal_cleanup::SignalCleanup};
 use image::{
     Image,
     qcow2::{create::Preallocation, header::EncryptionMethod},
@@ -19,17 +19,17 @@ use image::{
 use storage::{CacheMode, ImageFormat};
 
 use super::{
-    carry::BitmapCopier,
+    bitmap_copy::BitmapCopier,
     copy, create, disk,
     encrypt::{Encryption, SecretObjects},
     keys::{self, PassphraseArgs, PassphraseSet},
-    named::{NamedImage, NamingArgs, named, with_secrets},
+    image_args::{NamedImage, NamingArgs, named, with_secrets},
     opening::{self, OpenMode},
     options::FormatOptions,
-    pick::SnapshotSelector,
+    snapshot_selector::SnapshotSelector,
     progress::ProgressArgs,
     source::CopySource,
-    unfinished::UnfinishedFile,
+    temporary_target::UnfinishedFile,
 };
 
 pub(super) const EXAMPLES: &str = "\

@@ -12,7 +12,7 @@
 //! is then undefined.
 
 mod plan;
-mod turn;
+mod write_order;
 mod zero;
 
 use std::{
@@ -28,7 +28,7 @@ use reactor::{PollingMode, ReactorWorker, buffer::IoBuffer, error::Error};
 use storage::{Durability, ZeroOptions};
 
 pub(super) use self::zero::is_zero;
-use self::{plan::CopyItem, turn::WriteOrder};
+use self::{plan::CopyItem, write_order::WriteOrder};
 use super::{disk::ExtentKind, progress::CommandProgress, source::CopySource};
 
 const MOST_THREADS: usize = 4;

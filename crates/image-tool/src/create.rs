@@ -17,7 +17,7 @@ use image::qcow2::{
     create::{CreateOptions, Preallocation},
     header::{BackingReference, CompressionType},
 };
-use reactor::{buffer::IoBuffer, plain::sanitize};
+use reactor::{buffer::IoBuffer, sanitize::sanitize};
 use storage::{Durability, ImageFormat, Storage, ZeroOptions};
 
 use super::{

@@ -17,7 +17,7 @@ use storage::{ImageFormat, OpenOptions};
 use super::{
     keys::PassphraseSet,
     opening::{self, OpenMode},
-    pick::SnapshotSelector,
+    snapshot_selector::SnapshotSelector,
 };
 
 /// Opens an image with its backing chain. An image whose format is probed must not name other

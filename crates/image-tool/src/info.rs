@@ -22,15 +22,15 @@ use image::{
         snapshot::InternalSnapshot,
     },
 };
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 use serde_json::{Map, Value, json};
 use settings::image_info::add_header_facts;
 use storage::{ImageFormat, Storage};
 
 use super::{
     ImageOutput, ImageOutputArgs,
-    form::{self, human},
-    named::ImageArg,
+    qemu_format::{self, human},
+    image_args::ImageArg,
     opening::{self, OpenMode},
     snapshot,
 };
@@ -88,8 +88,8 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
     }
     let text = match (arguments.output.kind(), arguments.backing_chain) {
         (ImageOutput::Human, _) => shown.iter().map(ImageReport::text).collect::<Vec<_>>().join("\n"),
-        (ImageOutput::Json, false) => form::json(&shown[0].json),
-        (ImageOutput::Json, true) => form::json(&shown.into_iter().map(|shown| shown.json).collect()),
+        (ImageOutput::Json, false) => qemu_format::json(&shown[0].json),
+        (ImageOutput::Json, true) => qemu_format::json(&shown.into_iter().map(|shown| shown.json).collect()),
     };
     print(&text)?;
     Ok(())

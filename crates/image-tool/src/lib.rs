@@ -18,7 +18,7 @@
 
 mod amend;
 mod bitmap;
-mod carry;
+mod bitmap_copy;
 mod check;
 mod commit;
 mod compare;
@@ -26,24 +26,24 @@ mod convert;
 mod copy;
 mod create;
 mod disk;
-mod elsewhere;
+mod qemu_img_advice;
 mod encrypt;
-mod form;
+mod qemu_format;
 mod info;
 mod keys;
 mod map;
 mod measure;
-mod named;
+mod image_args;
 mod opening;
 mod options;
-mod pick;
+mod snapshot_selector;
 mod progress;
 mod rebase;
 mod resize;
 mod snapshot;
 mod source;
 mod sparse;
-mod unfinished;
+mod temporary_target;
 
 use std::path::Path;
 
@@ -51,7 +51,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use console::CommandFailure;
 
 // The daemon answers QMP's `query-block` with the `ImageInfo` that `info` prints.
-pub use self::{elsewhere::advise, resize::ServedDisk};
+pub use self::{qemu_img_advice::advise, resize::ServedDisk};
 
 /// Commands for images.
 #[derive(Debug, Subcommand)]

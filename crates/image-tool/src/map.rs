@@ -11,13 +11,13 @@ use image::{
     Image, Qcow2Image,
     qcow2::{MappedRun, GuestMapping},
 };
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 use storage::Storage;
 
 use super::{
     ImageOutput, ImageOutputArgs, disk,
     keys::PassphraseArgs,
-    named::{ImageArg, with_secrets},
+    image_args::{ImageArg, with_secrets},
     opening::OpenMode,
 };
 

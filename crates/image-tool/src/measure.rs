@@ -25,13 +25,13 @@ use super::{
     ImageOutput, ImageOutputArgs, create,
     disk::ExtentKind,
     encrypt::{self, SecretObjects},
-    form,
+    qemu_format,
     keys::PassphraseArgs,
     map,
-    named::{NamedImage, NamingArgs, with_secrets},
+    image_args::{NamedImage, NamingArgs, with_secrets},
     opening::{self, OpenMode},
     options::FormatOptions,
-    pick::SnapshotSelector,
+    snapshot_selector::SnapshotSelector,
     source::CopySource,
     sparse,
 };
@@ -289,7 +289,7 @@ impl MeasuredSize {
         if let Some(bitmaps) = self.bitmaps {
             value["bitmaps"] = bitmaps.into();
         }
-        form::json(&value)
+        qemu_format::json(&value)
     }
 }
 

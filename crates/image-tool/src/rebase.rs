@@ -24,7 +24,7 @@ use super::{
     copy::is_zero,
     disk::{self, AllocationUnits, ExtentKind},
     keys::{PassphraseArgs, PassphraseSet},
-    named::{NamedImage, ImageArg, with_secrets},
+    image_args::{NamedImage, ImageArg, with_secrets},
     opening::{self, OpenMode},
     progress::ProgressArgs,
     source::CopySource,

@@ -17,7 +17,7 @@ use storage::{Durability, OpenError, ZeroOptions, parse_size};
 use super::{
     create,
     keys::PassphraseArgs,
-    named::{NamedImage, ImageArg, with_secrets},
+    image_args::{NamedImage, ImageArg, with_secrets},
     opening::OpenMode,
 };
 

@@ -20,8 +20,8 @@ use serde_json::{Value, json};
 use storage::{ImageFormat, OpenError, Storage};
 
 use super::{
-    form::human,
-    named::NamingArgs,
+    qemu_format::human,
+    image_args::NamingArgs,
     opening::{self, OpenMode},
 };
 

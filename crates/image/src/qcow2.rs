@@ -33,7 +33,7 @@ pub mod amend;
 mod backing;
 mod big_endian;
 pub mod bitmap;
-mod bytes;
+mod metadata_io;
 mod cache;
 mod cache_settings;
 pub mod check;
@@ -49,11 +49,11 @@ mod header_change;
 mod l1;
 mod lookup;
 pub mod luks;
-mod numbers;
+mod refcount_entries;
 mod open;
 mod overlap;
 mod preallocate;
-mod quiet;
+mod exclusive;
 mod read;
 mod refcounts;
 mod resize;
@@ -72,7 +72,7 @@ use std::{
 
 use self::header::Qcow2Header;
 pub use self::{
-    bytes::{MetadataError, read_header},
+    metadata_io::{MetadataError, read_header},
     cache::CacheStatistics,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache, L2CacheSize},
     lookup::{MappedRun, GuestMapping},

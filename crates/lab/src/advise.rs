@@ -21,14 +21,14 @@
 mod advice;
 mod arguments;
 mod arrivals;
-mod certainty;
-mod envelope;
-mod house;
-mod need;
+mod confidence;
+mod arrival_curve;
+mod tenants;
+mod tenant_limits;
 mod packing;
 mod search;
 mod settings;
-mod shared;
+mod neighbours;
 mod target;
 #[cfg(test)]
 mod tests;
@@ -47,10 +47,10 @@ use advice::{Advice, RateInterval, GroupMembership, TenantAdvice, PackedDevice, 
 use anyhow::{Context as _, anyhow};
 pub use arguments::{AdviseArgs, EXAMPLES};
 use arrivals::TraceArrivals;
-use certainty::{TraceBlocks, ConfidenceInterval};
+use confidence::{TraceBlocks, ConfidenceInterval};
 use console::{CommandFailure, figures, print, print_json, progress::ActivitySpinner};
-use house::Tenants;
-use need::{TenantLimits, AdviseSearch};
+use tenants::Tenants;
+use tenant_limits::{TenantLimits, AdviseSearch};
 use packing::AvailableDevices;
 use policy::{
     throttle::{Limits, LimitPart, LimitSetting, NodeShare, ReservationUnit},
@@ -58,7 +58,7 @@ use policy::{
 };
 use recording::{MergedTraces, TraceOptions};
 use settings::AdvisedChange;
-use shared::{NeighbourAdvice, Neighbours};
+use neighbours::{NeighbourAdvice, Neighbours};
 use trial::{TrialResult, TrialCriterion, SimulatedTrial};
 
 use crate::{
@@ -153,7 +153,7 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
         // With a shared device or group, only the unit that it has least of matters. Otherwise that
         // unit is unknown, and both are searched.
         let is_shared = judge.whole || house.limited_around(number).next().is_some();
-        let units = if is_shared { vec![shared::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
+        let units = if is_shared { vec![neighbours::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
         let need = if tenant.has_target || is_shared { search.limits_alone(number, &units)? } else { None };
         told.push(TenantResult { need, before: None, after: None, set: None, joins: None, between: None });
     }
@@ -520,14 +520,14 @@ fn advise_neighbours(
 
 /// The limited unit and its rate.
 fn limited_unit(limits: &Limits) -> (ReservationUnit, u64) {
-    let rate = |unit: ReservationUnit| limits.limit(need::total_limit_kind(unit)).rate;
+    let rate = |unit: ReservationUnit| limits.limit(tenant_limits::total_limit_kind(unit)).rate;
     let unit = if rate(ReservationUnit::Iops) > 0 { ReservationUnit::Iops } else { ReservationUnit::Bps };
     (unit, rate(unit))
 }
 
 fn interval_text(search: &AdviseSearch<'_>, name: &str, limits: &Limits, interval: ConfidenceInterval) -> String {
     let (unit, rate) = limited_unit(limits);
-    let setting = LimitSetting::Limit(need::total_limit_kind(unit), LimitPart::Rate);
+    let setting = LimitSetting::Limit(tenant_limits::total_limit_kind(unit), LimitPart::Rate);
     let rate_shown = if unit == ReservationUnit::Bps { ::settings::exact_size(rate) } else { rate.to_string() };
     let this = format!("{name}: {setting} {rate_shown} is for this trace");
     let blocks = search.judge.blocks.name();

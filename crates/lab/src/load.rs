@@ -10,10 +10,10 @@
 //!
 //! The first failed request ends the load.
 
-mod arrivals;
+mod open_loop;
 mod jobs;
 mod measured;
-mod places;
+mod offsets;
 mod run;
 mod target;
 #[cfg(test)]
@@ -23,12 +23,12 @@ mod zipf;
 
 use policy::time::Duration;
 
-pub(crate) use self::arrivals::{Spacing, exponential};
+pub(crate) use self::open_loop::{Spacing, exponential};
 pub(super) use self::{
-    arrivals::OpenLoop,
+    open_loop::OpenLoop,
     jobs::{CONNECT_TIMEOUT, JobResult, LoadSource, run_jobs},
     measured::{Measured, SecondCounts, SentRequest},
-    places::{RandomBlocks, Locality, JobPart, OffsetPattern},
+    offsets::{RandomBlocks, Locality, JobPart, OffsetPattern},
     run::run_job,
     target::LoadTarget,
     watch::{CompletedCount, LoadStop},

@@ -19,7 +19,7 @@ mod drawing;
 mod heat_map;
 mod html;
 mod intervals;
-mod keeping;
+mod save;
 mod lines;
 mod page;
 mod palette;

@@ -25,9 +25,9 @@ mod keys;
 mod output;
 mod scenario;
 mod setup;
-mod story;
+mod scenario_table;
 mod sweep;
-mod swept;
+mod sweep_result;
 #[cfg(test)]
 mod tests;
 mod two_streams;
@@ -56,9 +56,9 @@ use policy::throttle::LimitSetting;
 use recording::MergedTraces;
 use serde::Serialize;
 pub(crate) use setup::{MOST_DISKS, DiskResolver, SimulationSetup, device_of};
-use story::ScenarioTable;
+use scenario_table::ScenarioTable;
 pub(crate) use sweep::SweepValues;
-use swept::{SweepPoint, SweepResult, SweptNames, sweep};
+use sweep_result::{SweepPoint, SweepResult, SweptNames, sweep};
 use workload::names;
 pub(crate) use workload::{Workload, generators};
 

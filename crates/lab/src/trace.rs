@@ -4,7 +4,7 @@
 
 mod arguments;
 pub mod convert;
-pub(crate) mod drawn;
+pub(crate) mod recording_charts;
 mod held_by;
 mod info;
 mod output;

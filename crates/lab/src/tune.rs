@@ -16,9 +16,9 @@ mod choice;
 mod findings;
 mod goal;
 mod images;
-mod matrix;
+mod configurations;
 mod measure;
-mod place;
+mod target;
 mod preset;
 mod recommend;
 mod resume;
@@ -42,7 +42,7 @@ pub(crate) use preset::Preset;
 use storage::{CacheMode, ImageFormat, OpenOptions};
 
 use self::{
-    place::{TuneTargetKind, TuneTarget, InspectedImage, TuneTargetOptions},
+    target::{TuneTargetKind, TuneTarget, InspectedImage, TuneTargetOptions},
     resume::StoredSamples,
     samples::TuneSamples,
     session::TuneSession,

@@ -48,7 +48,7 @@ use self::{
     reply::{ReplyChunk, EXTENT_BYTES, ClientReplyHeader, ChunkLimits},
 };
 use super::{
-    inbox::ReceiveBuffer,
+    receive_buffer::ReceiveBuffer,
     proto::{self, cmd, cmd_flag},
     stream::NbdStream,
     wire::WireFields,

@@ -18,7 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
-pub mod inbox;
+pub mod receive_buffer;
 pub mod pipe;
 pub mod proto;
 pub mod stream;

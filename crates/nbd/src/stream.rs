@@ -12,7 +12,7 @@ use nix::{
 use super::pipe::Pipe;
 use reactor::{
     buffer::{IoBuffer, Segments},
-    op::{self, Fd},
+    operation::{self, Fd},
 };
 use std::os::fd::{AsFd, AsRawFd};
 use tls::{TlsError, TlsRead, TlsStream};
@@ -40,7 +40,7 @@ impl NbdStream {
     /// Receives behind the first `filled` bytes of `buffer`; 0 if the peer has closed the stream.
     pub async fn receive(&self, buffer: IoBuffer, filled: usize) -> (io::Result<usize>, IoBuffer) {
         match self {
-            Self::Plain(fd) => op::receive(fd, buffer, filled).await,
+            Self::Plain(fd) => operation::receive(fd, buffer, filled).await,
             Self::Tls { fd, tls } => receive_tls(fd, tls, buffer, filled).await,
             Self::Simulated(pipe) => pipe.receive(buffer, filled).await,
         }
@@ -71,7 +71,7 @@ impl NbdStream {
     pub async fn send_now(&self, mut segments: Segments) -> io::Result<()> {
         if let Self::Plain(fd) = self {
             // A socket usually accepts everything at once; the rest is sent below.
-            let (result, rest) = op::send_now(fd, segments).await;
+            let (result, rest) = operation::send_now(fd, segments).await;
             segments = rest;
             segments.advance(sent_bytes(result)?);
         }
@@ -82,7 +82,7 @@ impl NbdStream {
     /// sockets only; for TCP it counts the bytes that the peer's *kernel* has not acknowledged.
     pub fn unread_bytes(&self) -> usize {
         match self {
-            Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
+            Self::Plain(fd) | Self::Tls { fd, .. } => operation::unread_bytes(fd).unwrap_or(0),
             Self::Simulated(_) => 0,
         }
     }
@@ -90,7 +90,7 @@ impl NbdStream {
     /// Bytes that have arrived and can be received at once; ciphertext for TLS.
     pub fn waiting_bytes(&self) -> usize {
         match self {
-            Self::Plain(fd) | Self::Tls { fd, .. } => op::waiting_bytes(fd).unwrap_or(0),
+            Self::Plain(fd) | Self::Tls { fd, .. } => operation::waiting_bytes(fd).unwrap_or(0),
             Self::Simulated(_) => usize::MAX / 2,
         }
     }
@@ -110,7 +110,7 @@ impl NbdStream {
     /// Not while a send is in flight.
     pub fn interrupt(&self) {
         match self {
-            Self::Plain(fd) | Self::Tls { fd, .. } => op::cancel_all_on(fd),
+            Self::Plain(fd) | Self::Tls { fd, .. } => operation::cancel_all_on(fd),
             Self::Simulated(pipe) => pipe.interrupt(),
         }
     }
@@ -205,7 +205,7 @@ pub enum TlsFailure {
 
 async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
     while !segments.is_empty() {
-        let (result, rest) = op::send(fd, segments).await;
+        let (result, rest) = operation::send(fd, segments).await;
         segments = rest;
         segments.advance(sent_bytes(result)?);
     }
@@ -241,7 +241,7 @@ async fn send_outgoing(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()>
 }
 
 async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
-    let (result, buffer) = op::receive(fd, IoBuffer::new(CIPHERTEXT_BYTES), 0).await;
+    let (result, buffer) = operation::receive(fd, IoBuffer::new(CIPHERTEXT_BYTES), 0).await;
     let count = result?;
     if count == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());

@@ -27,7 +27,7 @@ extern crate alloc;
 pub mod access;
 pub mod cluster;
 pub mod counter;
-pub mod device;
+pub mod device_model;
 pub mod merge;
 pub mod polling;
 pub mod prefetch;

@@ -22,21 +22,21 @@
 //!
 //! Never does I/O, reads a clock or holds data: tokens represent the data of chunks.
 
-mod ahead;
+mod read_ahead;
 mod cache;
 mod chunk;
 mod congestion;
 mod expectations;
 mod extents;
 mod gate;
-mod lists;
+mod lru;
 mod settings;
 mod stats;
 mod streams;
 mod window;
 mod writes;
 
-pub use ahead::{ReadAhead, whole_blocks};
+pub use read_ahead::{ReadAhead, whole_blocks};
 pub use cache::{PrefetchCache, CachedRange, Fetch, FetchId, CacheLookup, CachePart};
 pub use settings::{InvalidPrefetchSettings, PrefetchMode, PrefetchSetting, PrefetchConfig, UnknownPrefetchMode};
 pub use stats::PrefetchStats;

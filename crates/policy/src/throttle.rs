@@ -47,31 +47,31 @@
 //!
 //! Never rejects or drops a request, never sees its data.
 
-mod booking;
+mod reservations;
 mod bucket;
 mod cost;
 mod enforcement;
 mod heap;
-mod ledger;
+mod kernel_buckets;
 mod limits;
 mod node;
-mod price;
-mod promise;
-mod schedule;
+mod slicing;
+mod reservation_monitor;
+mod scheduler;
 mod share;
-mod spare;
+mod refund;
 mod stats;
 mod tree;
 
-pub use booking::{ReservationBound, MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, ReservationUnit};
+pub use reservations::{ReservationBound, MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, ReservationUnit};
 pub use bucket::{BucketContents, BucketSnapshot};
 pub use cost::RequestCost;
 pub use enforcement::{Enforcement, LimitScale};
-pub use ledger::KernelBuckets;
+pub use kernel_buckets::KernelBuckets;
 pub use limits::{InvalidLimit, RateLimit, LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE, LimitPart, LimitRule, LimitSetting};
 pub use node::{CarriedCharges, NodeId, QueuedRequestId};
-pub use promise::ReservationTimes;
+pub use reservation_monitor::ReservationTimes;
 pub use share::NodeShare;
-pub use spare::SpareRefund;
+pub use refund::SpareRefund;
 pub use stats::{ThrottleSummary, CumulativeStats, AdmissionCounters, LimitLevel, RECENT_NS, ThrottleStats, WaitSummary, throttled_with_groups_ns};
 pub use tree::{AdmissionResult, PollDecision, LevelCause, QuotaLease, ReturnedRequest, ThrottleTree, MemberDemands};

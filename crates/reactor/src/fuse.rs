@@ -5,7 +5,7 @@ use std::{
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
 };
 
-use super::op::Fd;
+use super::operation::Fd;
 
 /// FUSE_DEV_IOC_CLONE: `_IOR(229, 0, uint32_t)` of linux/fuse.h.
 const CLONE: u32 = nix::request_code_read!(229, 0, size_of::<u32>()) as u32;

@@ -24,7 +24,7 @@
 mod dirty;
 pub mod driver;
 mod mapping;
-mod place;
+mod range;
 mod quota;
 mod sigbus;
 
@@ -39,7 +39,7 @@ use smallvec::SmallVec;
 use self::mapping::MemoryMapping;
 pub use self::{
     dirty::DirtyLog,
-    place::GuestBytes,
+    range::GuestBytes,
     quota::{MappingQuota, reserve_address_space},
 };
 

@@ -23,30 +23,30 @@
 //! Never holds a borrow or a lock while it polls a task.
 
 pub mod buffer;
-mod buffers;
+mod registered_buffers;
 pub mod error;
 mod executor;
-mod figures;
+mod counters;
 mod fuse;
 pub mod guest;
-mod launcher;
+mod task_spawner;
 pub mod memory;
 mod notifier;
-pub mod op;
+pub mod operation;
 mod permits;
-pub mod plain;
-mod pool;
+pub mod sanitize;
+mod blocking_threads;
 mod priority;
-pub mod regular;
-mod restricted;
-mod rouse;
-pub mod seldom;
+pub mod regular_file;
+mod ring_restrictions;
+mod wake_up;
+pub mod log_rate_limit;
 mod signal;
 pub mod sim;
 mod timer;
 pub mod ublk;
 mod uring;
-mod vigil;
+mod polling_monitor;
 mod worker;
 
 use std::{cell::RefCell, future::Future, pin::Pin, rc::Rc, sync::OnceLock, time::Instant as Clock};
@@ -55,15 +55,15 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::{JoinHandle, TaskGroup};
-pub use figures::{RingCounters, RingTotals};
+pub use counters::{RingCounters, RingTotals};
 pub use fuse::clone_fuse_device;
-pub use launcher::TaskSpawner;
+pub use task_spawner::TaskSpawner;
 pub use notifier::{EventfdNotifier, create_spare as set_notifiers_aside, spare_descriptors as notifiers_set_aside_for};
-pub use op::wait_for_closings;
+pub use operation::wait_for_closings;
 pub use permits::{OperationPermit, OperationPermits};
-pub use pool::{join_transient_threads, use_transient_threads};
+pub use blocking_threads::{join_transient_threads, use_transient_threads};
 pub use priority::{in_background, is_in_background};
-pub use rouse::next_wake_up;
+pub use wake_up::next_wake_up;
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::PollingMode;
@@ -266,7 +266,7 @@ pub fn yield_after_turn() {
 /// # Panics
 /// Panics if `f` does, or if no thread can be created.
 pub async fn run_blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
-    if is_simulated() { f() } else { pool::run(f).await }
+    if is_simulated() { f() } else { blocking_threads::run(f).await }
 }
 
 /// Runs `f` on another thread and waits for it: for long computations (compression, key
@@ -279,8 +279,8 @@ pub async fn run_blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'sta
 pub async fn run_computation<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     if is_simulated() {
         f()
-    } else if pool::uses_transient_threads() {
-        pool::run(f).await
+    } else if blocking_threads::uses_transient_threads() {
+        blocking_threads::run(f).await
     } else {
         blocking::unblock(f).await
     }
@@ -481,14 +481,14 @@ mod tests {
     fn an_operation_dropped_in_flight_keeps_its_memory_until_the_kernel_is_done() {
         real(async {
             let (ours, theirs) = UnixStream::pair().expect("sockets");
-            let fd = op::Fd::from(ours);
+            let fd = operation::Fd::from(ours);
             let address = Rc::new(Cell::new(0));
             let seen = Rc::clone(&address);
             let copy = fd.clone();
             let reading = spawn_joinable(async move {
                 let buffer = IoBuffer::new(4096);
                 seen.set(buffer.as_ptr() as usize);
-                op::receive(&copy, buffer, 0).await.0
+                operation::receive(&copy, buffer, 0).await.0
             });
             while address.get() == 0 {
                 yield_now().await;
@@ -499,7 +499,7 @@ mod tests {
             // The buffer returns to the pool only after the cancellation is complete. Until then a
             // new buffer has another address.
             drop(theirs);
-            let (result, _) = op::receive(&fd, IoBuffer::new(4096), 0).await;
+            let (result, _) = operation::receive(&fd, IoBuffer::new(4096), 0).await;
             assert_eq!(result.expect("end of file"), 0);
         });
     }
@@ -509,14 +509,14 @@ mod tests {
         let polling = PollingMode::UpTo(Duration::from_micros(200));
         run(polling, async {
             let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-            let fd = op::Fd::from(ours);
+            let fd = operation::Fd::from(ours);
             let echo = std::thread::spawn(move || {
                 let mut bytes = [0; 1000];
                 theirs.read_exact(&mut bytes).expect("a thousand bytes");
                 bytes
             });
             for round in 0..1000_u32 {
-                let (sent, _) = op::send(&fd, IoBuffer::copy_of(&[round as u8]).into()).await;
+                let (sent, _) = operation::send(&fd, IoBuffer::copy_of(&[round as u8]).into()).await;
                 assert_eq!(sent.expect("sent"), 1);
             }
             let bytes = echo.join().expect("no panic");

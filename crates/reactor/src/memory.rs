@@ -43,7 +43,7 @@ pub use self::{
     holders::{GRACE, MemoryHolder, HolderEntry, MIN_GRACE, MIN_TRANSFER_BPS},
     queue::FairQueueFlow,
 };
-use crate::seldom::LogRateLimit;
+use crate::log_rate_limit::LogRateLimit;
 
 /// Minimum for requests in bytes: one of the largest requests fits into each half.
 pub const MIN_REQUEST_BYTES: u64 = 64 << 20;

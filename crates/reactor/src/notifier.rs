@@ -18,8 +18,8 @@ use std::{
 use io_uring::{IoUring, opcode};
 
 use super::{
-    op::Fd,
-    restricted::{self, registering},
+    operation::Fd,
+    ring_restrictions::{self, registering},
 };
 
 /// Number of spare rings: creating a ring takes long, and so does destroying one; and a sandboxed
@@ -47,7 +47,7 @@ fn spare() -> MutexGuard<'static, SpareRings> {
 
 fn make() -> io::Result<IoUring> {
     let registered = [registering::EVENTFD, registering::UNREGISTER_EVENTFD];
-    restricted::build(&mut IoUring::builder(), 1, None, &[opcode::Nop::CODE], &registered)
+    ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::Nop::CODE], &registered)
 }
 
 /// Number of descriptors that [`set_aside`] uses for `count` notifiers.

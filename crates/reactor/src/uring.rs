@@ -24,7 +24,7 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
 use super::{
-    ReactorDriver, RingCounters, Reactor, buffers::RegisteredBufferTable, real_now, restricted, rouse, vigil::PollingMonitor, with_current,
+    ReactorDriver, RingCounters, Reactor, registered_buffers::RegisteredBufferTable, real_now, ring_restrictions, wake_up, polling_monitor::PollingMonitor, with_current,
 };
 
 /// Submission queue entries; a larger batch is submitted in parts.
@@ -270,7 +270,7 @@ impl UringDriver {
             if self.poll(reactor, (began + limit).min(next_timer.unwrap_or(Instant::MAX))) {
                 self.enter(CompletionWait::No);
                 self.record_gap(began, limit);
-                rouse::notify_wake_up();
+                wake_up::notify_wake_up();
                 return;
             }
         }
@@ -286,7 +286,7 @@ impl UringDriver {
             (false, None) => CompletionWait::Forever,
         });
         reactor.executor.wake_up();
-        rouse::notify_wake_up();
+        wake_up::notify_wake_up();
         if polls {
             self.record_gap(began, limit);
         }
@@ -473,8 +473,8 @@ fn build() -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(COMPLETIONS).setup_clamp();
     builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-    let registered = [restricted::registering::BUFFERS, restricted::registering::SYNC_CANCEL];
-    restricted::build(&mut builder, SUBMISSIONS, Some(FILE_THREADS), &restricted::OPERATIONS, &registered)
+    let registered = [ring_restrictions::registering::BUFFERS, ring_restrictions::registering::SYNC_CANCEL];
+    ring_restrictions::build(&mut builder, SUBMISSIONS, Some(FILE_THREADS), &ring_restrictions::OPERATIONS, &registered)
 }
 
 impl Drop for UringDriver {

@@ -153,7 +153,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::{buffer::IoBuffer, op, uring::TASKS_PER_TURN, yield_after_turn, yield_now};
+    use crate::{buffer::IoBuffer, operation, uring::TASKS_PER_TURN, yield_after_turn, yield_now};
 
     /// A worker with a task group of a thousand tasks that are always ready; counts how often they
     /// run.
@@ -217,9 +217,9 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.write_all(&vec![7; count]).expect("there is room");
         busy.turns_during(move || async move {
-            let socket = op::Fd::from(ours);
+            let socket = operation::Fd::from(ours);
             for _ in 0..count {
-                let (received, _) = op::receive(&socket, IoBuffer::new(1), 0).await;
+                let (received, _) = operation::receive(&socket, IoBuffer::new(1), 0).await;
                 assert_eq!(received.expect("it was sent"), 1);
             }
         })

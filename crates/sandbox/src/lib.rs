@@ -31,7 +31,7 @@ use anyhow::{Context as _, bail, ensure};
 use console::{descriptors, logging};
 use nbd::{client::NbdEndpoint as Server, uri::Uri};
 use policy::time::Duration;
-use reactor::{ReactorWorker, op};
+use reactor::{ReactorWorker, operation};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{ListenAddress, ExportTarget, ListenEndpoint, DesiredState, SandboxMode, ProcessSpec, SocketAccess};
 
@@ -356,14 +356,14 @@ async fn drop_rights(
 
 /// Fails if the limit of file descriptors is below the number reserved for machines.
 fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> anyhow::Result<()> {
-    let (aside, free) = (reactor::notifiers_set_aside_for(queues) as u64, op::free_descriptors());
+    let (aside, free) = (reactor::notifiers_set_aside_for(queues) as u64, operation::free_descriptors());
     // Without a queue, the later error of the failing operation is more precise.
     if aside < free || queues == 0 {
         return Ok(());
     }
     let limit = descriptors::limit();
     let of_machines = (queues as u64) * DESCRIPTORS_PER_QUEUE + machines * DESCRIPTORS_PER_MACHINE;
-    let enough = limit - free + aside + of_machines + op::MAX_RESERVED_DESCRIPTORS;
+    let enough = limit - free + aside + of_machines + operation::MAX_RESERVED_DESCRIPTORS;
     bail!(
         "descriptors: {aside} are reserved for virtual machines with {queues} queues, which leaves {free} of the {limit} that this process may have (with all machines connected it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
     );

@@ -17,7 +17,7 @@ use super::{
     ListenAddress, DaemonConfig, DiskConfig, ExportSpec, ParsedConfig, ListenEndpoint, NbdExportSpec, Diagnostics, NbdExportConfig, Origin,
     ConfigWithOrigins, DesiredState, CheckedDisk, NbdServerSpec, ProcessSpec, TlsConfig, TlsMode, ConfigError, clients,
     groups::{self, GroupIndex},
-    promises,
+    reservations,
 };
 
 /// Longest name in bytes, by the NBD protocol ("Values", strings).
@@ -105,7 +105,7 @@ impl DesiredState {
         draft.disks.iter_mut().for_each(|disk| check_disk(disk, Some(&known), &mistakes));
         if mistakes.count() == 0 {
             // Only with valid limits: the tree would reject them with other errors.
-            mistakes.ok_or_report(promises::check_reservations(&draft.groups, &draft.disks));
+            mistakes.ok_or_report(reservations::check_reservations(&draft.groups, &draft.disks));
         }
         draft.daemon.judge(&mistakes);
         let tls = mistakes.ok_or_report(draft.daemon.tls());

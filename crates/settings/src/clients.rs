@@ -8,8 +8,8 @@ use policy::access::{AccessRules, NameRules, Network, NetworkRules};
 use super::{TlsCredentialFiles, TlsConfig};
 use crate::{
     key::{self, KeyField, ConfigValue as _, KeyLiteral},
-    place::ConfigError,
-    placed::ConfigWithOrigins,
+    diagnostics::ConfigError,
+    origins::ConfigWithOrigins,
 };
 
 /// Field of the allowed networks of a config.

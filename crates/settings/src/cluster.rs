@@ -15,8 +15,8 @@ use crate::{
         KeyType::{self, Text},
         each, maybe, one, table,
     },
-    place::Diagnostics,
-    placed::{KeyTable, ConfigWithOrigins},
+    diagnostics::Diagnostics,
+    origins::{KeyTable, ConfigWithOrigins},
 };
 
 /// etcd's client port.

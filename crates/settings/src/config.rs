@@ -24,13 +24,13 @@ use std::{
 };
 
 pub use object::{disk_from_json, group_from_json};
-use reactor::regular;
+use reactor::regular_file;
 use section::{TomlEntry, TomlSection, ConfigText};
 use toml::de::DeTable;
 
 use crate::{
     AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, GroupConfig, ConfigKey, Diagnostics,
-    Origin, ConfigWithOrigins, RecordingConfig, Spanned, ConfigError, key::KeyType, placed::KeyTable,
+    Origin, ConfigWithOrigins, RecordingConfig, Spanned, ConfigError, key::KeyType, origins::KeyTable,
 };
 
 /// Largest config file in bytes: enough for some hundred thousand disks.
@@ -82,7 +82,7 @@ pub fn load_with_options(path: &Path, options: &ConfigWithOrigins<DaemonConfig>,
 pub fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     // One byte more than the bound tells a larger file from one of exactly that size.
-    regular::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+    regular_file::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE_BYTES {
         let why = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
         return Err(io::Error::new(ErrorKind::FileTooLarge, why));

@@ -21,8 +21,8 @@ use crate::{
         each, maybe, one, table,
     },
     log,
-    place::Diagnostics,
-    placed::{KeyTable, ConfigWithOrigins},
+    diagnostics::Diagnostics,
+    origins::{KeyTable, ConfigWithOrigins},
 };
 
 /// Largest default number of workers: beyond it the queue of a disk is the bottleneck.

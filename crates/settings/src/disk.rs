@@ -20,11 +20,11 @@ use crate::{
         KeyType::{Flag, Path, Size, Table, Text, Word},
         each, maybe, one, seconds_or_time, table, write_seconds,
     },
-    place::{Diagnostics, Origin, ConfigError},
-    placed::{KeyTable, ConfigWithOrigins},
+    diagnostics::{Diagnostics, Origin, ConfigError},
+    origins::{KeyTable, ConfigWithOrigins},
     prefetch,
     qcow2::Qcow2Settings,
-    shares,
+    throttle,
 };
 
 /// Config of one disk.
@@ -185,7 +185,7 @@ impl KeyTable for DiskConfig {
 
     fn judge(disk: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
         // Each check reports independently of the rest.
-        shares::check_limits(disk, &disk.settings, mistakes);
+        throttle::check_limits(disk, &disk.settings, mistakes);
         prefetch::check_windows(disk, &disk.prefetch, mistakes);
         if !OnError::READ_POLICIES.contains(&disk.on_error.read) {
             let rule = "is for write errors only (use report or stop)";
@@ -305,8 +305,8 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
         }
     };
     keys.extend(prefetch::prefetch_keys(|disk: &DiskConfig| &disk.prefetch, |disk| &mut disk.prefetch));
-    keys.extend(shares::limit_keys(settings, settings_mut));
-    keys.extend(shares::share_keys(settings, settings_mut));
+    keys.extend(throttle::limit_keys(settings, settings_mut));
+    keys.extend(throttle::share_keys(settings, settings_mut));
     keys.extend(table! {
         "Devices to imitate" {
             "delay", Text, "TIMES", maybe!(delay), "", Reject, HostOnly,

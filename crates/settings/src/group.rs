@@ -9,9 +9,9 @@ use crate::{
         KeyType::{Flag, Text},
         maybe, one, table,
     },
-    place::Diagnostics,
-    placed::{KeyTable, ConfigWithOrigins},
-    shares,
+    diagnostics::Diagnostics,
+    origins::{KeyTable, ConfigWithOrigins},
+    throttle,
 };
 
 /// Config of a group of disks and groups.
@@ -34,7 +34,7 @@ impl KeyTable for GroupConfig {
     }
 
     fn judge(group: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
-        shares::check_limits(group, &group.settings, mistakes);
+        throttle::check_limits(group, &group.settings, mistakes);
     }
 }
 
@@ -55,8 +55,8 @@ fn group_keys() -> Vec<ConfigKey<GroupConfig>> {
                 "Use the cluster's limits, over all hosts";
         }
     };
-    keys.extend(shares::limit_keys(settings, settings_mut));
-    keys.extend(shares::share_keys(settings, settings_mut));
+    keys.extend(throttle::limit_keys(settings, settings_mut));
+    keys.extend(throttle::share_keys(settings, settings_mut));
     keys
 }
 

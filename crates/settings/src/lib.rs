@@ -22,9 +22,9 @@ macro_rules! sizes {
     };
 }
 
-mod access;
+mod socket_access;
 mod address;
-mod addressed;
+mod option_syntax;
 pub mod arguments;
 pub mod check;
 mod clients;
@@ -33,8 +33,8 @@ pub mod config;
 pub mod control;
 mod daemon;
 pub mod disk;
-mod doors;
-mod draft;
+mod exports;
+mod parsed;
 mod group;
 mod groups;
 mod http;
@@ -44,34 +44,34 @@ mod image_options;
 pub mod key;
 pub mod keyval;
 pub mod log;
-pub mod on_error;
+pub mod error_keys;
 mod on_event;
-mod place;
-mod placed;
+mod diagnostics;
+mod origins;
 pub mod prefetch;
-mod promises;
+mod reservations;
 mod qcow2;
-mod record;
+mod recordings;
 mod remarks;
 mod sandbox;
 pub mod secret;
-mod shares;
+mod throttle;
 pub mod state;
 pub mod suggest;
 mod tls;
-mod units;
+mod parsers;
 
 use std::{fmt, ops::Deref, str::FromStr};
 
-pub use access::{FileOwner, SocketAccess, socket_mode};
+pub use socket_access::{FileOwner, SocketAccess, socket_mode};
 pub use address::{ListenAddress, parse_unix_socket};
-pub use addressed::AddressedConfig;
+pub use option_syntax::AddressedConfig;
 pub use clients::parse_tls_name;
 pub use cluster::{ClusterConfig, EtcdEndpoint, parse_cluster_name, parse_fallback_share};
 pub use daemon::{DaemonConfig, MIN_MEMORY, MAX_WORKERS};
 pub use disk::{DiskConfig, ExportConfig};
-pub use doors::{ExportTarget, FuseConfig, NbdServerConfig, NbdDeviceConfig, NbdExportConfig, VhostUserSocket, UblkConfig, VhostUserBlkConfig};
-pub use draft::ParsedConfig;
+pub use exports::{ExportTarget, FuseConfig, NbdServerConfig, NbdDeviceConfig, NbdExportConfig, VhostUserSocket, UblkConfig, VhostUserBlkConfig};
+pub use parsed::ParsedConfig;
 pub use group::GroupConfig;
 pub use http::{HttpConfig, parse_http_name};
 pub use image::ImageLocation;
@@ -79,15 +79,15 @@ pub use image_options::ImageDescription;
 pub use key::{ConfigKey, KeyLiteral};
 pub use log::{LogFormat, LogSettings};
 pub use on_event::EventCommand;
-use place::Spanned;
-pub use place::{Diagnostics, Origin, ConfigError};
-pub use placed::{KeyTable, ConfigWithOrigins};
+use diagnostics::Spanned;
+pub use diagnostics::{Diagnostics, Origin, ConfigError};
+pub use origins::{KeyTable, ConfigWithOrigins};
 pub use qcow2::{Qcow2Settings, SecretSource};
-pub use record::RecordingConfig;
+pub use recordings::RecordingConfig;
 pub use sandbox::SandboxMode;
-pub use shares::ThrottleConfig;
+pub use throttle::ThrottleConfig;
 pub use tls::{TlsCredentialFiles, TlsConfig, TlsMode};
-pub use units::{
+pub use parsers::{
     RuleError, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
     polling, parse, seconds, size, nearest_multiples,
 };

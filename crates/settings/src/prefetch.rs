@@ -6,8 +6,8 @@ use policy::prefetch::{PrefetchSetting, PrefetchConfig, UnknownPrefetchMode};
 use crate::{
     RuleError,
     key::{ChangePolicy, KeyField, KeyInput, ConfigKey, ConfigValue, KeyLiteral, TransferPolicy, KeyType, table},
-    place::Diagnostics,
-    placed::ConfigWithOrigins,
+    diagnostics::Diagnostics,
+    origins::ConfigWithOrigins,
 };
 
 /// Name of the mode, and prefix of the names of the numbers.

@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::{ExportTarget, ExportSpec, DesiredState, ThrottleConfig, shares::DEFAULT_WEIGHT};
+use crate::{ExportTarget, ExportSpec, DesiredState, ThrottleConfig, throttle::DEFAULT_WEIGHT};
 
 /// Remark on a disk or group.
 #[derive(Clone, Debug, PartialEq, Eq)]

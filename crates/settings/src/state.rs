@@ -1,6 +1,6 @@
 //! weir's own state between runs: small files that are replaced atomically.
 
 mod capacity;
-pub mod whole_file;
+pub mod atomic_file;
 
 pub use capacity::{CapacityFigures, CapacityRecord, CapacityStore};

@@ -13,7 +13,7 @@
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 use policy::{
-    device::{IDLE_CREDIT_NS, SimulatedDevice, DeviceRates},
+    device_model::{IDLE_CREDIT_NS, SimulatedDevice, DeviceRates},
     time::{Instant, NANOS_PER_SECOND},
 };
 

@@ -4,7 +4,7 @@
 use std::sync::atomic::AtomicBool;
 
 use policy::{
-    device::DeviceRates,
+    device_model::DeviceRates,
     throttle::{RateLimit, LimitKind, Limits},
     time::NANOS_PER_SECOND,
 };

@@ -19,7 +19,7 @@ mod flow;
 pub mod latencies;
 pub mod over_time;
 mod prefetch;
-pub mod preview;
+pub mod limit_preview;
 pub mod request;
 mod state;
 pub mod tally;

@@ -1,7 +1,7 @@
 //! The simulated groups, disks and devices, as plain values.
 
 pub use block::layer::throttle::DiskSettings;
-use policy::{device::DeviceRates, prefetch, throttle::Limits};
+use policy::{device_model::DeviceRates, prefetch, throttle::Limits};
 
 use super::device::{DevicePlacement, StationSpec};
 

@@ -17,7 +17,7 @@
 mod cache_mode;
 mod calls;
 mod direct;
-mod lane;
+mod isolation;
 mod open;
 mod passed;
 mod resize;
@@ -29,7 +29,7 @@ mod sync_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-mod turn_tests;
+mod transfer_tests;
 mod zero;
 
 use std::{
@@ -45,7 +45,7 @@ pub use self::{
     cache_mode::CacheMode,
     passed::{PassedFiles, PassedFile},
 };
-use lane::FileIsolation;
+use isolation::FileIsolation;
 use space::SpaceCount;
 use sync::Syncs;
 
@@ -61,9 +61,9 @@ use reactor::{
     debug_assert_may_block,
     error::{Error, Result},
     guest::GuestBytes,
-    op::{self, CloseHook, Fd, MAX_SEGMENTS},
+    operation::{self, CloseHook, Fd, MAX_SEGMENTS},
     coarse_now,
-    seldom::LogRateLimit,
+    log_rate_limit::LogRateLimit,
     ublk::RegisteredData,
     yield_now,
 };
@@ -333,7 +333,7 @@ impl FileStorage {
         if !self.can_read_ahead() {
             return;
         }
-        let read_ahead = async |fd: Fd| Ok(op::read_ahead(&fd, offset, length).await?);
+        let read_ahead = async |fd: Fd| Ok(operation::read_ahead(&fd, offset, length).await?);
         if let Err(error) = self.lane.operate(&self.fd, read_ahead).await {
             tracing::debug!(file = self.name, %error, "reading ahead was refused");
         }
@@ -369,7 +369,7 @@ impl FileStorage {
 
     async fn read_whole(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
         let length = target.len();
-        let (result, target) = op::read_at(fd, target, 0, offset).await;
+        let (result, target) = operation::read_at(fd, target, 0, offset).await;
         match result {
             Ok(count) if count == length => Ok(target),
             other => Box::pin(self.read_slow(fd, offset, target, other)).await,
@@ -401,7 +401,7 @@ impl FileStorage {
             if !(done as u64).is_multiple_of(self.alignment.offset) {
                 return Err(self.past_the_end(offset + done as u64));
             }
-            (last, target) = op::read_at(fd, target, done, offset + done as u64).await;
+            (last, target) = operation::read_at(fd, target, done, offset + done as u64).await;
         }
     }
 
@@ -492,7 +492,7 @@ impl FileStorage {
             return Ok(durability);
         }
         let length = data.len();
-        let (result, data) = op::write_at(fd, data, offset, durability).await;
+        let (result, data) = operation::write_at(fd, data, offset, durability).await;
         match result {
             Ok(count) if count == length => {}
             Err(error) if durability == Durability::Synchronous && is_unsupported(&error) => {
@@ -556,7 +556,7 @@ impl FileStorage {
             if data.is_empty() {
                 return Ok(());
             }
-            let (result, back) = op::write_at(fd, data, offset, durability).await;
+            let (result, back) = operation::write_at(fd, data, offset, durability).await;
             (last, data) = (Some(result), back);
         }
     }

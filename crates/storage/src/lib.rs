@@ -79,7 +79,7 @@ use self::{
     rbd::RbdStorage,
     simulated::SimulatedStorage,
 };
-pub use reactor::op::Durability;
+pub use reactor::operation::Durability;
 use reactor::{
     buffer::{IoBuffer, Segments},
     error::{Error, Result},

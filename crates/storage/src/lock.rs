@@ -34,7 +34,7 @@ use nix::{
 };
 
 use super::OpenError;
-use reactor::{debug_assert_may_block, plain::sanitize};
+use reactor::{debug_assert_may_block, sanitize::sanitize};
 
 const USED_BASE: i64 = 100;
 const DENIED_BASE: i64 = 200;

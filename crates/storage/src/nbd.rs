@@ -23,8 +23,8 @@
 //! A request's time has no bound, as with a disk; `status` shows the age of the oldest one. The
 //! protocol itself is in [`nbd`].
 
-mod ask;
-mod lane;
+mod operation;
+mod connection;
 mod link;
 mod open;
 mod unflushed;
@@ -36,7 +36,7 @@ pub(super) use self::open::open;
 pub use self::open::{ResolvedServerCache, NbdOptions, SimulatedDialer, simulated};
 use policy::time::Duration;
 
-use self::{ask::NbdOperation, link::NbdLink, unflushed::NbdChange};
+use self::{operation::NbdOperation, link::NbdLink, unflushed::NbdChange};
 use super::{
     BlockSize, CacheMode, Durability, Extent, MAX_EXTENTS, PassedFiles, ZeroOptions,
     align::{Alignment, AlignedDevice},

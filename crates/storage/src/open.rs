@@ -19,7 +19,7 @@ use super::{
     rbd,
 };
 use nbd::uri::Uri;
-use reactor::{PollingMode, op::PassedFd};
+use reactor::{PollingMode, operation::PassedFd};
 
 /// Options of opening an image.
 #[derive(Clone, Debug, Default)]

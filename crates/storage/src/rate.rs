@@ -18,7 +18,7 @@ use std::{
 };
 
 use policy::{
-    device::{SimulatedDevice, DeviceRates},
+    device_model::{SimulatedDevice, DeviceRates},
     request::Direction,
     time::{Duration, Instant},
 };
@@ -188,7 +188,7 @@ impl RateBudgets {
 mod tests {
     use std::{cell::Cell, rc::Rc};
 
-    use policy::{device::IDLE_CREDIT_NS, time::NANOS_PER_SECOND};
+    use policy::{device_model::IDLE_CREDIT_NS, time::NANOS_PER_SECOND};
 
     use super::*;
     use crate::{Durability, Storage, null::NullStorage};

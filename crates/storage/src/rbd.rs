@@ -31,15 +31,15 @@
 
 mod address;
 mod backend;
-mod bell;
+mod resize_notifier;
 #[cfg(test)]
 mod fake;
-mod in_flight;
+mod slots;
 #[allow(unsafe_code)]
 mod librbd;
 #[cfg(test)]
 mod tests;
-mod turn;
+mod ownership;
 
 use std::{
     future::Future,
@@ -57,11 +57,11 @@ use policy::time::Duration;
 
 pub use self::librbd::Librbd;
 pub use self::librbd::{abandon_closing, is_loaded, load, remedy, wait_for_closing};
-pub use self::{address::RbdAddress, bell::ResizeNotifier};
+pub use self::{address::RbdAddress, resize_notifier::ResizeNotifier};
 use self::{
     backend::{RbdBackend, ResumeOutcome},
-    in_flight::RbdRequestSlots,
-    turn::ImageOwnership,
+    slots::RbdRequestSlots,
+    ownership::ImageOwnership,
 };
 use super::{
     BlockSize, CacheMode, Durability, Extent, MAX_EXTENTS, OpenError, PassedFiles, RangeLocks, ZeroOptions,
@@ -73,7 +73,7 @@ use super::{
 use reactor::{
     buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    seldom::LogRateLimit,
+    log_rate_limit::LogRateLimit,
 };
 
 /// Maximum bytes of one zeroing or discard request. librbd sends one operation to each object at
@@ -398,7 +398,7 @@ impl<B: RbdBackend> RbdStorage<B> {
     /// Runs a request in its own slot.
     async fn run<T, F: Future<Output = Result<T>>>(
         &self,
-        request: impl FnOnce(in_flight::RbdRequestSlot) -> F,
+        request: impl FnOnce(slots::RbdRequestSlot) -> F,
     ) -> Result<T> {
         // The cluster would return the same error, after a round trip or a long wait.
         if self.is_lost() {
@@ -411,7 +411,7 @@ impl<B: RbdBackend> RbdStorage<B> {
     /// As [`Rbd::ask`], for a request that may write. Waits while the image is suspended.
     async fn run_write<T, F: Future<Output = Result<T>>>(
         &self,
-        request: impl FnOnce(in_flight::RbdRequestSlot) -> F,
+        request: impl FnOnce(slots::RbdRequestSlot) -> F,
     ) -> Result<T> {
         self.run(async |place| {
             self.ownership.wait().await;
@@ -425,7 +425,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         &self,
         offset: u64,
         length: u64,
-        request: impl Fn(in_flight::RbdRequestSlot, u64, u64) -> F,
+        request: impl Fn(slots::RbdRequestSlot, u64, u64) -> F,
     ) -> Result<()> {
         let end = offset + length;
         let mut at = offset;

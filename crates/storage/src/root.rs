@@ -77,7 +77,7 @@ impl Root {
     pub fn read(&self, path: &Path) -> Result<fs::File, OpenError> {
         let name = path.display().to_string();
         let pinned = self.pin(path, &name)?;
-        reactor::regular::open_resolved(&pinned.path())
+        reactor::regular_file::open_resolved(&pinned.path())
             .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
     }
 

@@ -22,7 +22,7 @@ use openssl::{
     },
 };
 
-use reactor::regular;
+use reactor::regular_file;
 
 // Largest credential file, in bytes: room for tens of thousands of keys.
 const MAX_FILE_BYTES: u64 = 4 << 20;
@@ -90,7 +90,7 @@ fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), CredentialsEr
 
 fn read(path: &Path, hint: &'static str) -> Result<Vec<u8>, CredentialsError> {
     let mut bytes = Vec::new();
-    regular::open(path)
+    regular_file::open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|source| CredentialsError::File { path: path.to_owned(), source, hint })?;
     if bytes.len() as u64 > MAX_FILE_BYTES {

@@ -11,7 +11,7 @@ use super::{
     ring::{
         InflightQueueArea, RingLayout, MAX_DESCRIPTORS, RingParts, Virtqueue, ChainTicket,
         driver::{DriverBuffer, RingDriver},
-        meddler::{RingAccess, with_hook},
+        access_hook::{RingAccess, with_hook},
     },
 };
 

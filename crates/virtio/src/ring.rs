@@ -33,7 +33,7 @@ pub mod driver;
 mod inflight;
 mod layout;
 #[cfg(any(test, fuzzing, feature = "meddler"))]
-pub mod meddler;
+pub mod access_hook;
 mod packed;
 mod position;
 mod regions;

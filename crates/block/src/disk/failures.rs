@@ -25,7 +25,7 @@ use policy::request::Direction;
 
 use reactor::{
     error::{Error, Result},
-    seldom::LogRateLimit,
+    log_rate_limit::LogRateLimit,
 };
 
 use crate::recorder::DiskOperation;

@@ -31,10 +31,10 @@
 //! `waiter`, `arbiter` and `seat` are independent of the reactor; `tests/model` checks every
 //! interleaving of them.
 
-mod arbiter;
+mod tree;
 mod group;
 mod member;
-mod seat;
+mod slot;
 mod settings;
 mod sync;
 mod timer;

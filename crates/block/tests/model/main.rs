@@ -15,12 +15,12 @@
 //!
 //! Time is an argument here: a thread that receives a timer lets it fire.
 
-#[path = "../../src/layer/throttle/arbiter.rs"]
+#[path = "../../src/layer/throttle/tree.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
-mod arbiter;
-#[path = "../../src/layer/throttle/seat.rs"]
+mod tree;
+#[path = "../../src/layer/throttle/slot.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
-mod seat;
+mod slot;
 #[path = "../../src/layer/throttle/settings.rs"]
 #[allow(dead_code, unreachable_pub, reason = "public in the crate; the model needs a part of it")]
 mod settings;
@@ -49,8 +49,8 @@ use policy::{
     time::Instant,
 };
 
-use arbiter::{TreeTimer, SharedThrottleTree};
-use seat::{AskOutcome, SlotDestination, WaitingAdmission, ThrottleSlot};
+use tree::{TreeTimer, SharedThrottleTree};
+use slot::{AskOutcome, SlotDestination, WaitingAdmission, ThrottleSlot};
 use settings::DiskSettings;
 
 const START: Instant = Instant::ZERO;

@@ -27,7 +27,7 @@ use storage::{Durability, ZeroOptions};
 use crate::{
     guest::GuestBuffer,
     model::{Model, Outcome},
-    passed::GroupSamples,
+    group_samples::GroupSamples,
 };
 
 /// Events of all seeds: a simulation without failures or crashes would prove nothing.

@@ -27,7 +27,7 @@ use storage::{
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
     model::Model,
-    passed::GroupSamples,
+    group_samples::GroupSamples,
     seeds,
 };
 

@@ -30,7 +30,7 @@ mod failures;
 mod guest;
 mod model;
 mod nested;
-mod passed;
+mod group_samples;
 mod prefetch;
 mod qcow2;
 mod references;

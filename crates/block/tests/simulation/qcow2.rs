@@ -41,7 +41,7 @@ use self::{
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
     model::Model,
-    passed::GroupSamples,
+    group_samples::GroupSamples,
     references, seeds,
 };
 

@@ -11,15 +11,15 @@
 //!
 //! The input of `findings`, which tests construct. Collecting never writes and opens no disk.
 
-mod accounts;
-mod beside;
+mod write_accounting;
+mod other_controls;
 mod collect;
 mod disks;
 mod levels;
 mod mounts;
 mod reader;
-mod rows;
-mod sharing;
+mod mount_rows;
+mod other_writers;
 mod uses;
 
 use std::{
@@ -32,7 +32,7 @@ pub(crate) use collect::{ExplainSubject, collect, disks_of_directory};
 
 use policy::steering::IoMaxRates;
 
-use crate::{control_group::Version, nature::FileSystemClass};
+use crate::{control_group::Version, file_system_class::FileSystemClass};
 
 /// A file and its content, which a finding cites.
 #[derive(Debug, Clone, PartialEq, Eq)]

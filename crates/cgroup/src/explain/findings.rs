@@ -11,10 +11,10 @@
 //! release number, so a distribution's backported fix is reported as missing, never the reverse;
 //! `--measure` shows the difference.
 
-mod around;
+mod whole_cgroup;
 mod cause;
 mod charge;
-mod reach;
+mod limit_search;
 mod wording;
 
 use std::collections::BTreeSet;
@@ -23,7 +23,7 @@ use block::device::DeviceNumber;
 pub(crate) use cause::Cause;
 pub(crate) use wording::{lowest_of, rates};
 
-use self::{charge::ChargedCgroup, reach::LimitSearch};
+use self::{charge::ChargedCgroup, limit_search::LimitSearch};
 use super::facts::{Evidence, CgroupFacts, MountedFileSystem, IoLocation, FileUse, AccessMode};
 
 named! { Coverage {
@@ -123,7 +123,7 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
                 merge_finding(facts, &mut found, judged, Some(used.place), (Some(process.pid), io));
             }
         }
-        around::swapping(facts, process, &mut found);
+        whole_cgroup::swapping(facts, process, &mut found);
     }
     for used in &facts.hypothetical_uses {
         for io in Io::of(used) {
@@ -131,7 +131,7 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
             merge_finding(facts, &mut found, judged, Some(used.place), (None, io));
         }
     }
-    around::add_cgroup_findings(facts, &mut found);
+    whole_cgroup::add_cgroup_findings(facts, &mut found);
     found.sort_by_key(|finding| finding.coverage);
     found
 }
@@ -143,7 +143,7 @@ fn classify(facts: &CgroupFacts, group: &str, used: &FileUse, io: Io) -> Request
     let Some(disk) = facts.disk_of(used.place) else {
         return charge.without_disk(used);
     };
-    let (charge, reach) = reach::find_limit(facts, group, disk, io, charge);
+    let (charge, reach) = limit_search::find_limit(facts, group, disk, io, charge);
     match (charge, reach) {
         // No limit is set, and this I/O would escape any limit: report the cause of the escape.
         (ChargedCgroup::Elsewhere(cause, mut evidence), LimitSearch::Nothing(nothing))

@@ -15,8 +15,8 @@
 //! end, also on a signal; the files are unlinked from the beginning.
 
 mod load;
-mod place;
-mod proof;
+mod temporary_cgroup;
+mod path_tests;
 mod report;
 mod trace;
 mod worker;
@@ -29,14 +29,14 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
-use console::undo::SignalCleanup;
+use console::signal_cleanup::SignalCleanup;
 pub(crate) use load::run as run_load;
 use policy::steering::IoMaxRates;
 pub(super) use report::{json, text};
 
 use self::{
-    place::TemporaryCgroup,
-    proof::PathTests,
+    temporary_cgroup::TemporaryCgroup,
+    path_tests::PathTests,
     trace::{TraceInstance, TraceTotals},
     worker::LoadWorker,
 };

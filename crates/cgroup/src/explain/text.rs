@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use block::device::DeviceNumber;
 use console::table::{ColumnAlignment, TextTable};
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 
 use super::{
     facts::{Evidence, CgroupFacts, CgroupLevel},

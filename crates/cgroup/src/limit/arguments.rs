@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use settings::arguments::limits;
 
-use super::kept::{self, LimitsChange};
+use super::limits_file::{self, LimitsChange};
 
 pub(crate) const EXAMPLES: &str = concat!(
     "\
@@ -89,7 +89,7 @@ struct ShareArgs {
 #[derive(Debug, Args)]
 pub(crate) struct LimitsFileArgs {
     /// Limits file, shared with `weir cgroup watch`
-    #[arg(long = "limits", value_name = "FILE", default_value = kept::DEFAULT_PATH)]
+    #[arg(long = "limits", value_name = "FILE", default_value = limits_file::DEFAULT_PATH)]
     limits_file: PathBuf,
 }
 

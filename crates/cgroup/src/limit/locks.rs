@@ -18,7 +18,7 @@ use std::{
 use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 
-use super::kept::LimitsFile;
+use super::limits_file::LimitsFile;
 
 /// Attempts at a lock, one every 20 ms.
 const LOCK_ATTEMPTS: usize = 10;

@@ -2,10 +2,10 @@
 
 use block::device::DeviceIdentity;
 use policy::steering::IoMaxRates;
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 use serde::Serialize;
 
-use super::asked::ConfiguredLimits;
+use super::configured::ConfiguredLimits;
 use crate::control_group::ControlGroup;
 
 #[derive(Debug, Serialize)]

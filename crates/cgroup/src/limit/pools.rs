@@ -9,7 +9,7 @@ use policy::{
     watermark::Watermark,
 };
 
-use super::kept::{CgroupEntry, LimitsFile};
+use super::limits_file::{CgroupEntry, LimitsFile};
 
 /// Limits, and the entries that share them.
 #[derive(Clone, Debug, PartialEq)]

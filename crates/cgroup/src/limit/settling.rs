@@ -12,10 +12,10 @@ use console::print_error;
 use policy::{steering::IoMaxRates, time::Instant};
 
 use super::{
-    kept::{CgroupEntry, LimitsFile},
+    limits_file::{CgroupEntry, LimitsFile},
     locks::ChangeLock,
     pools::LimitPool,
-    tell::{self, LimitWrite},
+    write::{self, LimitWrite},
 };
 use crate::{
     control_group::{ControlGroup, Version},
@@ -53,7 +53,7 @@ pub(crate) fn settled_rates_of_pool(hierarchy: &CgroupHierarchy, sharing: LimitP
 /// proves the disk, because limits vanish with their disk; identifying the disk itself may block.
 pub(crate) fn verify_disk(group: &ControlGroup, entry: &CgroupEntry, roots: &SysfsRoots) -> anyhow::Result<()> {
     let number = entry.device()?;
-    if tell::read_limits(group, number).is_ok_and(|told| told != IoMaxRates::NONE) {
+    if write::read_limits(group, number).is_ok_and(|told| told != IoMaxRates::NONE) {
         return Ok(());
     }
     entry.disk(roots).map(drop)
@@ -80,7 +80,7 @@ pub(super) fn apply_change(
     let differs = |(group, number): &(ControlGroup, DeviceNumber), rates: &IoMaxRates| {
         // Members of the same pool may have other rates at present: `of` was absent for a while.
         shared.contains(&(group.name.clone(), *number))
-            && tell::read_limits(group, *number).is_ok_and(|told| told != *rates)
+            && write::read_limits(group, *number).is_ok_and(|told| told != *rates)
     };
     changes.retain(|(place, rates)| {
         is_asked(&place.0, place.1) || before.get(place) != Some(rates) || differs(place, rates)
@@ -90,12 +90,12 @@ pub(super) fn apply_change(
     let telling = |((group, number), rates): ((ControlGroup, DeviceNumber), IoMaxRates)| {
         let place = (group, number);
         // An unknown cgroup may have a limit of another program; a rollback restores it.
-        let found = || tell::read_limits(&place.0, number).unwrap_or(IoMaxRates::NONE);
+        let found = || write::read_limits(&place.0, number).unwrap_or(IoMaxRates::NONE);
         let before = before.get(&place).copied().unwrap_or_else(found);
         LimitWrite { group: place.0, device: (number, node(hierarchy, number)), rates, before }
     };
     let changes: Vec<LimitWrite> = changes.into_iter().map(telling).collect();
-    tell::write_all(hierarchy, &changes)?;
+    write::write_all(hierarchy, &changes)?;
     Ok(found)
 }
 
@@ -178,7 +178,7 @@ pub(crate) fn update_systemd(hierarchy: &CgroupHierarchy, path: &Path, group: &C
     for LimitWrite { group, device: (_, node), rates, .. } in
         missing_in_systemd(hierarchy, &LimitsFile::load(path)?, &among)?
     {
-        tell::set_systemd_limits(hierarchy, &group, &node, rates)?;
+        write::set_systemd_limits(hierarchy, &group, &node, rates)?;
     }
     Ok(true)
 }
@@ -206,7 +206,7 @@ pub(crate) fn missing_in_systemd(
             // Not `same_disk`: a limit in the kernel may be systemd's own.
             let Some(number) = entry.disk(&roots).ok().filter(|_| group.exists()) else { continue };
             let device = (number, node(hierarchy, number));
-            if !tell::is_known_to_systemd(hierarchy, &group, &device.1) {
+            if !write::is_known_to_systemd(hierarchy, &group, &device.1) {
                 unknown.push(LimitWrite { group, device, rates, before: rates });
             }
         }
@@ -217,7 +217,7 @@ pub(crate) fn missing_in_systemd(
 /// Writes rates unless they are in force: each write restarts the kernel's slice, at some loss of
 /// precision.
 pub(crate) fn write_if_different(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
-    write_unless_equal(group, device, tell::read_limits(group, device).ok(), rates)
+    write_unless_equal(group, device, write::read_limits(group, device).ok(), rates)
 }
 
 pub(crate) fn write_unless_equal(
@@ -226,7 +226,7 @@ pub(crate) fn write_unless_equal(
     told: Option<IoMaxRates>,
     rates: IoMaxRates,
 ) -> anyhow::Result<()> {
-    if told == Some(tell::as_printed_by_kernel(rates)) { Ok(()) } else { tell::write_limits(group, device, rates) }
+    if told == Some(write::as_printed_by_kernel(rates)) { Ok(()) } else { write::write_limits(group, device, rates) }
 }
 
 /// The device's node, for systemd; a path by number if the device is gone.

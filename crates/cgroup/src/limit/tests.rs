@@ -1,5 +1,5 @@
 use super::*;
-use crate::machine::FakeMachine;
+use crate::fake_machine::FakeMachine;
 
 /// A machine with a disk, control groups with an io.max each, and a limits file.
 struct LimitBench {
@@ -41,7 +41,7 @@ impl LimitBench {
 
     /// Limit on bytes written per second in the kernel.
     fn kernel_write_bps(&self, index: usize) -> Option<u64> {
-        tell::read_limits(&self.groups[index], self.disk.number()).expect("told").bps[1]
+        write::read_limits(&self.groups[index], self.disk.number()).expect("told").bps[1]
     }
 }
 
@@ -91,12 +91,12 @@ fn foreign_limits_stay_unless_named() {
     bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");
     let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 5_000_000)])).unwrap();
     assert!(outcome.notices[0].contains("another program"), "{:?}", outcome.notices);
-    let told = tell::read_limits(&bench.groups[0], bench.disk.number()).unwrap();
+    let told = write::read_limits(&bench.groups[0], bench.disk.number()).unwrap();
     assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
     let bench = LimitBench::v2(&["/b"]);
     bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
     assert!(bench.set(0, &LimitsChange::of(&[("bps-write-max", 5_000_000)])).is_err());
-    assert_eq!(tell::read_limits(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
+    assert_eq!(write::read_limits(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
 }
 
 #[test]

@@ -16,9 +16,9 @@ use block::device::{DeviceIdentity, DeviceNumber};
 use console::print_error;
 
 use super::{
-    kept::{CgroupEntry, LimitsFile},
+    limits_file::{CgroupEntry, LimitsFile},
     settling::enable_controllers,
-    tell::{file_context, set_properties},
+    write::{file_context, set_properties},
 };
 use crate::{
     control_group::ControlGroup,

@@ -17,8 +17,8 @@ use policy::{
 };
 use serde_json::{Value, json};
 
-use super::place::RemainingCgroup;
-use crate::{kernel::io_stat::CgroupIoUsage, limit::asked::ConfiguredLimits, show::rates::CgroupRate};
+use super::command_cgroup::RemainingCgroup;
+use crate::{kernel::io_stat::CgroupIoUsage, limit::configured::ConfiguredLimits, show::rates::CgroupRate};
 
 /// Time that the command waited for I/O, be it throttled or not: the kernel does not distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     kernel::pressure::{IoPressure, PressureStall},
-    limit::asked::ConfiguredLimits,
+    limit::configured::ConfiguredLimits,
 };
 
 pub(super) fn json(rows: &[CgroupRow], interval: Option<Duration>, wish: RowOptions) -> Value {

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     kernel::{io_stat::CgroupIoUsage, pressure::IoPressure},
-    limit::{asked::ConfiguredLimits, kept::LimitsFile},
+    limit::{configured::ConfiguredLimits, limits_file::LimitsFile},
 };
 
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -124,7 +124,7 @@ pub(crate) fn node(number: DeviceNumber) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::FakeMachine;
+    use crate::fake_machine::FakeMachine;
 
     fn with(machine: FakeMachine, files: &[(&str, &str)]) -> (FakeMachine, ControlGroup) {
         let group = machine.group("/a");

@@ -20,7 +20,7 @@ use crate::{
     control_group::ControlGroup,
     device,
     hierarchy::CgroupHierarchy,
-    limit::kept::{CgroupEntry, LimitsFile},
+    limit::limits_file::{CgroupEntry, LimitsFile},
     target,
 };
 
@@ -154,7 +154,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::machine::FakeMachine;
+    use crate::fake_machine::FakeMachine;
 
     fn machine(groups: &[(&str, &str)]) -> FakeMachine {
         let machine = FakeMachine::v2("cpu io memory");

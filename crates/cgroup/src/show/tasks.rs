@@ -87,7 +87,7 @@ pub(crate) fn has_delay_accounting(proc: &Path) -> bool {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::machine::FakeMachine;
+    use crate::fake_machine::FakeMachine;
 
     /// Id of a process's first task that started at `start_ticks`.
     pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {

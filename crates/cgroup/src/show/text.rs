@@ -12,7 +12,7 @@ use super::{
     rates::{DeviceRow, CgroupRate, CgroupRow, TaskRow, RowOptions},
     reading,
 };
-use crate::{kernel::io_max, limit::asked::ConfiguredLimits};
+use crate::{kernel::io_max, limit::configured::ConfiguredLimits};
 
 pub(super) const NOTHING: &str = "-";
 

@@ -10,7 +10,7 @@ use policy::{
 };
 use settings::state::CapacityStore;
 
-use crate::{hierarchy::CgroupHierarchy, limit::kept::LimitsFile};
+use crate::{hierarchy::CgroupHierarchy, limit::limits_file::LimitsFile};
 
 /// Utilization, in thousandths, from which a disk's members are read before a watermark is reached.
 const BUSY_THOUSANDTHS: u64 = 250;

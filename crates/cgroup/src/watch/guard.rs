@@ -32,7 +32,7 @@ use policy::time::{Duration, Instant};
 use super::now;
 use crate::{
     hierarchy::{CgroupHierarchy, KernelRoots},
-    limit::{kept::LimitsFile, locks::GuardLock, settling},
+    limit::{limits_file::LimitsFile, locks::GuardLock, settling},
     watch::arguments::GuardArgs,
 };
 

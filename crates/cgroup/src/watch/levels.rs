@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use block::device::DeviceNumber;
 use policy::{steering::IoCounters, throttle::AdmissionCounters, time::Instant};
 use serde::{Deserialize, Serialize};
-use settings::state::whole_file;
+use settings::state::atomic_file;
 
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
@@ -80,7 +80,7 @@ fn file(limits: &Path) -> PathBuf {
 pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, SavedBursts> {
     let path = file(limits);
     let read = || -> anyhow::Result<StoredLevels> {
-        let text = whole_file::read(&path, MAX_FILE_BYTES)?;
+        let text = atomic_file::read(&path, MAX_FILE_BYTES)?;
         Ok(text.map(|text| serde_json::from_slice(&text)).transpose()?.unwrap_or_default())
     };
     let stored = read().unwrap_or_else(|error| {
@@ -105,7 +105,7 @@ pub(super) fn save(limits: &Path, left: &BTreeMap<String, SavedBursts>) -> anyho
     let stored = StoredLevels { boot: boot(), pools: left.clone() };
     let written = serde_json::to_vec(&stored).map_err(anyhow::Error::from);
     written
-        .and_then(|written| Ok(whole_file::write(&path, &written, false)?))
+        .and_then(|written| Ok(atomic_file::write(&path, &written, false)?))
         .with_context(|| format!("{} cannot be written", path.display()))
 }
 

@@ -14,7 +14,7 @@ use policy::{steering::IoCounters, throttle::AdmissionCounters};
 use crate::{
     control_group::ControlGroup,
     kernel::{io_stat, memory_stat, pressure},
-    limit::tell::file_context,
+    limit::write::file_context,
 };
 
 /// Bytes of a file that are read: enough for io.stat of some hundred devices.

@@ -12,7 +12,7 @@ use std::{
 
 use crate::{
     hierarchy::CgroupHierarchy,
-    limit::{kept::LimitsFile, settling, tell::LimitWrite},
+    limit::{limits_file::LimitsFile, settling, write::LimitWrite},
 };
 
 #[derive(Default)]

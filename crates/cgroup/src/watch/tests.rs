@@ -2,12 +2,12 @@
 
 use std::fs;
 
-use settings::state::whole_file;
+use settings::state::atomic_file;
 
 use super::*;
 use crate::{
-    limit::kept::{LimitsChange, LimitsFile},
-    machine::FakeMachine,
+    limit::limits_file::{LimitsChange, LimitsFile},
+    fake_machine::FakeMachine,
 };
 
 const DISK: (DeviceNumber, &str) = (DeviceNumber { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
@@ -208,7 +208,7 @@ fn a_weight_is_told_anew_at_the_start_and_when_its_control_group_is_made_again()
     let (watch, path, mut kept) = of_a_plain_limit(&machine);
     let change = LimitsChange { weight: Some(300), ..LimitsChange::default() };
     kept.change(&machine.group("a"), DISK, &change).unwrap();
-    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    atomic_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
     drop(watch);
     let weight = || fs::read_to_string(machine.root().join("a/io.weight")).unwrap();
     machine.write("a", "io.weight", "default 100\n");
@@ -232,14 +232,14 @@ fn edited_file_is_adopted_and_removed_file_restored() {
     let machine = FakeMachine::v2("io");
     let (mut watch, path, mut kept) = of_a_plain_limit(&machine);
     kept.change(&machine.group("a"), DISK, &LimitsChange::of(&[("bps-write", 5 * MIB)])).unwrap();
-    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    atomic_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
     watch.check_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=5242880"));
     fs::remove_file(&path).unwrap();
     watch.check_file(now(), false);
     assert_eq!(LimitsFile::load(&path).unwrap(), kept, "it is written again");
     // An entry deleted by hand lifts its limit, unless another program has set one since.
-    whole_file::write(&path, b"{}", false).unwrap();
+    atomic_file::write(&path, b"{}", false).unwrap();
     watch.check_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=max"), "{}", max(&machine, "a"));
 }
@@ -306,7 +306,7 @@ fn of_a_cluster(machine: &FakeMachine) -> (CgroupWatch, CgroupLessor, PathBuf) {
     let mut kept = LimitsFile::load(&path).unwrap();
     let joins = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
     kept.change(&group, DISK, &joins).unwrap();
-    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    atomic_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
     watch.check_file(now(), true);
     watch.run_due(now());
     assert!(max(machine, "a").contains("wbps=1048576"), "the safe share: {}", max(machine, "a"));

@@ -13,7 +13,7 @@ use super::round_robin;
 use crate::{
     control_group::ControlGroup,
     hierarchy::CgroupHierarchy,
-    limit::{kept::CgroupEntry, pools::LimitPool, settling, tell, tell::as_printed_by_kernel},
+    limit::{limits_file::CgroupEntry, pools::LimitPool, settling, write, write::as_printed_by_kernel},
 };
 
 /// Pools verified at each interval: bounds the load with thousands of pools.
@@ -79,7 +79,7 @@ impl UnsteeredPools {
         for (group, device, rates) in
             settling::settled_rates_of_pool(&self.hierarchy, sharing.clone()).unwrap_or_default()
         {
-            let differs = tell::read_limits(&group, device).is_ok_and(|told| told != as_printed_by_kernel(rates));
+            let differs = write::read_limits(&group, device).is_ok_and(|told| told != as_printed_by_kernel(rates));
             match settling::enforce(&group, device, rates) {
                 Ok(()) if differs => {
                     tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; the configured ones are written again");
@@ -111,10 +111,10 @@ impl UnsteeredPools {
             let held = settling::settled_rates_of_pool(&self.hierarchy, sharing.clone()).unwrap_or_default();
             for (group, device, rates) in held {
                 let is_limited = limited.contains(&(group.name.clone(), device.to_string()));
-                let is_told = tell::read_limits(&group, device).is_ok_and(|told| told == as_printed_by_kernel(rates));
+                let is_told = write::read_limits(&group, device).is_ok_and(|told| told == as_printed_by_kernel(rates));
                 if !is_limited
                     && is_told
-                    && let Err(error) = tell::write_limits(&group, device, IoMaxRates::NONE)
+                    && let Err(error) = write::write_limits(&group, device, IoMaxRates::NONE)
                 {
                     tracing::warn!("{error:#}");
                 }

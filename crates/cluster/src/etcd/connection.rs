@@ -25,7 +25,7 @@ use openssl::{
     ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
     x509::{GeneralNameRef, X509Ref, X509StoreContextRef},
 };
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 use rustix::net::sockopt;
 use serde_json::Value;
 use settings::EtcdEndpoint;

@@ -4,7 +4,7 @@ use std::{rc::Rc, sync::Arc};
 
 use anyhow::Context as _;
 use api::ExportCounters;
-use export::nbd::kernel::{NbdDeviceExport, NbdDeviceServer, NbdDeviceStatistics};
+use export::nbd::kernel_client::{NbdDeviceExport, NbdDeviceServer, NbdDeviceStatistics};
 use settings::NbdDeviceConfig;
 
 use super::{Entrance, Host, Taken, Terms, attended, identity};

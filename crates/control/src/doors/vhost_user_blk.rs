@@ -5,7 +5,7 @@ use std::sync::Arc;
 use api::{ExportCounters, FrontEndProcess};
 use block::disk::Disk;
 use export::vhost_user_blk::{VhostUserExport, FrontEnds, VhostUserOffer, PeerProcess, VhostUserServer, VhostUserStatistics, Threads};
-use reactor::op::Fd;
+use reactor::operation::Fd;
 use settings::VhostUserBlkConfig;
 use storage::CacheMode;
 

@@ -6,7 +6,7 @@ use anyhow::{Context as _, anyhow, bail, ensure};
 use block::layer::throttle::ThrottleGroup;
 use cluster::{
     ClusterMembership,
-    offers::{ReceivedOffer, StepOutcome, MigrationReply, MigrationStep},
+    migration_offer::{ReceivedOffer, StepOutcome, MigrationReply, MigrationStep},
 };
 use settings::ExportTarget as DoorKind;
 

@@ -5,7 +5,7 @@ use std::{cell::Cell, rc::Rc};
 use anyhow::{Context as _, anyhow, bail, ensure};
 use cluster::{
     ClusterMembership,
-    offers::{MigrationAnswer, MigrationOffer, StepOutcome, MigrationReply, MigrationStep},
+    migration_offer::{MigrationAnswer, MigrationOffer, StepOutcome, MigrationReply, MigrationStep},
 };
 use export::nbd::Removal;
 use serde_json::{Value, json};

@@ -4,7 +4,7 @@
 use std::{cell::RefCell, rc::Rc};
 
 use policy::request::Direction;
-use reactor::{JoinHandle, op::Fd};
+use reactor::{JoinHandle, operation::Fd};
 use serde_json::{Value, json};
 
 use super::{

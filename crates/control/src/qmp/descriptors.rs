@@ -19,7 +19,7 @@ use std::{
     os::fd::AsFd as _,
 };
 
-use reactor::op::{self, Fd, PassedFd};
+use reactor::operation::{self, Fd, PassedFd};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{error::Error, json::shown};
@@ -50,7 +50,7 @@ impl Passed {
     pub(super) async fn receive(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.receive_once(socket, bytes) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => op::readable(socket).await?,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => operation::readable(socket).await?,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 result => return result,
             }

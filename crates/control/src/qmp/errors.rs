@@ -3,7 +3,7 @@
 
 use block::disk::{ErrorPolicies, Failures, OnError};
 use reactor::error::Error as DiskError;
-use settings::on_error;
+use settings::error_keys;
 
 use super::{arguments::Arguments, error::Error};
 
@@ -20,8 +20,8 @@ impl PolicyChanges {
             Ok(arguments.choice(&format!("{prefix}{name}"), &words)?.map(|place| all[place]))
         };
         Ok(Self {
-            read: policy(on_error::READ, &OnError::READ_POLICIES)?,
-            write: policy(on_error::WRITE, &OnError::ALL)?,
+            read: policy(error_keys::READ, &OnError::READ_POLICIES)?,
+            write: policy(error_keys::WRITE, &OnError::ALL)?,
         })
     }
 

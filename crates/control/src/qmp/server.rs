@@ -28,7 +28,7 @@ use nix::{
 use policy::time::Duration;
 use reactor::{
     buffer::IoBuffer,
-    op::{self, Fd},
+    operation::{self, Fd},
 };
 use serde::Serialize;
 use serde_json::{Value, json, value::RawValue};
@@ -125,7 +125,7 @@ impl Server {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
                 continue;
             }
-            match op::accept(&listener).await {
+            match operation::accept(&listener).await {
                 Ok(socket) => reactor::spawn(Rc::clone(&self).welcome(socket)),
                 Err(_) if self.stopping.get() => break,
                 Err(error) => match error.raw_os_error().map(Errno::from_raw) {
@@ -318,7 +318,7 @@ async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
 async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
     let mut left = IoBuffer::copy_of(bytes).into();
     loop {
-        let (sent, rest) = op::send(socket, left).await;
+        let (sent, rest) = operation::send(socket, left).await;
         left = rest;
         match sent {
             Ok(count) => left.advance(count),

@@ -7,7 +7,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::op::{self, Fd};
+use reactor::operation::{self, Fd};
 
 use super::Ender;
 use crate::{listen::Listening, turns::Turns};
@@ -61,7 +61,7 @@ impl Lifecycle {
     pub(crate) fn close_control(&self, is_closed: bool) {
         self.is_control_closed.set(is_closed);
         if is_closed {
-            self.control.borrow().iter().for_each(|(_, socket)| op::cancel_all_on(socket));
+            self.control.borrow().iter().for_each(|(_, socket)| operation::cancel_all_on(socket));
         }
     }
 

@@ -19,7 +19,7 @@ use std::{
 use anyhow::{Context as _, ensure};
 use export::{
     fuse::{self, FuseFileOwner, FuseFileState},
-    nbd::kernel::{self, QuiescedNbdSocket},
+    nbd::kernel_client::{self, QuiescedNbdSocket},
 };
 
 use super::{
@@ -67,7 +67,7 @@ pub(super) fn standing(
     let kind = match host {
         Host::Ublk(_) => return Ok(None),
         Host::NbdDevice(server) => {
-            let kernel::QuiescedNbdDevice { number, connections } = server.quiesced_state();
+            let kernel_client::QuiescedNbdDevice { number, connections } = server.quiesced_state();
             let mut standing = Vec::new();
             for QuiescedNbdSocket { socket, bytes: received, skip } in connections {
                 descriptors.push(socket.as_fd().try_clone_to_owned()?);
@@ -241,7 +241,7 @@ fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
                 let socket = pieces.descriptor()?.into();
                 rested.push(QuiescedNbdSocket { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
             }
-            Taken::NbdDevice(kernel::QuiescedNbdDevice { number, connections: rested })
+            Taken::NbdDevice(kernel_client::QuiescedNbdDevice { number, connections: rested })
         }
         StandingKind::Fuse {
             path,

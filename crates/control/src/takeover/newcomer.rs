@@ -27,7 +27,7 @@ use export::{
     nbd::{QuiescedNbdConnection, NbdServer},
     vhost_user_blk,
 };
-use reactor::{ReactorWorker, op};
+use reactor::{ReactorWorker, operation};
 use serde_json::{Value, json};
 use settings::{ListenAddress, ListenEndpoint};
 use storage::{PassedFiles, PassedFile};
@@ -212,7 +212,7 @@ impl Newcomer {
             may_come(true, "") || self.passed.remaining() == 0,
             "images are in use that this config does not have"
         );
-        let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
+        let (to_come, free) = (self.offer.descriptors, operation::free_descriptors());
         ensure!(
             to_come < free,
             "descriptors that come with its clients: {to_come}, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"

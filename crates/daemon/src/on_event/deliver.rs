@@ -14,7 +14,7 @@ use control::{
 use policy::time::{Duration, Instant};
 use reactor::{
     JoinHandle,
-    op::{self, Fd},
+    operation::{self, Fd},
 };
 
 use super::{MAX_LINE_BYTES, TARGET_TIMEOUT, EventRunner, encode_event, shown};
@@ -147,7 +147,7 @@ impl Delivery {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(count) => self.received.extend(&some[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => op::readable(&self.fd).await?,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => operation::readable(&self.fd).await?,
                 Err(error) => return Err(error),
             }
         }

@@ -7,7 +7,7 @@ use std::{
     path::{self, Path, PathBuf},
 };
 
-use super::steps::QemuSteps;
+use super::qemu_options::QemuSteps;
 use clap::{Arg, Args};
 use settings::{
     DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, FuseConfig, GroupConfig, ImageLocation, ConfigKey, NbdServerConfig, NbdDeviceConfig,

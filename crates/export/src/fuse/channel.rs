@@ -6,7 +6,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 
-use reactor::op::{self, Fd};
+use reactor::operation::{self, Fd};
 use rustix::io::Errno;
 
 #[cfg(test)]
@@ -67,7 +67,7 @@ impl FuseChannel {
     pub(super) async fn readable(&self) {
         match self {
             // An error shows in the read that follows.
-            Self::Device(device) => drop(op::readable_by_one(device).await),
+            Self::Device(device) => drop(operation::readable_by_one(device).await),
             #[cfg(test)]
             Self::Simulated(kernel) => kernel.readable().await,
         }

@@ -19,8 +19,8 @@ use storage::RangeLocks;
 use super::{
     interrupts::Interrupts,
     message::{FuseFileAttributes, AttributeChanges},
-    size::{COUNT_TIMEOUT, FileEnd},
-    told,
+    file_end::{COUNT_TIMEOUT, FileEnd},
+    encode,
 };
 
 /// A disk to be exported as a file.
@@ -186,7 +186,7 @@ impl FuseDevice {
 
     /// Continues from the state of the old process; false if the held-back requests are malformed.
     pub(super) fn restore(&self, standing: &FuseFileState) -> bool {
-        let Some(messages) = told::split(&standing.messages) else { return false };
+        let Some(messages) = encode::split(&standing.messages) else { return false };
         let (seconds, nanoseconds) = standing.modified;
         let since = std::time::Duration::new(seconds, nanoseconds.min(999_999_999));
         *lock(&self.owner) = standing.owner;

@@ -20,10 +20,10 @@ use super::{
     interrupts::Interruptible,
     message::{AttributeChanges, FuseOperation, FuseReply},
     queue::FuseQueue,
-    size::{disk_bytes_for, errno_of},
-    work::{FuseIncomingRequest, FuseWork},
+    file_end::{disk_bytes_for, errno_of},
+    incoming::{FuseIncomingRequest, FuseWork},
 };
-use crate::intake::Mergeable as _;
+use crate::batch::Mergeable as _;
 
 /// Bytes that are zeroed at once: a range may be as long as the disk.
 const ZERO_PART: u64 = 1 << 30;

@@ -34,7 +34,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use reactor::{clone_fuse_device, op::Fd};
+use reactor::{clone_fuse_device, operation::Fd};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags, statx},

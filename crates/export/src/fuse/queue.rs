@@ -39,15 +39,15 @@ use storage::Durability;
 use super::{
     channel::{FuseChannel, NoMessage},
     device::FuseDevice,
-    letter::{FuseReceiveBuffer, held_bytes},
+    receive_buffer::{FuseReceiveBuffer, held_bytes},
     message::{MalformedFuseMessage, FuseOperation, FuseReply, FuseRequest},
     negotiate::{MAX_REQUEST_BYTES, OPEN_FLAGS},
-    told,
-    work::{FuseIncomingRequest, FuseWork},
+    encode,
+    incoming::{FuseIncomingRequest, FuseWork},
 };
 use crate::{
-    intake::MergeBatch,
-    race::{FirstReady, first},
+    batch::MergeBatch,
+    select::{FirstReady, first},
 };
 
 /// Number of requests read in one turn, so that completions are not delayed for long.
@@ -151,7 +151,7 @@ impl FuseQueue {
             }
             if self.in_flight.get() == 0 && !is_at_rest {
                 is_at_rest = true;
-                let messages = self.put_back.borrow().iter().flat_map(told::encode).collect();
+                let messages = self.put_back.borrow().iter().flat_map(encode::encode).collect();
                 // Published once nothing is in flight; requests that were put back go along as
                 // messages.
                 self.device.publish_quiesced(self.number, messages);

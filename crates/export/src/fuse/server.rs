@@ -22,18 +22,18 @@ use std::{
 };
 
 use policy::time::Duration;
-use reactor::{ReactorWorker, op::Fd};
+use reactor::{ReactorWorker, operation::Fd};
 
 use super::{
     channel::{FuseChannel, NoMessage},
     device::{FuseDevice, FuseExport, FuseFileState},
-    letter::FuseReceiveBuffer,
+    receive_buffer::FuseReceiveBuffer,
     message::{FuseOperation, FuseReply, FuseRequest},
     mount::{FuseMount, TransferredMount},
     negotiate::{InitOutcome, negotiate},
     queue::{FuseQueueEnd, FuseQueue},
 };
-use crate::race::{FirstReady, first};
+use crate::select::{FirstReady, first};
 
 /// Number of queues of an export. With two, the kernel wakes them alternately and sequential
 /// requests take twice as long; parallel ones are no faster (docs/decisions/0021).

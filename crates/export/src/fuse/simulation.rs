@@ -38,10 +38,10 @@ use super::{
     channel::FuseChannel,
     device::{FuseDevice, FuseExport, FuseFileOwner},
     queue::{FuseQueueEnd, FuseQueue},
-    told,
+    encode,
 };
 use crate::{
-    draw::{self, chance, sleep_randomly},
+    random::{self, chance, sleep_randomly},
     model::{Model, Outcome},
     passed::GroupSamples,
     seeds,
@@ -113,7 +113,7 @@ struct FuseWorld {
 }
 
 async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
-    let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: random::limits(40), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
     let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
@@ -225,7 +225,7 @@ impl FuseWorld {
         sleep_randomly(Duration::from_millis(20)).await;
         assert_eq!(disk.totals(), moved, "something was done in a rest");
         let standing = device.state();
-        let put_back = told::split(&standing.messages).expect("they are messages").len() as u64;
+        let put_back = encode::split(&standing.messages).expect("they are messages").len() as u64;
         assert!(put_back <= self.connection.unanswered() as u64, "more is put back than was asked");
         // With one queue, its descriptor can be passed on, as the server does in an upgrade.
         let is_taken_over = queues == 1 && chance(50);

@@ -22,7 +22,7 @@ use std::{
 
 use nix::sys::socket::{SockaddrStorage, getpeername};
 use policy::access::{AccessRules, ClientIdentity, connection_origin};
-use reactor::seldom::LogRateLimit;
+use reactor::log_rate_limit::LogRateLimit;
 
 use super::wire;
 

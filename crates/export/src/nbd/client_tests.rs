@@ -6,11 +6,11 @@ use policy::{access::AccessRules, time::Duration};
 
 use super::{
     client::{NbdClient, CONNECTION_LOST, NbdConnectError, HandshakeOptions, shake_hands},
-    live::NbdServerExport,
+    exports::NbdServerExport,
     pipe::Pipe,
     proto::{self, info, opt, rep, reply_flag, reply_type},
     server::{NbdServer, NbdServerTerms},
-    stop::StopSignal,
+    stop_signal::StopSignal,
     stream::NbdStream,
 };
 use block::{disk::Disk, layer::throttle::DiskSettings};

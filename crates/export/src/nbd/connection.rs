@@ -25,20 +25,20 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
-    holding::ClientTransfers,
-    inbox::ReceiveBuffer,
+    transfers::ClientTransfers,
+    receive_buffer::ReceiveBuffer,
     incoming::{NbdIncomingRequest, bytes_in_flight},
     outbox::{ReplyBatch, NbdOutbox},
     reply::NbdReplyEncoder,
     request::{self, ProtocolViolation, NbdCommand, Parsed, RejectedRequest},
-    rest::{ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
+    quiesce::{ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
     session::{NbdSession, RequestTag},
-    stop::StopSignal,
+    stop_signal::StopSignal,
     stream::NbdStream,
 };
 use crate::{
-    intake::{MergeBatch, MergedRequest},
-    race::{FirstReady, first},
+    batch::{MergeBatch, MergedRequest},
+    select::{FirstReady, first},
 };
 use block::disk::{Disk, CancelToken};
 use image::qcow2::bitmap::BitmapView;

@@ -19,7 +19,7 @@ use super::{
     request::{self, NbdCommand, StatusQuery},
     session::RequestTag,
 };
-use crate::intake::Mergeable as _;
+use crate::batch::Mergeable as _;
 use block::disk::AdmissionPermit;
 use reactor::{
     buffer::{Segment, Segments},

@@ -6,7 +6,7 @@ use super::{
     request::{self, NbdCommand},
     session::{NbdSession, RequestTag},
 };
-use crate::intake::Mergeable;
+use crate::batch::Mergeable;
 use reactor::buffer::IoBuffer;
 
 pub(super) struct NbdIncomingRequest {

@@ -7,8 +7,8 @@
 //! One reactor accepts; each connection then stays on one worker thread. Exports are added and
 //! removed while the server runs.
 
-mod roster;
-mod welcome;
+mod connected_clients;
+mod handshake;
 
 use std::{
     collections::HashMap,
@@ -31,26 +31,26 @@ use policy::{
     time::Duration,
 };
 
-use self::roster::{ConnectedClient, ConnectedClients};
+use self::connected_clients::{ConnectedClient, ConnectedClients};
 use super::{
     admission::{self, NbdAccessControl, RejectedClientCounts},
     catalog::ExportInfo,
     connection::NbdConnection,
-    holding::ClientTransfers,
-    inbox::ReceiveBuffer,
-    live::{NbdServerExport, RegisteredExports},
-    rest::{ArrivalGuard, ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
+    transfers::ClientTransfers,
+    receive_buffer::ReceiveBuffer,
+    exports::{NbdServerExport, RegisteredExports},
+    quiesce::{ArrivalGuard, ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
     session::NbdSession,
-    stop::StopSignal,
+    stop_signal::StopSignal,
     stream::NbdStream,
-    visit::{NbdClientInfo, ClientObserver},
+    client_observer::{NbdClientInfo, ClientObserver},
 };
-use crate::{afterwards, process::PeerProcess, race::first};
+use crate::{trim, peer_process::PeerProcess, select::first};
 use reactor::{
     ReactorWorker,
     memory::{MemoryBudget, ConnectionMemory},
-    op::{self, Fd},
-    seldom::LogRateLimit,
+    operation::{self, Fd},
+    log_rate_limit::LogRateLimit,
 };
 use tls::TlsServer;
 
@@ -354,7 +354,7 @@ impl NbdServer {
                 return Ok(None);
             }
             let arriving = self.rest.arriving();
-            let socket = match op::has_client_descriptors() {
+            let socket = match operation::has_client_descriptors() {
                 true => self.accept_while_open(listener).await,
                 false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
             };
@@ -393,7 +393,7 @@ impl NbdServer {
 
     /// Accepts the next client; fails with `ECANCELED` when the server leaves [`Stage::Open`].
     async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
-        let mut accepting = pin!(op::accept(listener));
+        let mut accepting = pin!(operation::accept(listener));
         let mut closed = pin!(self.rest.until(|stage| stage != QuiesceStage::Open));
         let mut is_told = false;
         poll_fn(|context| {
@@ -404,7 +404,7 @@ impl NbdServer {
             }
             if !is_told && closed.as_mut().poll(context).is_ready() {
                 is_told = true;
-                op::cancel_all_on(listener);
+                operation::cancel_all_on(listener);
             }
             Poll::Pending
         })
@@ -499,7 +499,7 @@ impl NbdServer {
         worker.spawn(move || async move {
             place.server.serve_adopted(rested, &stop, number).await;
             drop(place);
-            afterwards::trim_memory_soon();
+            trim::trim_memory_soon();
         });
     }
 
@@ -691,7 +691,7 @@ impl ConnectionSlot {
             }
             let mut freed = pin!(freed);
             let mut wanted = pin!(async {
-                if op::readable(listener).await.is_ok() {
+                if operation::readable(listener).await.is_ok() {
                     while let Some(next_look) = server.disconnect_oldest() {
                         reactor::sleep_until(reactor::now() + next_look).await;
                     }
@@ -718,7 +718,7 @@ impl ConnectionSlot {
 
     async fn welcome_and_hold(self, socket: OwnedFd, arriving: ArrivalGuard) {
         self.server.serve_client(socket, self.number, self.address, arriving).await;
-        afterwards::trim_memory_soon();
+        trim::trim_memory_soon();
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 use policy::throttle::Limits;
 
 use super::{
-    welcome::{VisibleExports, take_replies},
+    handshake::{VisibleExports, take_replies},
     *,
 };
 use crate::nbd::negotiate::{self, Handshake, TlsPolicy};

@@ -26,14 +26,14 @@ use policy::{
 
 use self::{client::SimulatedNbdClient, hostile::HostileClient, wire::NbdTestWire};
 use super::{
-    live::NbdServerExport,
+    exports::NbdServerExport,
     outbox::{MAX_BYTES, MAX_REQUESTS},
     pipe::Pipe,
     proto::{self, cmd},
-    rest::QuiesceStage,
+    quiesce::QuiesceStage,
     server::{NbdServer, NbdServerTerms},
     session::ReplyStyle,
-    stop::StopSignal,
+    stop_signal::StopSignal,
     stream::NbdStream,
 };
 use crate::seeds;

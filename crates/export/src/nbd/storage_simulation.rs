@@ -23,11 +23,11 @@ use policy::{access::AccessRules, time::Duration};
 
 use self::changing::{ChangingServer, EVERYTHING, ServerProperties};
 use super::{
-    live::NbdServerExport,
+    exports::NbdServerExport,
     pipe::Pipe,
     proto::export_flag,
     server::{NbdServer, NbdServerTerms},
-    stop::StopSignal,
+    stop_signal::StopSignal,
     stream::NbdStream,
 };
 use crate::seeds;

@@ -34,7 +34,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-use super::known::{begin_removal, path};
+use super::devices::{begin_removal, path};
 
 /// The hidden command of a guard.
 const COMMAND: &str = "ublk-guard";

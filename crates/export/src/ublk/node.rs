@@ -31,11 +31,11 @@ use reactor::{
     ublk::{self, UblkControl, UblkInfo, UblkParams, UblkState, feature},
 };
 
-pub use super::known::path;
+pub use super::devices::path;
 use super::{
     UblkExport,
     guard::{self, UblkGuard},
-    known::{POLL_INTERVAL, begin_removal, numbers},
+    devices::{POLL_INTERVAL, begin_removal, numbers},
     mark,
     request::SECTOR_BYTES,
 };

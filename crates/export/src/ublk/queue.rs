@@ -32,7 +32,7 @@ use super::{
     device::{UblkDevice, UblkShutdown},
     request::{UblkOperation, UblkRequest, parse},
 };
-use crate::intake::{MergeBatch, Mergeable};
+use crate::batch::{MergeBatch, Mergeable};
 use block::disk::CancelToken;
 use reactor::{TaskSpawner, Signal};
 use storage::Durability;

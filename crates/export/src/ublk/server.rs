@@ -27,11 +27,11 @@ use super::{
     queue::UblkIoQueue,
     request::SECTOR_BYTES,
 };
-use crate::race::{FirstReady, first};
+use crate::select::{FirstReady, first};
 use reactor::{
     ReactorWorker,
     memory::{MemoryBudget, OutOfBudget},
-    op::Fd,
+    operation::Fd,
     ublk::{self, UblkInfo, UblkParams},
 };
 

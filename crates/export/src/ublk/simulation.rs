@@ -31,7 +31,7 @@ use super::{
     queue::UblkIoQueue,
 };
 use crate::{
-    draw::{self, chance, sleep_randomly},
+    random::{self, chance, sleep_randomly},
     model::{Model, Outcome},
     passed::GroupSamples,
     seeds,
@@ -103,7 +103,7 @@ fn devices_survive_killed_and_replaced_processes() {
 }
 
 async fn run(tally: Rc<Cell<UblkSimulationTally>>) {
-    let settings = GroupSettings { limits: draw::limits(30), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: random::limits(30), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
     let behaviour = Behaviour {

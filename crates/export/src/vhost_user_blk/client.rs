@@ -26,7 +26,7 @@ use reactor::{
     JoinHandle, Signal, run_blocking,
     error::{Error, Result},
     guest::driver::{DriverDevice, DriverQueue, RequestSlots},
-    now, op, spawn_joinable, timeout, yield_now,
+    now, operation, spawn_joinable, timeout, yield_now,
 };
 
 /// Error of requests after the server has gone; [`Client::fault`] has the reason.
@@ -128,7 +128,7 @@ impl VhostUserClient {
     /// # Errors
     /// No file descriptor is left.
     pub fn start(queue: DriverQueue) -> io::Result<Self> {
-        let bell = op::Fd::from(queue.notification_fd()?);
+        let bell = operation::Fd::from(queue.notification_fd()?);
         let count = queue.slots().count;
         let requests = Rc::new(ClientRequests {
             queue: RefCell::new(queue),
@@ -246,8 +246,8 @@ impl ClientRequests {
         Ok(())
     }
 
-    async fn forward_calls(self: Rc<Self>, bell: op::Fd) {
-        while op::readable(&bell).await.is_ok() {
+    async fn forward_calls(self: Rc<Self>, bell: operation::Fd) {
+        while operation::readable(&bell).await.is_ok() {
             // May fail because a turn has already read the eventfd.
             let _ = nix::unistd::read(&bell, &mut [0; 8]);
             self.wake_pump();

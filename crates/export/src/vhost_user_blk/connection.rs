@@ -20,7 +20,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{op, op::Fd, seldom::LogRateLimit};
+use reactor::{operation, operation::Fd, log_rate_limit::LogRateLimit};
 use rustix::{
     io::Errno,
     net::{
@@ -167,7 +167,7 @@ impl VhostUserConnection {
         }
         // A later message could depend on the pending reply, so none is received before it.
         if self.session.is_waiting_for_rings() || self.is_quiesced() {
-            op::peer_shut_down(&self.socket).await?;
+            operation::peer_shut_down(&self.socket).await?;
             return Err(FrontEndEnd::Disconnected);
         }
         let VhostUserMessage { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
@@ -183,7 +183,7 @@ impl VhostUserConnection {
     /// Waits until the front end disconnects, even if messages are still unread.
     pub fn hung_up(&self) -> impl Future<Output = io::Result<()>> + use<> {
         let socket = self.socket.clone();
-        async move { op::peer_shut_down(&socket).await }
+        async move { operation::peer_shut_down(&socket).await }
     }
 
     /// See [`Session::stopped`].
@@ -341,7 +341,7 @@ impl VhostUserInbox {
     }
 
     async fn wait(&self, socket: &Fd) -> Result<(), FrontEndEnd> {
-        let readable = op::readable(socket);
+        let readable = operation::readable(socket);
         match self.deadline {
             None => Ok(readable.await?),
             Some(deadline) => {
@@ -411,7 +411,7 @@ impl VhostUserInbox {
         let received = received.map_err(io::Error::from)?;
         // The kernel has closed the descriptors that did not fit. Descriptors near the limit are
         // left to the rest of the process, so their sender is disconnected.
-        let is_short = self.descriptors.len() > had && !op::has_shared_descriptors();
+        let is_short = self.descriptors.len() > had && !operation::has_shared_descriptors();
         if received.flags.contains(ReturnFlags::CTRUNC) || is_short {
             return Err(FrontEndEnd::Descriptors);
         }

@@ -58,7 +58,7 @@ async fn received(connection: &mut VhostUserConnection, theirs: &UnixStream, cou
         let mut buffer = IoBuffer::new(count);
         let mut filled = 0;
         while filled < count {
-            let (result, back) = op::receive(&theirs, buffer, filled).await;
+            let (result, back) = operation::receive(&theirs, buffer, filled).await;
             (filled, buffer) = (filled + result.expect("connected"), back);
         }
         buffer.to_vec()

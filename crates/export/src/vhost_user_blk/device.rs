@@ -20,13 +20,13 @@ use block::disk::Disk;
 use event_listener::{Event, EventListener};
 use pin_project_lite::pin_project;
 use policy::time::Instant;
-use reactor::{buffer::guest_copies, seldom::LogRateLimit};
+use reactor::{buffer::guest_copies, log_rate_limit::LogRateLimit};
 use storage::Durability;
 
 use super::{
-    bell::NotAnEventfd,
+    vring_event::NotAnEventfd,
     features::VhostUserOffer,
-    happening::{FrontEndEvent, ExportObserver},
+    events::{FrontEndEvent, ExportObserver},
 };
 use ::virtio::block::{self as requests, ID_BYTES, RangeLimits};
 

@@ -15,7 +15,7 @@ use super::{
     pieces::needs_no_split,
     queue::{VringRequest, VhostUserQueue},
 };
-use crate::intake::Mergeable as _;
+use crate::batch::Mergeable as _;
 use ::virtio::{
     block::{Data, BlkOperation, BlkRequest, BlkStatus},
     ring::ChainTicket,

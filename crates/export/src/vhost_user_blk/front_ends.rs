@@ -31,7 +31,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{op, op::Fd, seldom::LogRateLimit};
+use reactor::{operation, operation::Fd, log_rate_limit::LogRateLimit};
 use rustix::{
     io::Errno,
     net::{
@@ -42,9 +42,9 @@ use rustix::{
 
 use super::{
     device::VhostUserDevice,
-    happening::{FrontEndEvent, PeerProcess},
+    events::{FrontEndEvent, PeerProcess},
 };
-use crate::race::{FirstReady, first};
+use crate::select::{FirstReady, first};
 
 /// Pause between attempts to connect: doubled from the first to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -194,7 +194,7 @@ impl FrontEnds {
         let FrontEndSource::Listen(listener) = &self.way else { return pending().await };
         let listener = listener.clone();
         let began = reactor::now();
-        let mut gone = pin!(op::peer_shut_down(current));
+        let mut gone = pin!(operation::peer_shut_down(current));
         loop {
             let is_silent = is_silent();
             let patience = match is_silent {
@@ -218,7 +218,7 @@ impl FrontEnds {
                     false => pending().await,
                 }
             };
-            let news = first(gone.as_mut(), first(op::readable(&listener), speaks));
+            let news = first(gone.as_mut(), first(operation::readable(&listener), speaks));
             match reactor::timeout(patience, news).await {
                 Ok(FirstReady::One(_)) => return pending().await,
                 Ok(FirstReady::Other(FirstReady::One(came))) => {
@@ -269,7 +269,7 @@ impl FrontEnds {
 /// Waits until one of these has sent something or has disconnected.
 async fn any_readable(waiting: &VecDeque<WaitingFrontEnd>) {
     let mut readable: Vec<_> =
-        waiting.iter().map(|waiting| Box::pin(op::readable(&waiting.socket))).collect();
+        waiting.iter().map(|waiting| Box::pin(operation::readable(&waiting.socket))).collect();
     poll_fn(|context| {
         let any = readable.iter_mut().any(|readable| readable.as_mut().poll(context).is_ready());
         if any { Poll::Ready(()) } else { Poll::Pending }
@@ -317,8 +317,8 @@ fn call(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
 /// Accepts a front end; retries while file descriptors or memory are short.
 async fn accept(id: &str, listener: &Fd, refusals: &LogRateLimit) -> io::Result<OwnedFd> {
     loop {
-        let socket = match op::has_client_descriptors() {
-            true => op::accept(listener).await,
+        let socket = match operation::has_client_descriptors() {
+            true => operation::accept(listener).await,
             false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
         };
         let Err(error) = socket else { return socket };

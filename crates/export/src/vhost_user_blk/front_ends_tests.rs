@@ -39,7 +39,7 @@ impl FrontEndOwner {
         self.news.raise();
         let mut buffer = IoBuffer::new(1);
         loop {
-            let (result, back) = op::receive(&socket, buffer, 0).await;
+            let (result, back) = operation::receive(&socket, buffer, 0).await;
             buffer = back;
             if !matches!(result, Ok(1..)) {
                 break;

@@ -10,7 +10,7 @@ use std::mem;
 use policy::{request::Direction, throttle::RequestCost};
 
 use super::queue::{VringRequest, VhostUserQueue};
-use crate::intake::Mergeable as _;
+use crate::batch::Mergeable as _;
 use ::virtio::block::{Data, BlkOperation, SECTOR_BYTES};
 use reactor::{
     buffer::{Segments, ReadTarget},

@@ -27,18 +27,18 @@ use policy::merge::{MergeCandidate, MergeOperation};
 use smallvec::SmallVec;
 
 use super::{
-    bell::VringEvent,
+    vring_event::VringEvent,
     device::{CopyCountingIo, VhostUserDevice},
     features::virtio,
-    idle::IdleBackoff,
+    backoff::IdleBackoff,
     inflight::UnflushedWrites,
-    patrol::BusyPolling,
+    busy_polling::BusyPolling,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
 };
 use crate::{
-    intake::{MergeBatch, Mergeable},
-    race::{FirstReady, first},
+    batch::{MergeBatch, Mergeable},
+    select::{FirstReady, first},
 };
 use ::virtio::{
     block::{self as requests, Data, BlkOperation, BlkRequest},
@@ -49,7 +49,7 @@ use reactor::{
     TaskSpawner, EventfdNotifier, Signal,
     guest::{GuestMemory, GuestBytes},
     memory::FairQueueFlow,
-    op::Fd,
+    operation::Fd,
 };
 use storage::RangeLocks;
 

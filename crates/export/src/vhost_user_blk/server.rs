@@ -33,21 +33,21 @@ use super::{
     device::{VhostUserDevice, VhostUserExport},
     features::virtio,
     front_ends::{FrontEnds, SILENCE_TIMEOUT},
-    handover::wait_for_image,
-    happening::{FrontEndEvent, PeerProcess, ExportObserver},
+    migration::wait_for_image,
+    events::{FrontEndEvent, PeerProcess, ExportObserver},
     inflight::UnflushedWrites,
     queue::{QueueOrder, VhostUserQueue, vring_event},
     session::{Effect, RequestRejection, VhostUserSession},
-    vain::FutileAttempts,
+    futile_attempts::FutileAttempts,
     vring::RingSettings,
 };
 use crate::{
-    afterwards,
-    race::{FirstReady, first},
+    trim,
+    select::{FirstReady, first},
 };
 use block::disk::Disk;
 use policy::time::{Duration, Instant};
-use reactor::{EventfdNotifier, TaskGroup, ReactorWorker, op::Fd, seldom::LogRateLimit};
+use reactor::{EventfdNotifier, TaskGroup, ReactorWorker, operation::Fd, log_rate_limit::LogRateLimit};
 
 /// Threads that run queues.
 #[derive(Clone)]
@@ -656,7 +656,7 @@ async fn serve_ring(
     // Late orders are dropped, because the sender may wait for their channel to close.
     late.close();
     while late.try_recv().is_ok() {}
-    afterwards::trim_memory_soon();
+    trim::trim_memory_soon();
     server.queues.fetch_sub(1, Relaxed);
     let _ = reports.try_send((ring, base));
 }

@@ -27,20 +27,20 @@
 
 mod outcome;
 mod rings;
-mod takeover;
+mod transfer;
 
 use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
 pub use outcome::{Effect, EventKind, SessionOutput, RequestRejection};
 use reactor::{
     guest::{DirtyLog, GuestMemory, MappingQuota, Region, RegionError},
-    op::Fd,
+    operation::Fd,
 };
 use rings::{AfterStop, BasesAfterReset};
-pub use takeover::SessionMessage;
+pub use transfer::SessionMessage;
 
 use super::{
-    channel::channel,
+    back_end_channel::channel,
     config_space,
     features::{VhostUserOffer, protocol, virtio},
     inflight::{self, InflightArea, UnflushedWrites},

@@ -32,12 +32,12 @@ use super::{
     vring::RingSettings,
 };
 use crate::{
-    draw::{self, chance, sleep_randomly},
+    random::{self, chance, sleep_randomly},
     model::Model,
     passed::GroupSamples,
     seeds,
 };
-use ::virtio::ring::meddler::with_hook;
+use ::virtio::ring::access_hook::with_hook;
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
     layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
@@ -127,7 +127,7 @@ fn count(tally: &Cell<VhostUserSimulationTally>, change: impl FnOnce(&mut VhostU
 type VolatileMemory = Rc<RefCell<Vec<GuestBytes>>>;
 
 async fn run(tally: Rc<Cell<VhostUserSimulationTally>>, prey: VolatileMemory) {
-    let settings = GroupSettings { limits: draw::limits(30), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: random::limits(30), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let passed = Rc::new(RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)));
     let lives: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))

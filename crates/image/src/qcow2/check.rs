@@ -27,13 +27,13 @@
 //! Never frees a cluster, or reports it as leaked, if part of the image could not be read or is
 //! ambiguous: the missing part may refer to the cluster.
 
-mod completing;
+mod snapshot_completion;
 mod copied;
 mod counts;
 mod entries;
 mod header;
 mod metadata;
-mod others;
+mod auxiliary;
 mod ranges;
 mod rebuild;
 mod refcounts;
@@ -45,12 +45,12 @@ mod walk;
 use std::collections::HashSet;
 
 use super::{
-    MetadataError, bytes,
+    MetadataError, metadata_io,
     entry::EntryFormat,
     header::{Qcow2Header, autoclear, incompatible},
-    numbers, read_header,
+    refcount_entries, read_header,
 };
-use completing::PlannedSnapshotTable;
+use snapshot_completion::PlannedSnapshotTable;
 use counts::ReferenceCounts;
 use metadata::{MetadataKind, ReferenceSurvey};
 pub use ranges::GuestRange;
@@ -215,7 +215,7 @@ async fn repair_surveyed(
 /// Reads the header. If only its refcount table is invalid, the table is assumed beyond the end of
 /// the file, so that the refcounts count as lost and can be rebuilt.
 async fn read_repairable(storage: &Storage) -> Result<Qcow2Header, MetadataError> {
-    let mut start = bytes::read_start(storage).await?;
+    let mut start = metadata_io::read_start(storage).await?;
     let invalid = match Qcow2Header::parse(&start) {
         Ok(header) => return Ok(header),
         Err(invalid) => invalid,
@@ -248,11 +248,11 @@ async fn mark_clean(storage: &Storage, report: &mut CheckReport) -> Result<(), M
 /// Writes the changed sectors of the header and flushes.
 async fn write_header(storage: &Storage, header: &Qcow2Header) -> Result<(), MetadataError> {
     let encoded = header.encode()?;
-    let old = bytes::read(storage, 0, encoded.len()).await?;
+    let old = metadata_io::read(storage, 0, encoded.len()).await?;
     for (number, sector) in encoded.chunks(512).enumerate() {
         let at = number * 512;
         if old[at..at + sector.len()] != *sector {
-            bytes::write(storage, at as u64, sector).await?;
+            metadata_io::write(storage, at as u64, sector).await?;
         }
     }
     storage.flush().await?;
@@ -297,7 +297,7 @@ impl<'a> CheckPass<'a> {
             data_file: header.has_data_file(),
             version: header.version,
         };
-        let per_block = numbers::entry_count(header.cluster_bytes(), header.refcount_order);
+        let per_block = refcount_entries::entry_count(header.cluster_bytes(), header.refcount_order);
         let report = CheckReport {
             total_clusters: header.size_bytes.div_ceil(header.cluster_bytes()),
             ..CheckReport::default()
@@ -384,7 +384,7 @@ impl<'a> CheckPass<'a> {
 
     /// Reads metadata of bounded length. A failure is reported and returns `None`.
     async fn read(&mut self, what: &str, offset: u64, length: u64) -> Option<Vec<u8>> {
-        match bytes::read(self.storage, offset, length as usize).await {
+        match metadata_io::read(self.storage, offset, length as usize).await {
             Ok(bytes) => Some(bytes),
             Err(error) => {
                 let what = format!("{what} at {offset:#x} cannot be read: {error}");

@@ -18,10 +18,10 @@ mod rules;
 use self::layout::ImageLayout;
 pub use self::rules::InvalidImageOption;
 use super::{
-    InvalidImage, bytes,
+    InvalidImage, metadata_io,
     entry::{ClusterMapping, L1Entry, EntryFormat, StandardCluster},
     header::{BackingReference, CompressionType, EncryptionMethod, Qcow2Header, FileRegion, autoclear, compatible, incompatible},
-    numbers,
+    refcount_entries,
 };
 use reactor::{
     buffer::IoBuffer,
@@ -163,7 +163,7 @@ pub async fn create(
     match data {
         None => writer.allocate_file_space(storage, layout.data_offset, layout.data_bytes).await?,
         Some(data) => {
-            bytes::grow(data, options.size_bytes).await?;
+            metadata_io::grow(data, options.size_bytes).await?;
             writer.allocate_file_space(data, 0, options.size_bytes).await?;
             data.flush().await?;
         }
@@ -204,7 +204,7 @@ fn header(options: &CreateOptions, layout: &ImageLayout) -> Qcow2Header {
 
 /// Invalidates an image that was there before.
 async fn clear_header(storage: &Storage) -> IoResult<()> {
-    bytes::write(storage, 0, &[0; SECTOR as usize]).await?;
+    metadata_io::write(storage, 0, &[0; SECTOR as usize]).await?;
     storage.flush().await
 }
 
@@ -273,13 +273,13 @@ impl ImageCreator<'_> {
             self.put(SECTOR, rest).await?;
             self.storage.flush().await?;
         }
-        bytes::write(self.storage, 0, front).await?;
+        metadata_io::write(self.storage, 0, front).await?;
         self.storage.flush().await
     }
 
     /// Writes content except for blocks of zeroes, which stay unallocated in the file.
     async fn put(&self, offset: u64, content: &[u8]) -> IoResult<()> {
-        bytes::grow(self.storage, offset + content.len() as u64).await?;
+        metadata_io::grow(self.storage, offset + content.len() as u64).await?;
         let is_zero = |block: &[u8]| block.iter().all(|byte| *byte == 0);
         let blocks: Vec<_> = content.chunks(BLOCK).collect();
         let mut from = 0;
@@ -287,7 +287,7 @@ impl ImageCreator<'_> {
             let to = content.len().min(from + run.len() * BLOCK);
             let at = offset + from as u64;
             if !is_zero(run[0]) {
-                bytes::write(self.storage, at, &content[from..to]).await?;
+                metadata_io::write(self.storage, at, &content[from..to]).await?;
             } else if at < self.old_end {
                 let length = ((to - from) as u64).min(self.old_end - at);
                 self.storage.write_zeroes(at, length, ZEROES).await?;
@@ -307,10 +307,10 @@ impl ImageCreator<'_> {
     fn refcount_block(&self, block: u64) -> Vec<u8> {
         let order = self.header.refcount_order;
         let mut bytes = vec![0; self.layout.cluster_bytes()];
-        let numbers = numbers::entry_count(bytes.len() as u64, order);
+        let numbers = refcount_entries::entry_count(bytes.len() as u64, order);
         let used = self.layout.clusters.saturating_sub(block * numbers).min(numbers);
         for index in 0..used as usize {
-            numbers::put(&mut bytes, order, index, 1);
+            refcount_entries::put(&mut bytes, order, index, 1);
         }
         bytes
     }
@@ -357,7 +357,7 @@ impl ImageCreator<'_> {
             return Ok(());
         }
         let old_end = storage.size_bytes();
-        bytes::grow(storage, offset + length).await?;
+        metadata_io::grow(storage, offset + length).await?;
         match self.options.preallocation {
             Preallocation::Full => write_zeroes(storage, offset, length).await,
             Preallocation::Falloc => {

@@ -9,7 +9,7 @@ use std::sync::{
 };
 
 use super::{
-    InvalidImage, bytes,
+    InvalidImage, metadata_io,
     header::{Qcow2Header, incompatible},
     header_change,
 };
@@ -181,7 +181,7 @@ impl ImageFile {
             );
             return Err(self.found(&InvalidImage::new(what)));
         }
-        bytes::read(&self.storage, offset, length as usize).await
+        metadata_io::read(&self.storage, offset, length as usize).await
     }
 
     /// Writes metadata inside the file.
@@ -219,9 +219,9 @@ impl ImageFile {
         match self.storage.resize(wanted).await {
             // A nearly full file system may still have space for the required minimum.
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {
-                bytes::set_size(&self.storage, end).await?;
+                metadata_io::set_size(&self.storage, end).await?;
             }
-            result => result.map_err(bytes::to_io_error)?,
+            result => result.map_err(metadata_io::to_io_error)?,
         }
         // Only after success, and to the smaller value: the bytes between the two were added as
         // zeroes.
@@ -236,7 +236,7 @@ impl ImageFile {
         if whole == self.size_bytes() || !self.storage.can_grow() {
             return Ok(());
         }
-        bytes::set_size(&self.storage, whole).await
+        metadata_io::set_size(&self.storage, whole).await
     }
 
     /// Allows the file to shrink below its size at open time, after the disk was shrunk or
@@ -252,7 +252,7 @@ impl ImageFile {
         if end >= self.size_bytes() || !self.storage.can_grow() {
             return Ok(());
         }
-        bytes::set_size(&self.storage, end).await
+        metadata_io::set_size(&self.storage, end).await
     }
 
     /// Changes the header durably. Everything written before the change becomes durable as well.

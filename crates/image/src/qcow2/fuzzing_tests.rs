@@ -6,7 +6,7 @@ use proptest::{collection::vec, prelude::*};
 
 use super::*;
 use crate::qcow2::{
-    bytes,
+    metadata_io,
     create::{CreateOptions, Preallocation, create},
     header::BackingReference,
 };
@@ -35,7 +35,7 @@ fn image(options: CreateOptions) -> Vec<u8> {
         let storage = Storage::memory(512);
         let data = options.data_file.as_ref().map(|_| Storage::memory(options.size_bytes));
         let header = create(&storage, data.as_ref(), &options).await.expect("valid");
-        let content = bytes::read(&storage, 0, storage.size_bytes() as usize).await.expect("memory");
+        let content = metadata_io::read(&storage, 0, storage.size_bytes() as usize).await.expect("memory");
         let image = Qcow2Image::open(parts(&content, &header, false).await).await.expect("an image");
         let request = |kind, offset, length| FuzzRequest { kind, from_end: false, offset, length, byte: kind };
         request(1, 0, 9000).execute(&image, true).await;
@@ -46,7 +46,7 @@ fn image(options: CreateOptions) -> Vec<u8> {
         let _ = image.add_bitmap("one", 9).await;
         image.close().await.expect("memory");
         let file = image.file.storage();
-        bytes::read(file, 0, file.size_bytes() as usize).await.expect("memory")
+        metadata_io::read(file, 0, file.size_bytes() as usize).await.expect("memory")
     })
 }
 

@@ -11,7 +11,7 @@
 use std::sync::atomic::Ordering::Release;
 
 use super::{
-    OpenFailure, Qcow2Image, bytes,
+    OpenFailure, Qcow2Image, metadata_io,
     header::{Qcow2Header, autoclear, incompatible},
     open::{ResidentTables, check_openable},
     read_header,
@@ -51,7 +51,7 @@ impl Qcow2Image {
             return Err(OpenFailure::Changed);
         }
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
-        let first = bytes::read(storage, 0, header.cluster_bytes() as usize).await?;
+        let first = metadata_io::read(storage, 0, header.cluster_bytes() as usize).await?;
         self.file.reset_cached_header(header.clone(), &first);
         let ResidentTables { l1, refcounts, places } = ResidentTables::read(&self.file, &header, self.shape).await?;
         self.overlap.replace(&places);

@@ -25,7 +25,7 @@
 
 mod cipher;
 mod header;
-mod stripes;
+mod anti_forensic;
 mod unlock;
 
 pub use self::{

@@ -15,7 +15,7 @@ use super::{
     InvalidImage, Qcow2Image,
     big_endian::words,
     bitmap::Recording,
-    bytes::{self, MetadataError, read_header},
+    metadata_io::{self, MetadataError, read_header},
     cache::L2Cache,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache},
     check::{self, Repair},
@@ -220,7 +220,7 @@ impl Qcow2Image {
         {
             return Err(OpenFailure::NoSnapshot(name.to_owned()));
         }
-        let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
+        let first = metadata_io::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
         let is_upkeep = matches!(purpose, Qcow2Purpose::Upkeep);
         // During a handover the marks belong to the previous process; `take_over` reads and checks

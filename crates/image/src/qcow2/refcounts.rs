@@ -31,7 +31,7 @@ pub(super) use self::table::RefcountTable;
 use super::{
     file::ImageFile,
     header,
-    numbers::{self, get, put},
+    refcount_entries::{self, get, put},
     overlap::MetadataClusters,
 };
 use reactor::error::{Error, Result};
@@ -436,7 +436,7 @@ impl Refcounts {
         // Checked first for all clusters, so that an error leaves no partial change.
         for cluster in clusters.clone() {
             let now = self.read(file, cluster).await?;
-            if now == 0 || now == numbers::max_refcount(self.order) {
+            if now == 0 || now == refcount_entries::max_refcount(self.order) {
                 return Err(Error::INVALID);
             }
         }
@@ -583,7 +583,7 @@ impl Refcounts {
         // The last cluster can be shared if it has space and its refcount can be incremented.
         let tail = if end.is_multiple_of(cluster_bytes) { 0 } else { cluster_bytes - end % cluster_bytes };
         let last = end >> self.cluster_bits;
-        let is_shared = tail > 0 && self.read(file, last).await? < numbers::max_refcount(self.order);
+        let is_shared = tail > 0 && self.read(file, last).await? < refcount_entries::max_refcount(self.order);
         if is_shared && length <= tail {
             let number = self.read(file, last).await?;
             self.put(last, number + 1);

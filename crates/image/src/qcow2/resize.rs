@@ -5,7 +5,7 @@
 //! table. Bitmaps are resized with the disk.
 
 use super::{
-    Qcow2Image, bytes,
+    Qcow2Image, metadata_io,
     header::{LARGEST_L1, autoclear},
     l1::{L1, padded},
 };
@@ -69,7 +69,7 @@ impl Qcow2Image {
         self.set_size(from, to).await?;
         // The header no longer refers to the bytes that are cut off.
         if let Some(data) = &self.data {
-            bytes::set_size(data, to).await?;
+            metadata_io::set_size(data, to).await?;
         }
         Ok(())
     }
@@ -79,7 +79,7 @@ impl Qcow2Image {
         if let Some(data) = &self.data
             && data.size_bytes() < to
         {
-            bytes::set_size(data, to).await?;
+            metadata_io::set_size(data, to).await?;
         }
         let header = self.file.header();
         let raw = self.data.is_some() && header.autoclear & autoclear::RAW_DATA_FILE != 0;

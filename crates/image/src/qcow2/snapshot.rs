@@ -10,7 +10,7 @@
 //! - `reach`: changes refcounts and flags of everything that an L1 table leads to.
 
 mod change;
-mod reach;
+mod refcount_change;
 mod table;
 #[cfg(test)]
 mod tests;

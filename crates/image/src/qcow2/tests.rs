@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::{
     CacheSettings, L2CacheSize, Qcow2Components, Qcow2Image,
     big_endian::{u64_at, words},
-    bytes,
+    metadata_io,
     check::{Repair, check},
     create::{CreateOptions, Preallocation, create},
     header::{BackingReference, Qcow2Header, incompatible},
@@ -466,7 +466,7 @@ fn shrink_frees_refcounts() {
             let header = image.header();
             let length = header.refcount_table_clusters as usize * 512;
             let table =
-                bytes::read(image.storage(), header.refcount_table_offset, length).await.expect("memory");
+                metadata_io::read(image.storage(), header.refcount_table_offset, length).await.expect("memory");
             words(&table).filter(|block| *block != 0).count()
         };
         assert!(used(&image).await >= SIZE / 512 / 64);

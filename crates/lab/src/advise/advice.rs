@@ -7,7 +7,7 @@ use console::{
 use policy::throttle::{RateLimit, NodeShare, ReservationUnit};
 use serde::{Serialize, Serializer};
 
-use super::{certainty::ConfidenceInterval, trial::TrialFigures};
+use super::{confidence::ConfidenceInterval, trial::TrialFigures};
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]

@@ -8,14 +8,14 @@
 
 use std::{cmp::Reverse, collections::HashMap};
 
-use policy::device::DeviceRates;
+use policy::device_model::DeviceRates;
 use simulator::{
     device::{SimulatedDevices, DevicePlacement, StationSpec},
     world::WorldSpec,
 };
 
 use super::{
-    need::AdviseSearch,
+    tenant_limits::AdviseSearch,
     trial::{TrialResult, SimulatedTrial},
 };
 

@@ -19,7 +19,7 @@ use policy::throttle::{RateLimit, MAX_VALUE, ReservationUnit};
 
 use super::{
     arrivals::{TraceArrival, SLOT_NS},
-    envelope::{RateHistogram, NO_BURST_S, demand, measure_rates, late_requests},
+    arrival_curve::{RateHistogram, NO_BURST_S, demand, measure_rates, late_requests},
     target::LatencyTarget,
 };
 

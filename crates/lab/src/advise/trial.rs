@@ -10,7 +10,7 @@ use recording::RequestOp;
 use serde::Serialize;
 use simulator::{engine::SimulationEngine, request::SimulatedRequest, world::WorldSpec};
 
-use super::{arrivals::TraceArrival, certainty::TraceBlocks, target::LatencyTarget};
+use super::{arrivals::TraceArrival, confidence::TraceBlocks, target::LatencyTarget};
 use crate::latencies::{self, Latencies};
 
 /// Some 240 MB. A trial with more waiting requests is abandoned.

@@ -27,9 +27,9 @@ use reactor::{
 
 use super::{
     FailedLoad, LoadJob, LoadOutcome, LoadTarget,
-    arrivals::ArrivalSchedule,
+    open_loop::ArrivalSchedule,
     measured::{RequestKind, LoadRecorder, SentRequest},
-    places::{OffsetGenerator, LoadReader},
+    offsets::{OffsetGenerator, LoadReader},
 };
 
 enum NextAction {

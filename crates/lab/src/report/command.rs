@@ -21,7 +21,7 @@ use crate::{
     result::{ResultHeader, OutputKind, MachineInfo, Measure, ResultFile, load, write},
     simulate::SimulationSetup,
     statistics::Estimate,
-    trace::drawn::{self, DrawnRecording},
+    trace::recording_charts::{self, DrawnRecording},
 };
 
 /// Shows a result, or compares two.
@@ -30,7 +30,7 @@ use crate::{
 /// An unusable file, or with `--fail-on-worse` a measure that got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), CommandFailure> {
     // Decided by content: recordings have no fixed extension.
-    if drawn::is_recording(&arguments.a) {
+    if recording_charts::is_recording(&arguments.a) {
         return show_recordings(&arguments);
     }
     let not_for_results = match (&arguments.b, &arguments.config, arguments.more.first()) {
@@ -68,14 +68,14 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), CommandFailure> {
     // The second argument may be a recording as well.
     let paths: Vec<PathBuf> =
         [&arguments.a].into_iter().chain(&arguments.b).chain(&arguments.more).cloned().collect();
-    if let Some(other) = paths.iter().find(|path| !drawn::is_recording(path)) {
+    if let Some(other) = paths.iter().find(|path| !recording_charts::is_recording(path)) {
         let why = anyhow!("{}: is no recording, unlike the first (name recordings only)", other.display());
         return Err(CommandFailure::Usage(why));
     }
     let begun = ResultHeader::begin();
     let setup = arguments.config.as_deref().map(|path| SimulationSetup::of_config(path, None)).transpose()?;
     let limits = setup.as_ref().map(SimulationSetup::limits_by_disk);
-    let DrawnRecording { findings, began_s, seconds, partial } = drawn::draw(&paths, limits.as_ref())?;
+    let DrawnRecording { findings, began_s, seconds, partial } = recording_charts::draw(&paths, limits.as_ref())?;
     // Time and duration of the recording; the machine that draws it is irrelevant.
     let header = ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..begun.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };

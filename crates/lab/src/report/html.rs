@@ -3,7 +3,7 @@
 //! Names and notes come from untrusted result files: a disk may be named `<script>`. No character
 //! of a text can begin a tag or an entity, or end an attribute.
 
-use reactor::plain::is_unsafe_for_display;
+use reactor::sanitize::is_unsafe_for_display;
 
 /// Escapes text between tags and in quoted attributes.
 pub(super) fn escape(text: &str) -> String {

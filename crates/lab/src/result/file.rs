@@ -137,7 +137,7 @@ fn cannot(path: &Path) -> String {
 
 pub(crate) fn load(path: &Path) -> anyhow::Result<ResultFile> {
     let read = || {
-        let file = reactor::regular::open(path).context("is no result file")?;
+        let file = reactor::regular_file::open(path).context("is no result file")?;
         let mut text = Vec::new();
         // One byte more than allowed reveals a file that is too large.
         file.take(LARGEST_BYTES + 1).read_to_end(&mut text)?;

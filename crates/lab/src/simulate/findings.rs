@@ -6,8 +6,8 @@ use simulator::{engine::DRAWN, tally::RequestStatistics};
 use super::{
     drive::SimulationOutcome,
     output::{SimulationFigures, SummaryLine, SimulationSummary},
-    story::ScenarioTable,
-    swept::{JudgedDisks, SweepPoint, SweepResult},
+    scenario_table::ScenarioTable,
+    sweep_result::{JudgedDisks, SweepPoint, SweepResult},
 };
 use crate::{
     latencies::{self, Percentiles},

@@ -12,7 +12,7 @@ use simulator::{
 };
 
 use super::{
-    story::{ScenarioTable, disk, one_limit, run},
+    scenario_table::{ScenarioTable, disk, one_limit, run},
     two_streams,
     workload::Scenario,
 };

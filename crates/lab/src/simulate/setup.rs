@@ -14,7 +14,7 @@ use std::{collections::HashMap, fs, io::Read as _, path::Path};
 use anyhow::{Context as _, ensure};
 use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use policy::{
-    device::DeviceRates,
+    device_model::DeviceRates,
     throttle::{Limits, LimitSetting},
 };
 use settings::{DesiredState, config, state::CapacityStore};

@@ -174,7 +174,7 @@ fn larger_limits_never_increase_waits() {
     assert!(points.is_sorted_by(|one, other| one.throttled >= other.throttled), "{points:?}");
     let swept = SweepResult::new(&values, points, Some((10_000_000, None)), None);
     // 2000 random arrivals per second; the bucket absorbs their fluctuation.
-    assert_eq!(swept.p99.unwrap().kept, swept::BestLimit::Smallest(Some(2000)));
+    assert_eq!(swept.p99.unwrap().kept, sweep_result::BestLimit::Smallest(Some(2000)));
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! 2009 imply some 30 to 100 MiB.
 
 use console::table::ColumnAlignment;
-use policy::{device::DeviceRates, throttle::LimitKind, watermark::Watermark};
+use policy::{device_model::DeviceRates, throttle::LimitKind, watermark::Watermark};
 use simulator::{
     client::ClientSpec,
     device::DevicePlacement,
@@ -16,7 +16,7 @@ use simulator::{
     world::{DiskSpec, DiskSettings, WorldSpec},
 };
 
-use super::story::{ScenarioTable, disk, one_limit, run};
+use super::scenario_table::{ScenarioTable, disk, one_limit, run};
 
 const MIB: u64 = 1 << 20;
 const COUNT: u64 = 256;

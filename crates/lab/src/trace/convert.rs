@@ -9,7 +9,7 @@
 //! converted to these unchanged, block by block; all other input is sorted by time first.
 
 mod arguments;
-mod forms;
+mod text_formats;
 mod live;
 mod sink;
 
@@ -19,7 +19,7 @@ use anyhow::{Context as _, anyhow};
 use arguments::format_of;
 pub use arguments::{ABOUT, TraceCommand, ConvertArgs};
 use console::{CommandFailure, figures, print_notice};
-use forms::{TraceRequest, TraceStart};
+use text_formats::{TraceRequest, TraceStart};
 pub use live::LiveConversion;
 use recording::{
     TraceFormat, MergedTraces, TraceOptions, RequestOutcome, RecordSource as _,

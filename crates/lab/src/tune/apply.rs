@@ -8,7 +8,7 @@ use policy::prefetch::PrefetchMode;
 use settings::exact_size;
 use storage::CacheMode;
 
-use super::matrix::{DiskConfiguration, L2Share, Qcow2Choice};
+use super::configurations::{DiskConfiguration, L2Share, Qcow2Choice};
 
 /// QEMU's minimum refcount cache, which has precedence over L2 (its docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;

@@ -11,7 +11,7 @@
 
 use super::{
     goal::TuneGoal,
-    matrix::{DiskConfiguration, RequestPattern, ConfigurationSpace},
+    configurations::{DiskConfiguration, RequestPattern, ConfigurationSpace},
     samples::{LEAST_ROUNDS, TuneSamples},
 };
 use crate::statistics::{RankComparison, RankVerdict, median};

@@ -6,7 +6,7 @@ use super::{
     apply::AppliedDisk,
     choice::{GoalChoice, rule},
     goal::TuneGoal,
-    matrix::{DiskConfiguration, RequestPattern},
+    configurations::{DiskConfiguration, RequestPattern},
     recommend::{Recommendation, percent},
     search::ConfigurationSearch,
 };

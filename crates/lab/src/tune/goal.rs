@@ -7,7 +7,7 @@
 use clap::ValueEnum;
 use storage::CacheMode;
 
-use super::matrix::{DiskConfiguration, PatternOperation, RequestPattern, ConfigurationSpace};
+use super::configurations::{DiskConfiguration, PatternOperation, RequestPattern, ConfigurationSpace};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum TuneGoal {

@@ -34,8 +34,8 @@ use settings::exact_size;
 use storage::{CacheMode, Durability, ImageFormat, OpenOptions, open_storage};
 
 use super::{
-    matrix::{DiskConfiguration, L2Share, Qcow2Choice},
-    place::{TuneTargetKind, TuneTarget},
+    configurations::{DiskConfiguration, L2Share, Qcow2Choice},
+    target::{TuneTargetKind, TuneTarget},
     stop::TuneStop,
 };
 

@@ -19,8 +19,8 @@ use block::disk::Disk;
 
 use super::{
     images::TuneImages,
-    matrix::{CLUSTERS, DiskConfiguration, PatternOperation, AccessOrder, RequestPattern},
-    place::OVERLAY_BYTES,
+    configurations::{CLUSTERS, DiskConfiguration, PatternOperation, AccessOrder, RequestPattern},
+    target::OVERLAY_BYTES,
     search::MeasurementTurn,
     stop::TuneStop,
 };

@@ -16,8 +16,8 @@ use self::findings::PresetFindings;
 use super::{
     TuneOutcome,
     choice::MARGIN,
-    matrix::{DiskConfiguration, RequestPattern},
-    place::TuneTarget,
+    configurations::{DiskConfiguration, RequestPattern},
+    target::TuneTarget,
     run::TuneRun,
     samples::{LEAST_ROUNDS, TuneSamples},
     search::{TurnSource, MeasurementTurn},

@@ -7,7 +7,7 @@ use super::{
     apply::{ApplyCommands, AppliedDisk},
     choice::GoalChoice,
     goal::{TuneGoal, CacheSafety},
-    matrix::{DiskConfiguration, RequestPattern, ConfigurationSpace},
+    configurations::{DiskConfiguration, RequestPattern, ConfigurationSpace},
     samples::{LEAST_ROUNDS, TuneSamples},
 };
 use crate::statistics::{Estimate, RankVerdict};

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use settings::exact_size;
 
 use super::{
-    matrix::{DiskConfiguration, RequestPattern, ConfigurationSpace},
-    place::TuneTarget,
+    configurations::{DiskConfiguration, RequestPattern, ConfigurationSpace},
+    target::TuneTarget,
     samples::TuneSamples,
 };
 use crate::result::{ResultHeader, ResultFile, load};
@@ -147,7 +147,7 @@ fn whole_name(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tune::place::TuneTargetOptions;
+    use crate::tune::target::TuneTargetOptions;
 
     fn place(directory: &Path, size_bytes: u64) -> TuneTarget {
         let size_bytes = Some(size_bytes);

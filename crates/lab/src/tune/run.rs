@@ -11,7 +11,7 @@ use console::progress::StepProgress;
 use super::{
     images::TuneImages,
     measure::{SampleMeter, SLICES, TurnError},
-    place::TuneTarget,
+    target::TuneTarget,
     search::TurnSource,
     stop::TuneStop,
 };

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::matrix::{DiskConfiguration, RequestPattern};
+use super::configurations::{DiskConfiguration, RequestPattern};
 use crate::statistics::{RankComparison, compare, compare_rounds, median};
 
 /// Distance of the fences, in median distances from the median.
@@ -131,7 +131,7 @@ fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{statistics::RankVerdict, tune::matrix::ConfigurationSpace};
+    use crate::{statistics::RankVerdict, tune::configurations::ConfigurationSpace};
 
     #[test]
     fn drift_that_hits_all_alike_and_one_outlier_change_no_comparison() {

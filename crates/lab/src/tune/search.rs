@@ -20,7 +20,7 @@ use std::collections::HashMap;
 use super::{
     choice::{GoalChoice, GoalScores, CandidateStanding, choose, standing},
     goal::TuneGoal,
-    matrix::{DiskConfiguration, RequestPattern, Qcow2Choice, ConfigurationSpace},
+    configurations::{DiskConfiguration, RequestPattern, Qcow2Choice, ConfigurationSpace},
     samples::{LEAST_ROUNDS, TuneSamples},
 };
 use crate::statistics::median;

@@ -6,7 +6,7 @@ use policy::prefetch::PrefetchMode;
 use storage::CacheMode;
 
 use super::*;
-use crate::tune::matrix::{L2Share, PatternOperation};
+use crate::tune::configurations::{L2Share, PatternOperation};
 
 struct Machine {
     truth: fn(&DiskConfiguration, &RequestPattern) -> f64,

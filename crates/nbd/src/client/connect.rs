@@ -15,11 +15,11 @@ use nix::sys::{
 use policy::time::Duration;
 
 use super::{
-    super::{inbox::ReceiveBuffer, stream::NbdStream},
+    super::{receive_buffer::ReceiveBuffer, stream::NbdStream},
     NbdClient,
     handshake::{NbdExportInfo, NbdConnectError, HandshakeOptions, negotiate},
 };
-use reactor::{run_blocking, op::Fd, timeout};
+use reactor::{run_blocking, operation::Fd, timeout};
 use std::os::fd::AsRawFd as _;
 
 /// Location of a server.

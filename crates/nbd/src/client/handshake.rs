@@ -4,12 +4,12 @@
 use std::io;
 
 use super::super::{
-    inbox::ReceiveBuffer,
+    receive_buffer::ReceiveBuffer,
     proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
     stream::{NbdStream, TlsFailure},
     wire::WireFields,
 };
-use reactor::{buffer::IoBuffer, plain::sanitize};
+use reactor::{buffer::IoBuffer, sanitize::sanitize};
 use tls::{TlsClient, TlsError};
 
 /// Maximum length of a reply to an option, in bytes; weir's server has the same limit for options.

@@ -14,7 +14,7 @@ use super::{
     connect::{NbdEndpoint, dial},
     handshake::{Negotiation, NbdConnectError, refused_error},
 };
-use reactor::{run_blocking, op::Fd, timeout};
+use reactor::{run_blocking, operation::Fd, timeout};
 
 const MAX_EXPORTS: usize = 1 << 16;
 const MAX_CONTEXTS: usize = 1 << 10;

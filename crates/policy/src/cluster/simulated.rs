@@ -13,16 +13,16 @@
 //! Never reads a clock: its time is virtual.
 
 mod audit;
-mod machine;
+mod host;
 mod random;
 mod store;
-mod world;
+mod cluster;
 
 pub use audit::AdmissionAudit;
-pub use machine::{SimulatedClient, ClientLoad, SimulatedHost};
+pub use host::{SimulatedClient, ClientLoad, SimulatedHost};
 pub use random::SeededRandom;
 pub use store::{SimulatedStore, StoreTraffic};
-pub use world::{SimulationConfig, StoreValue, SimulatedCluster};
+pub use cluster::{SimulationConfig, StoreValue, SimulatedCluster};
 
 /// Nanoseconds in a millisecond.
 pub const NANOS_PER_MS: u64 = 1_000_000;

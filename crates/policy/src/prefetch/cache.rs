@@ -8,13 +8,13 @@
 //! **Never above its memory limit.** A chunk counts from before it is requested until none of its
 //! data can be found, and no chunk is started unless it fits. Chunks in flight cannot be evicted.
 
-use super::ahead::{ReadAhead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
+use super::read_ahead::{ReadAhead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
 use super::chunk::{CacheChunk, footprint};
 use super::congestion::CongestionControl;
 use super::expectations::{Expectations, ExpectedRequest};
 use super::extents::{ChunkExtent, ExtentMap};
 use super::gate::ReadAheadGate;
-use super::lists::ChunkLists;
+use super::lru::ChunkLists;
 use super::settings::{InvalidPrefetchSettings, PrefetchMode, PrefetchConfig};
 use super::stats::PrefetchStats;
 use super::streams::{ScanStep, StreamTable};

@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use super::ahead::{ReadAhead, BLOCK_BYTES, StreamId};
+use super::read_ahead::{ReadAhead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
 
 /// Memory of a buffer in bytes: allocators of I/O memory round up to a power of two, at least a
@@ -105,7 +105,7 @@ impl<T> CacheChunk<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ahead::CHUNK_MAX_BYTES;
+    use super::super::read_ahead::CHUNK_MAX_BYTES;
     use super::*;
     use alloc::collections::BTreeSet;
     use proptest::prelude::*;

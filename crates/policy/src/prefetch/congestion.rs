@@ -9,7 +9,7 @@
 //! for the streams that have waited longest; otherwise a stream that has just got data would be the
 //! first to ask again.
 
-use super::ahead::{CHUNK_MAX_BYTES, StreamId};
+use super::read_ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
 /// Ratio of smoothed to best response time above which a device is congested. Requests of a window

@@ -11,7 +11,7 @@
 //! not matter, nor does reordering in a deep queue. Expectations of random reads are overwritten:
 //! the table has a fixed size, and a request costs a few stores.
 
-use super::ahead::StreamId;
+use super::read_ahead::StreamId;
 use super::streams::ScanStep;
 use alloc::boxed::Box;
 use alloc::vec;

@@ -5,7 +5,7 @@ use core::fmt;
 use core::ops::RangeInclusive;
 use core::str::FromStr;
 
-use super::ahead::CHUNK_MAX_BYTES;
+use super::read_ahead::CHUNK_MAX_BYTES;
 
 /// Mode of read-ahead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -9,7 +9,7 @@
 //! slots are in use, one is replaced by the second-chance (clock) algorithm. Independent of the
 //! contents of the cache.
 
-use super::ahead::{ReadAhead, BLOCK_BYTES, StreamId};
+use super::read_ahead::{ReadAhead, BLOCK_BYTES, StreamId};
 use super::window::ReadAheadWindow;
 use alloc::vec::Vec;
 

@@ -11,7 +11,7 @@
 //! had to wait for data. Both shrink when data was dropped unread. AMP adjusts by a page at a time;
 //! here `trigger` grows by `size`, so that readers of slow storage wait less often.
 
-use super::ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
+use super::read_ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
 
 /// Sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

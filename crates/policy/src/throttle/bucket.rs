@@ -41,18 +41,18 @@
 use super::cost::RequestCost;
 use super::enforcement::LimitScale;
 use super::limits::{RateLimit, LimitKind, Limits};
-use super::price::{WHOLE_REQUEST, time_for, proportional_part};
+use super::slicing::{WHOLE_REQUEST, time_for, proportional_part};
 use super::stats::LimitLevel;
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
 
-mod brought;
-mod filled;
-mod part;
+mod carried;
+mod snapshot;
+mod quota;
 mod spare;
 
-pub use filled::{BucketContents, BucketSnapshot};
+pub use snapshot::{BucketContents, BucketSnapshot};
 
 use spare::SpareLevels;
 

@@ -2,13 +2,13 @@
 //!
 //! Independent of its neighbours. An idle node takes a few hundred bytes and no time.
 
-use super::booking::{ReservableCapacity, reserved_by};
+use super::reservations::{ReservableCapacity, reserved_by};
 use super::bucket::NodeBuckets;
 use super::cost::RequestCost;
 use super::enforcement::{Enforcement, LimitScale};
 use super::limits::{LimitKind, Limits};
-use super::promise::ReservationMonitor;
-use super::schedule::ChildScheduler;
+use super::reservation_monitor::ReservationMonitor;
+use super::scheduler::ChildScheduler;
 use super::share::NodeShare;
 use super::stats::{WaitHistograms, ThrottleSummary, CumulativeStats, AdmissionCounters, ThrottleStats};
 use crate::request::Direction;

@@ -3,7 +3,7 @@
 //! Independent of the resulting rate, which depends on the siblings' demand.
 
 use super::cost::{BILLION, RequestCost};
-use super::price::time_for;
+use super::slicing::time_for;
 
 /// Share of a node in its parent's capacity.
 ///

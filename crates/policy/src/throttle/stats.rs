@@ -3,7 +3,7 @@
 
 use super::cost::RequestCost;
 use super::limits::LimitKind;
-use super::promise::ReservationTimes;
+use super::reservation_monitor::ReservationTimes;
 use crate::time::Instant;
 use alloc::{boxed::Box, vec::Vec};
 

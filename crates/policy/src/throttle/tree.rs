@@ -19,13 +19,13 @@
 //! Never rejects, loses or reorders: each token is returned exactly once, and the requests of a
 //! disk in one direction are admitted in order of arrival.
 
-use super::booking::{MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, CapacitySupply, reserved_by};
+use super::reservations::{MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, CapacitySupply, reserved_by};
 use super::cost::RequestCost;
 use super::enforcement::Enforcement;
 use super::heap::IndexedHeap;
 use super::limits::{InvalidLimit, LimitKind, Limits};
 use super::node::{ThrottleNode, NodeId, QueuedRequestId, QueuedRequest};
-use super::schedule::{TagLane, ChildScheduler};
+use super::scheduler::{TagLane, ChildScheduler};
 use super::share::NodeShare;
 use super::stats::{ThrottleSummary, ThrottleStats};
 use crate::request::Direction;
@@ -33,13 +33,13 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
-mod carry;
-mod lent;
+mod transfer;
+mod lease;
 mod moves;
 mod serve;
 mod spare;
 
-pub use lent::{QuotaLease, MemberDemands};
+pub use lease::{QuotaLease, MemberDemands};
 use serve::ServicePath;
 
 const ROOT: usize = 0;

@@ -20,5 +20,5 @@ mod sequences;
 mod shares;
 mod slices;
 mod spare;
-mod takeover;
+mod upgrade;
 mod timeline;

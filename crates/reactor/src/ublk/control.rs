@@ -13,7 +13,7 @@ use std::{
 use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types};
 use nix::fcntl::{FcntlArg, fcntl};
 
-use super::{super::restricted, CommandEncoding, feature};
+use super::{super::ring_restrictions, CommandEncoding, feature};
 
 const DRIVER: &str = "/dev/ublk-control";
 /// Path prefix of the node for a device's requests, followed by its number.
@@ -176,7 +176,7 @@ impl UblkControl {
     /// `io_uring_setup(2)`.
     pub fn open() -> io::Result<Self> {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
-        let ring = restricted::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
+        let ring = ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
         let mut control = Self { driver, ring, dialect: CommandEncoding::Ioctl, features: 0 };
         let mut features = 0_u64;
         match control.exchange(UblkCommand::new(command::GET_FEATURES, ANY_DEVICE), Some(&mut features)) {

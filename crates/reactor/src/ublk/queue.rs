@@ -20,7 +20,7 @@ use std::{
 use io_uring::{opcode, types};
 
 use super::{
-    super::{op::Fd, uring::RingOperation},
+    super::{operation::Fd, uring::RingOperation},
     CommandEncoding, UblkInfo, MAX_DEPTH,
     control::CHANNEL_PREFIX,
     feature,

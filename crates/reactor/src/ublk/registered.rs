@@ -24,8 +24,8 @@ use nix::{
 
 use super::{
     super::{
-        buffers::BufferIndexRange,
-        op::{Durability, Fd, length},
+        registered_buffers::BufferIndexRange,
+        operation::{Durability, Fd, length},
         priority,
         uring::{MAX_READS_HELD_BACK, MAX_WRITES_HELD_BACK, RingOperation},
     },

@@ -8,7 +8,7 @@ use super::limits;
 use crate::{
     DiskConfig, GroupConfig, Origin, ConfigError,
     key::{ConfigKey, KeyType},
-    placed::{KeyTable, ConfigWithOrigins},
+    origins::{KeyTable, ConfigWithOrigins},
 };
 
 /// Selection of the keys that are options of a command, and their adaptation to it.

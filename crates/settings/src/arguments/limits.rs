@@ -3,7 +3,7 @@
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 
-use crate::shares;
+use crate::throttle;
 
 /// Given limits, in the order of the table.
 #[derive(Clone, Debug, Default)]
@@ -34,9 +34,9 @@ pub fn option(setting: LimitSetting) -> Arg {
     let parser = crate::limit_parser(setting);
     Arg::new(setting.name())
         .long(setting.name())
-        .value_name(shares::placeholder(setting))
+        .value_name(throttle::placeholder(setting))
         .value_parser(parser)
-        .help(shares::help(setting))
+        .help(throttle::help(setting))
         .aliases(short_name(setting))
         // Nineteen similar options would dominate the help.
         .hide(true)

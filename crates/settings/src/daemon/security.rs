@@ -3,8 +3,8 @@
 use super::DaemonConfig;
 use crate::{
     TlsCredentialFiles, TlsConfig, TlsMode, clients,
-    place::{Origin, ConfigError},
-    placed::ConfigWithOrigins,
+    diagnostics::{Origin, ConfigError},
+    origins::ConfigWithOrigins,
 };
 
 impl ConfigWithOrigins<DaemonConfig> {
@@ -89,7 +89,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::placed::KeyTable as _;
+    use crate::origins::KeyTable as _;
 
     /// The daemon with these keys.
     fn daemon(keys: &[(&str, &str)]) -> ConfigWithOrigins<DaemonConfig> {

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{ExportConfig, NbdExportConfig};
-use crate::{ListenAddress, ExportTarget, ListenEndpoint, KeyLiteral, VhostUserSocket, VhostUserBlkConfig, addressed::AddressedConfig};
+use crate::{ListenAddress, ExportTarget, ListenEndpoint, KeyLiteral, VhostUserSocket, VhostUserBlkConfig, option_syntax::AddressedConfig};
 
 impl ExportConfig {
     /// The table, with `type` first.

@@ -17,7 +17,7 @@ use anyhow::{Context as _, bail};
 use policy::watermark::MeasuredCapacity;
 use serde::{Deserialize, Serialize};
 
-use crate::state::whole_file;
+use crate::state::atomic_file;
 
 /// Largest file in bytes; usual files have two kilobytes.
 const MAX_FILE_BYTES: u64 = 64 << 10;
@@ -86,7 +86,7 @@ impl CapacityStore {
     /// Fails if there is a file and it is unusable.
     pub fn load(&self, key: &str) -> anyhow::Result<Option<CapacityRecord>> {
         let path = self.file(key);
-        let read = whole_file::read(&path, MAX_FILE_BYTES);
+        let read = atomic_file::read(&path, MAX_FILE_BYTES);
         let Some(text) = read.with_context(|| format!("{} (remove it and probe again)", shown(&path)))?
         else {
             return Ok(None);
@@ -141,7 +141,7 @@ impl CapacityStore {
             fs::create_dir_all(&self.0)?;
             let mut text = serde_json::to_vec_pretty(record)?;
             text.push(b'\n');
-            whole_file::write(&path, &text, true)?;
+            atomic_file::write(&path, &text, true)?;
             Ok(())
         };
         write().with_context(|| {

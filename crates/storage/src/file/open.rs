@@ -20,13 +20,13 @@ use std::{
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{
-    BufferedCloser, CacheMode, FileCloser, FileStorage, FileIdentity, FileKind, PassedFiles, SpaceCount, Syncs, direct, lane::FileIsolation, zero,
+    BufferedCloser, CacheMode, FileCloser, FileStorage, FileIdentity, FileKind, PassedFiles, SpaceCount, Syncs, direct, isolation::FileIsolation, zero,
 };
 use reactor::{
     debug_assert_may_block,
     error::descriptor_remedy,
-    op::{Fd, PassedFd},
-    seldom::LogRateLimit,
+    operation::{Fd, PassedFd},
+    log_rate_limit::LogRateLimit,
 };
 
 use crate::{

@@ -18,12 +18,12 @@ use std::sync::{
     atomic::{AtomicBool, AtomicI32, Ordering::SeqCst},
 };
 
-use super::{lane::FileIsolation, retried};
+use super::{isolation::FileIsolation, retried};
 use reactor::{
     error::{Error, Result},
-    op::{self, Fd},
+    operation::{self, Fd},
     coarse_now,
-    seldom::LogRateLimit,
+    log_rate_limit::LogRateLimit,
 };
 
 use crate::flushes::Flushes;
@@ -84,7 +84,7 @@ impl Syncs {
     }
 
     async fn sync(&self, fd: &Fd, lane: &FileIsolation) -> Result<()> {
-        let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
+        let sync = async |fd: Fd| retried(|| operation::sync(&fd)).await;
         let result = lane.operate(fd, sync).await;
         if let Err(error) = result
             // After `give_up` the failure is a timeout of the lane, not an error of the device.

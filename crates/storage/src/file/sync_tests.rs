@@ -11,7 +11,7 @@ use reactor::{
     PollingMode,
     buffer::IoBuffer,
     error::{Error, Result},
-    op::Fd,
+    operation::Fd,
     run,
 };
 

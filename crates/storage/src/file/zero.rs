@@ -17,7 +17,7 @@ use super::{FileStorage, FileKind, is_unsupported, retried};
 use reactor::{
     buffer::IoBuffer,
     error::{Error, Result},
-    op::{self, Fd},
+    operation::{self, Fd},
 };
 
 use crate::{Durability, ZeroOptions, align::AlignedDevice};
@@ -101,7 +101,7 @@ impl FileStorage {
             // The file system zeroes partial pages in the page cache.
             self.syncs.used_page_cache();
         }
-        let allocate = async |fd: Fd| retried(|| op::allocate(&fd, mode, offset, length)).await;
+        let allocate = async |fd: Fd| retried(|| operation::allocate(&fd, mode, offset, length)).await;
         match self.lane.operate(&self.fd, allocate).await {
             Ok(()) => Ok(true),
             Err(error) if is_unsupported(&std::io::Error::from_raw_os_error(error.errno())) => {

@@ -36,7 +36,7 @@
 //!
 //! Never sends any other request on its own.
 
-mod again;
+mod reconnect;
 
 use std::{
     collections::BTreeMap,
@@ -51,10 +51,10 @@ use async_channel::Sender;
 use event_listener::Event;
 use policy::time::{Duration, Instant};
 
-use self::again::{ReconnectAttempt, reconnect};
+use self::reconnect::{ReconnectAttempt, reconnect};
 use super::{
-    ask::{self, NbdResult, NbdOperation, ConnectionJob},
-    lane::{self, BreakCause, ConnectionOwner, LocalConnection, ConnectionRoute},
+    operation::{self, NbdResult, NbdOperation, ConnectionJob},
+    connection::{self, BreakCause, ConnectionOwner, LocalConnection, ConnectionRoute},
     unflushed::{NbdChange, Unflushed},
 };
 use nbd::{
@@ -66,8 +66,8 @@ use reactor::{
     buffer::Segments,
     error::{Error, Result},
     now,
-    op::Fd,
-    seldom::LogRateLimit,
+    operation::Fd,
+    log_rate_limit::LogRateLimit,
     spawn, spawn_detached, timeout,
 };
 
@@ -379,7 +379,7 @@ impl NbdLink {
             let _in_flight = self.track();
             let breaks = self.lock().breaks;
             if let ConnectionRoute::Own(own) = self.route().await? {
-                let result = ask::write(own.client(), offset, data, force).await;
+                let result = operation::write(own.client(), offset, data, force).await;
                 return self.count_write(breaks, force, result);
             }
         }
@@ -520,7 +520,7 @@ impl NbdLink {
                     state.stage = LinkStage::Moving;
                     return LinkStep::Fetch(session, first);
                 }
-                if state.export.can_multi_conn() && reactor::is_worker() && lane::may_open(self.id, session)
+                if state.export.can_multi_conn() && reactor::is_worker() && connection::may_open(self.id, session)
                 {
                     drop(state);
                     let link = Arc::clone(self);
@@ -532,7 +532,7 @@ impl NbdLink {
                 let LinkStage::Ready(established) = std::mem::replace(&mut state.stage, LinkStage::Moving) else {
                     unreachable!("matched above")
                 };
-                let jobs = vec![lane::start_keeper(self, session, *established)];
+                let jobs = vec![connection::start_keeper(self, session, *established)];
                 state.stage = LinkStage::Open { jobs, is_at_work: reactor::is_worker() };
                 self.changed.notify(usize::MAX);
                 LinkStep::Retry
@@ -566,7 +566,7 @@ impl NbdLink {
             && established.about().is_same_export(&state.export)
             && let LinkStage::Open { jobs, .. } = &mut state.stage
         {
-            jobs.push(lane::start_keeper(self, session, established));
+            jobs.push(connection::start_keeper(self, session, established));
         }
     }
 

@@ -9,7 +9,7 @@
 
 use std::{fmt::Debug, ops::Range, sync::Arc};
 
-use super::{bell::ResizeNotifier, in_flight::RbdRequestSlot};
+use super::{resize_notifier::ResizeNotifier, slots::RbdRequestSlot};
 use reactor::{buffer::Segments, error::Result};
 
 /// Result of resuming an image.

@@ -18,8 +18,8 @@ use policy::time::Duration;
 
 use super::{
     backend::{RbdBackend, ResumeOutcome},
-    bell::ResizeNotifier,
-    in_flight::RbdRequestSlot,
+    resize_notifier::ResizeNotifier,
+    slots::RbdRequestSlot,
 };
 use reactor::{
     buffer::{IoBuffer, Segments},

@@ -33,8 +33,8 @@ pub use self::{
 use super::{
     RbdAddress, RbdOptions,
     backend::{RbdBackend, ResumeOutcome},
-    bell::ResizeNotifier,
-    in_flight::RbdRequestSlot,
+    resize_notifier::ResizeNotifier,
+    slots::RbdRequestSlot,
 };
 use reactor::{
     buffer::{IoBuffer, Segment, Segments},

@@ -1,7 +1,7 @@
 //! [`Rbd`] over the fake: bytes against a model, slots, durability, a lost lock, sizes; and the
 //! hand-over between processes in [`takeover`].
 
-mod takeover;
+mod hand_over;
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -143,7 +143,7 @@ fn hung_cluster_holds_a_bounded_number_of_requests() {
             assert_eq!(image.device().oldest_request(), None);
             fake.stop_answering();
             let started = now();
-            let tasks: Vec<_> = (0..3 * in_flight::SLOTS)
+            let tasks: Vec<_> = (0..3 * slots::SLOTS)
                 .map(|_| {
                     let image = Rc::clone(&image);
                     spawn_joinable(async move { read(&image, 0, 512).await.map(drop) })
@@ -152,12 +152,12 @@ fn hung_cluster_holds_a_bounded_number_of_requests() {
             sleep_until(started + Duration::from_secs(7)).await;
             let oldest = image.device().oldest_request().expect("there are some");
             assert!(oldest > Duration::from_millis(6_900) && oldest <= Duration::from_secs(7), "{oldest:?}");
-            assert_eq!(fake.max_in_flight(), in_flight::SLOTS);
+            assert_eq!(fake.max_in_flight(), slots::SLOTS);
             // A cancelled request keeps its slot until the cluster has completed it.
             let mut tasks = tasks;
-            drop(tasks.drain(..in_flight::SLOTS));
+            drop(tasks.drain(..slots::SLOTS));
             sleep_until(now() + Duration::from_secs(1)).await;
-            assert_eq!(fake.max_in_flight(), in_flight::SLOTS);
+            assert_eq!(fake.max_in_flight(), slots::SLOTS);
             fake.resume_answering();
             for task in tasks {
                 assert_eq!(task.await, Ok(()));

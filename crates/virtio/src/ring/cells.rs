@@ -18,13 +18,13 @@ macro_rules! words {
         $(
             pub(super) fn $load(&self, offset: usize, order: Ordering) -> $word {
                 #[cfg(any(test, fuzzing, feature = "meddler"))]
-                super::meddler::call_hook(super::meddler::RingAccess::Load);
+                super::access_hook::call_hook(super::access_hook::RingAccess::Load);
                 self.0.$load(offset, order)
             }
 
             pub(super) fn $store(&self, offset: usize, value: $word, order: Ordering) {
                 #[cfg(any(test, fuzzing, feature = "meddler"))]
-                super::meddler::call_hook(super::meddler::RingAccess::Store);
+                super::access_hook::call_hook(super::access_hook::RingAccess::Store);
                 self.0.$store(offset, value, order);
             }
         )*

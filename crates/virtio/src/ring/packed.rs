@@ -10,11 +10,11 @@
 //! Used descriptors are written one after another. Each stands for its whole chain, whose other
 //! descriptors are skipped.
 
-mod turns;
+mod ownership;
 
 use std::collections::VecDeque;
 
-use self::turns::DescriptorOwnership;
+use self::ownership::DescriptorOwnership;
 use super::{
     RingError, cells,
     chain::{self, DescriptorChain, ChainFault, RingDescriptor, ChainParser, MAX_DESCRIPTORS, TableOrder, ChainTicket},

@@ -24,9 +24,9 @@ mod position;
 #[path = "../../src/ring/driver/split.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod split;
-#[path = "../../src/ring/packed/turns.rs"]
+#[path = "../../src/ring/packed/ownership.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
-mod turns;
+mod ownership;
 
 use loom::{
     cell::Cell,
@@ -39,7 +39,7 @@ use indices::Indices;
 use packed::PackedDriver;
 use position::RingPosition;
 use split::SplitDriver;
-use turns::DescriptorOwnership;
+use ownership::DescriptorOwnership;
 
 /// Replaces `super::cells` of the files. A word is one atomic, whatever its width, as each word is
 /// always accessed in one width.

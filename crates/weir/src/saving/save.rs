@@ -21,7 +21,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use console::print_notice;
 use nix::fcntl::{Flock, FlockArg};
-use reactor::regular;
+use reactor::regular_file;
 use settings::{DesiredState, config};
 use tempfile::NamedTempFile;
 
@@ -93,7 +93,7 @@ impl Saving {
 fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     // For writing too, though it is replaced: who must not write to it must not replace it.
     let file = OpenOptions::new().read(true).write(true).open(path)?;
-    regular::check(&file)?;
+    regular_file::check(&file)?;
     let mut file = Flock::lock(file, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, _)| anyhow!("somebody else is saving to it (run the command again)"))?;
     let mut text = String::new();

@@ -148,8 +148,8 @@ fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Diffe
         ("format", Some(&*runs.format), said.format.map(storage::ImageFormat::name)),
         ("cache", runs.cache.as_deref(), Some(said.cache.name())),
         ("read-only", Some(read_only(runs.read_only)), Some(read_only(said.read_only))),
-        (settings::on_error::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),
-        (settings::on_error::WRITE, runs.on_write_error.as_deref(), Some(said.on_error.write.name())),
+        (settings::error_keys::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),
+        (settings::error_keys::WRITE, runs.on_write_error.as_deref(), Some(said.on_error.write.name())),
     ];
     // What is found by looking, or not told, is no difference.
     let told = told.into_iter().filter_map(|(key, runs, said)| Some((key, runs?, said?)));

@@ -16,7 +16,7 @@ use policy::{
     watermark::Watermark,
 };
 
-use super::{arbiter::SharedThrottleTree, settings::GroupSettings, timer::arm};
+use super::{tree::SharedThrottleTree, settings::GroupSettings, timer::arm};
 
 /// Disks and groups that share one set of limits.
 #[derive(Debug)]

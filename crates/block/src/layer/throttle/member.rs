@@ -12,9 +12,9 @@ use policy::{
 };
 
 use super::{
-    arbiter::SharedThrottleTree,
+    tree::SharedThrottleTree,
     group::ThrottleGroup,
-    seat::{AskOutcome, SlotDestination, ThrottleSlot},
+    slot::{AskOutcome, SlotDestination, ThrottleSlot},
     settings::DiskSettings,
     timer::arm,
 };

@@ -4,7 +4,7 @@
 //! the later one then finds nothing to do and ends. So only one has an effect, and none moves
 //! between threads.
 
-use super::arbiter::TreeTimer;
+use super::tree::TreeTimer;
 
 /// Arms the timer, if there is one.
 pub(super) fn arm(alarm: Option<TreeTimer>) {

@@ -12,10 +12,10 @@ use anyhow::Context as _;
 use block::device::DeviceNumber;
 
 use super::{
-    BackingDisk, Evidence, CgroupFacts, MountedFileSystem, KernelRelease, MemoryController, IoLocation, ExaminedProcess, FileUse, AccessMode, accounts, beside, levels,
+    BackingDisk, Evidence, CgroupFacts, MountedFileSystem, KernelRelease, MemoryController, IoLocation, ExaminedProcess, FileUse, AccessMode, write_accounting, other_controls, levels,
     mounts::MountTable,
     reader::{FactReader, has_ended},
-    sharing, uses,
+    other_writers, uses,
 };
 use crate::{
     control_group::{ControlGroup, Version},
@@ -54,20 +54,20 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
         processes.extend(processes_of_group(&mut reader, group, subject.only, &mut mounts));
     }
     // `sharing` needs the file identities of all processes; `mark_older` needs their start times.
-    sharing::find_other_writers(&mut reader, group, &mut processes, &mut mounts);
-    accounts::mark_older(&mut processes);
-    let accounts = accounts::collect_accounting(&mut reader, group, &processes);
+    other_writers::find_other_writers(&mut reader, group, &mut processes, &mut mounts);
+    write_accounting::mark_older(&mut processes);
+    let accounts = write_accounting::collect_accounting(&mut reader, group, &processes);
     let limited: Vec<DeviceNumber> =
         levels.iter().chain(&inner).flat_map(|level| &level.limits).map(|limit| limit.disk).collect();
     // Limited disks are entered before mounts are matched with them, including vanished disks.
     reader.disks.insert_limited(&limited);
     let possible = hypothetical_uses(&mut reader, &mut mounts, &limited, &processes);
-    let swaps = beside::swaps(&mut reader, &mut mounts);
+    let swaps = other_controls::swaps(&mut reader, &mut mounts);
     // A loop device's file may lie on a file system that was found last, so all mounts are known
     // here.
     mounts.follow_loops(&mut reader.disks);
-    let beside = beside::controls(&mut reader, group, &limited);
-    let left_dirty = beside::left_dirty(&mut reader, group, processes.is_empty());
+    let beside = other_controls::controls(&mut reader, group, &limited);
+    let left_dirty = other_controls::left_dirty(&mut reader, group, processes.is_empty());
     Ok(CgroupFacts {
         name: group.name.display().to_string(),
         only: subject.only,
@@ -90,7 +90,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
         file_systems: mounts.found,
         disks: reader.disks.known,
         swaps,
-        swapped: beside::swapped(group),
+        swapped: other_controls::swapped(group),
         left_dirty,
         accounts,
         other_controls: beside,

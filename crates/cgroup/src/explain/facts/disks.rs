@@ -16,9 +16,9 @@ use block::device::{DeviceIdentity, DeviceNumber};
 
 use super::{
     BackingDisk, DiskFacts, DiskKind, Evidence, MountedFileSystem, Mapper,
-    rows::{MountRow, mount_containing},
+    mount_rows::{MountRow, mount_containing},
 };
-use crate::{hierarchy::KernelRoots, kernel, kernel::mountinfo::Mount, nature::FileSystemClass};
+use crate::{hierarchy::KernelRoots, kernel, kernel::mountinfo::Mount, file_system_class::FileSystemClass};
 
 /// The kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;

@@ -10,11 +10,11 @@ use crate::{
     hierarchy::CgroupHierarchy,
     kernel::io_max,
     limit::{
-        asked::ConfiguredLimits,
-        kept::{CgroupEntry, LimitsFile},
+        configured::ConfiguredLimits,
+        limits_file::{CgroupEntry, LimitsFile},
         locks::WatchLock,
         pools::LimitPool,
-        settling, tell,
+        settling, write,
     },
     limit_files::{self, LimitFile},
 };
@@ -50,7 +50,7 @@ pub(super) fn apply_configured_limits(hierarchy: &CgroupHierarchy, file: &Path, 
         let Some(level) = levels.iter_mut().find(|level| level.name == name) else { continue };
         let told =
             level.limits.iter().find(|limit| limit.disk == disk).map_or(IoMaxRates::NONE, |limit| limit.rates);
-        let rates = tell::as_printed_by_kernel(rates);
+        let rates = write::as_printed_by_kernel(rates);
         // The kernel's value equals the configured limit: its own evidence is enough.
         if told == rates {
             continue;

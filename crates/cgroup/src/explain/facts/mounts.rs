@@ -14,9 +14,9 @@ use super::{
     BackingDisk, DiskFacts, DiskKind, Evidence, MountedFileSystem,
     disks::DiskStack,
     reader::FactReader,
-    rows::{MountRow, mount_containing, parse},
+    mount_rows::{MountRow, mount_containing, parse},
 };
-use crate::nature::FileSystemClass;
+use crate::file_system_class::FileSystemClass;
 
 #[derive(Debug)]
 pub(super) struct MountTable {

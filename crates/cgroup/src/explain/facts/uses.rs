@@ -23,9 +23,9 @@ use super::{
     Evidence, WrittenFileId, IoLocation, FileUse, AccessMode,
     mounts::MountTable,
     reader::{FactReader, has_ended},
-    rows::MountRow,
+    mount_rows::MountRow,
 };
-use crate::nature::FileSystemClass;
+use crate::file_system_class::FileSystemClass;
 
 const MAX_FILES: usize = 65_536;
 

@@ -16,7 +16,7 @@ use super::{Cause, Coverage, Io, RequestVerdict};
 use crate::{
     control_group::Version,
     explain::facts::{Evidence, CgroupFacts, MountedFileSystem, MemoryController, IoLocation, FileUse},
-    nature::FileSystemClass,
+    file_system_class::FileSystemClass,
 };
 
 #[derive(Debug, Clone)]

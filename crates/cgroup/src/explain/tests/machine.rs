@@ -21,26 +21,26 @@ pub(super) const LIMITS: &str = "run/weir/cgroups.json";
 pub(super) const DATA: u32 = 40;
 
 pub(super) struct ExplainMachine {
-    base: crate::machine::FakeMachine,
+    base: crate::fake_machine::FakeMachine,
     mounts: Vec<String>,
     watched: Option<WatchLock>,
 }
 
 impl ExplainMachine {
     pub(super) fn new() -> Self {
-        let mut machine = Self::on(crate::machine::FakeMachine::v2("cpu io memory"), "6.12.117+deb12-amd64");
+        let mut machine = Self::on(crate::fake_machine::FakeMachine::v2("cpu io memory"), "6.12.117+deb12-amd64");
         machine.group("/", "cpu io memory", "cpu io memory").group("/app", "io memory", "");
         machine.write("cgroup/app/io.max", "254:0 rbps=4000000 wbps=4000000 riops=max wiops=max\n");
         machine
     }
 
     pub(super) fn version_one() -> Self {
-        let mut machine = Self::on(crate::machine::FakeMachine::v1(), "5.10.0");
+        let mut machine = Self::on(crate::fake_machine::FakeMachine::v1(), "5.10.0");
         machine.group_one("/", "").group_one("/app", "254:0 20971520\n");
         machine
     }
 
-    fn on(base: crate::machine::FakeMachine, release: &str) -> Self {
+    fn on(base: crate::fake_machine::FakeMachine, release: &str) -> Self {
         let mounts = fs::read_to_string(base.roots().mountinfo()).unwrap();
         let mut machine = Self { base, mounts: mounts.lines().map(str::to_owned).collect(), watched: None };
         machine.disk("254:0", "vda").release(release);

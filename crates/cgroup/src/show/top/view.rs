@@ -11,7 +11,7 @@ use ratatui::{
     text::{Line as Text, Span},
     widgets::{Cell, Row, Table, TableState},
 };
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 
 use super::state::{TopColumn, TopLine, CgroupTopState};
 use crate::show::{rates::CgroupRate, text};

@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 
-use reactor::op::PassedFd;
+use reactor::operation::PassedFd;
 use serde_json::{Map, Value, json};
 
 use crate::{

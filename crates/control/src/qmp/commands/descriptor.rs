@@ -8,7 +8,7 @@ use std::{
     rc::Rc,
 };
 
-use reactor::op::PassedFd;
+use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 
 use crate::{

@@ -5,7 +5,7 @@ use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
 use export::nbd::Removal;
 use policy::access::{AccessRules, NameRules, Network, NetworkRules};
-use reactor::op::PassedFd;
+use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 use settings::ExportTarget;
 

@@ -8,7 +8,7 @@ use std::{os::fd::OwnedFd, rc::Rc};
 
 use export::nbd::{self, NbdServerTerms, NbdServerTls};
 use policy::time::Duration;
-use reactor::op::PassedFd;
+use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 use settings::{ListenAddress, ListenEndpoint};
 

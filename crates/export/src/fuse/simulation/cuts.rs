@@ -19,12 +19,12 @@ use super::{
     BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::SimulatedFuseConnection, open, read_or_write,
 };
 use crate::{
-    draw::{self, chance, sleep_randomly},
+    random::{self, chance, sleep_randomly},
     fuse::{
         channel::FuseChannel,
         device::{FuseDevice, FuseExport, FuseFileOwner},
         queue::FuseQueue,
-        size::FileEnd,
+        file_end::FileEnd,
     },
     seeds,
 };
@@ -61,7 +61,7 @@ fn an_end_does_not_return_with_a_former_size_of_the_disk() {
 }
 
 async fn run() {
-    let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: random::limits(40), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let disk = if chance(50) {
         // An image whose size may be any number of bytes.

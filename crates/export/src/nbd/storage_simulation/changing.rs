@@ -13,7 +13,7 @@ use super::super::{
     proto::{self, cmd, cmd_flag, export_flag, handshake_flag, info, opt, rep, reply_flag, reply_type},
     stream::NbdStream,
 };
-use nbd::{inbox::ReceiveBuffer, wire::WireFields};
+use nbd::{receive_buffer::ReceiveBuffer, wire::WireFields};
 use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn};
 
 const ENOSPC: u32 = 28;

@@ -5,12 +5,12 @@ use std::io;
 
 use reactor::{
     guest::{GuestMemory, RegionError},
-    op::Fd,
+    operation::Fd,
 };
 
 use super::MAX_MEM_SLOTS;
 use crate::vhost_user_blk::{
-    channel::InvalidChannel,
+    back_end_channel::InvalidChannel,
     features::not_offered,
     inflight::InflightError,
     message::{MalformedVhostUserMessage, VhostUserReply},

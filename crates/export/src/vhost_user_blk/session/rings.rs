@@ -3,11 +3,11 @@
 
 use std::{collections::VecDeque, os::fd::OwnedFd};
 
-use reactor::op::Fd;
+use reactor::operation::Fd;
 
 use super::{DRIVER_OK, Effect, EventKind, NEEDS_RESET, SessionOutput, RequestRejection, VhostUserSession, acknowledgement};
 use crate::vhost_user_blk::{
-    bell::is_eventfd,
+    vring_event::is_eventfd,
     features::virtio,
     inflight::InflightArea,
     message::{self, VhostUserReply, VringAddresses, code},

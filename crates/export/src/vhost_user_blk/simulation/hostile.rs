@@ -7,7 +7,7 @@ use policy::time::Duration;
 
 use super::{DISK_BYTES, FOREVER, VolatileMemory, VhostUserSimulationTally, chance, count, sleep_randomly};
 use crate::vhost_user_blk::{
-    bell::simulated::SimulatedEvent,
+    vring_event::simulated::SimulatedEvent,
     device::VhostUserDevice,
     features::virtio,
     queue::{QueueOrder, VhostUserQueue},

@@ -18,8 +18,8 @@ use super::{BLOCK, DISK_BYTES, SimulatedDiskLife, SERIAL, VhostUserSimulationTal
 use crate::{
     model::{Model, Outcome},
     passed::GroupSamples,
-    race::{FirstReady, first},
-    vhost_user_blk::{bell::simulated::SimulatedEvent, device::VhostUserDevice, features::virtio, vring::RingPlaces},
+    select::{FirstReady, first},
+    vhost_user_blk::{vring_event::simulated::SimulatedEvent, device::VhostUserDevice, features::virtio, vring::RingPlaces},
 };
 use ::virtio::ring::{
     InflightQueueArea, RingLayout, RingParts, Places,

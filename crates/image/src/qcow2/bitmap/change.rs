@@ -15,7 +15,7 @@ use reactor::{
 };
 
 use crate::qcow2::{
-    InvalidImage, MetadataError, Qcow2Image, bytes,
+    InvalidImage, MetadataError, Qcow2Image, metadata_io,
     header::{BitmapsExtension, Qcow2Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, FileRegion, autoclear},
     l1::padded,
 };
@@ -110,7 +110,7 @@ impl Qcow2Image {
                 }
                 BitmapCluster::Stored(offset) => {
                     let run = run_of(&table[number..], offset, cluster_bits);
-                    let read = bytes::read(self.file.storage(), offset, run << cluster_bits).await?;
+                    let read = metadata_io::read(self.file.storage(), offset, run << cluster_bits).await?;
                     bits.fill(at, read.into_iter());
                     run
                 }
@@ -142,7 +142,7 @@ impl Qcow2Image {
             return wrong("has its table beyond the end of the file");
         }
         let table =
-            decode_table(&bytes::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
+            decode_table(&metadata_io::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
         let stored = table.iter().filter_map(|part| match part {
             BitmapCluster::Stored(offset) => Some(*offset),
             BitmapCluster::Zeroes | BitmapCluster::Ones => None,

@@ -12,7 +12,7 @@ use storage::Storage;
 use crate::qcow2::{
     InvalidImage, MetadataError,
     big_endian::{u16_at, u32_at, u64_at, words},
-    bytes,
+    metadata_io,
     header::{BitmapsExtension, Qcow2Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, FileRegion},
 };
 
@@ -185,7 +185,7 @@ pub(in crate::qcow2) async fn read_entries(
         ))
         .into());
     }
-    let read = bytes::read(storage, offset, length as usize).await?;
+    let read = metadata_io::read(storage, offset, length as usize).await?;
     let mut entries = Vec::new();
     let mut names = HashSet::new();
     let mut rest = &read[..];
@@ -264,7 +264,7 @@ mod tests {
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         let header = create(&storage, None, &options).await.expect("valid");
         let directory = encode(entries);
-        bytes::write(&storage, 0x40000, &directory).await.expect("memory");
+        metadata_io::write(&storage, 0x40000, &directory).await.expect("memory");
         let place = FileRegion { offset: 0x40000, length: directory.len() as u64 };
         read(&storage, &header, BitmapsExtension { count, directory: place }).await
     }

@@ -7,7 +7,7 @@ use reactor::{buffer::IoBuffer, error::Error, sim};
 use storage::{Durability, ResizeError, Storage, ZeroOptions};
 
 use crate::qcow2::{
-    Qcow2Components, Qcow2Image, bytes,
+    Qcow2Components, Qcow2Image, metadata_io,
     check::{Repair, check},
     create::{CreateOptions, create},
     header::{Qcow2Header, FileRegion, autoclear},
@@ -92,7 +92,7 @@ async fn open_for_handover(storage: Storage) -> Qcow2Image {
 async fn replace(storage: &Storage, of: &Storage) {
     let content = of.read_all().await.expect("memory");
     storage.resize(content.len() as u64).await.expect("memory");
-    bytes::write(storage, 0, &content).await.expect("memory");
+    metadata_io::write(storage, 0, &content).await.expect("memory");
 }
 
 /// Granules that a view reports as marked.
@@ -390,7 +390,7 @@ async fn forged(size_bytes: u64, change: impl Fn(&mut BitmapEntry, &Qcow2Header)
     let mut entry = upkeep.bitmaps().await.expect("readable").remove(0);
     change(&mut entry, &header);
     let FileRegion { offset, .. } = header.bitmaps.expect("added").directory;
-    bytes::write(upkeep.storage(), offset, &encode(&[entry])).await.expect("memory");
+    metadata_io::write(upkeep.storage(), offset, &encode(&[entry])).await.expect("memory");
     copied(upkeep.storage()).await
 }
 

@@ -19,7 +19,7 @@ use super::{
 use reactor::error::{Error, Result};
 use storage::MAX_EXTENTS;
 
-use crate::qcow2::{InvalidImage, MetadataError, Qcow2Image, bytes, read_header};
+use crate::qcow2::{InvalidImage, MetadataError, Qcow2Image, metadata_io, read_header};
 
 // Clusters of bits per query.
 const MOST_CLUSTERS: u32 = 16;
@@ -192,7 +192,7 @@ impl StoredBitmap<'_> {
                 BitmapCluster::Stored(_) if reads == MOST_CLUSTERS => break,
                 BitmapCluster::Stored(place) => {
                     reads += 1;
-                    let bits = bytes::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
+                    let bits = metadata_io::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
                     if !self.scan(&bits, index * cluster_bytes * 8, at, span_end, &mut runs) {
                         break;
                     }
@@ -267,14 +267,14 @@ mod tests {
         };
         let stored: Vec<_> = table.iter().map(place).collect();
         let directory = directory::encode(&[entry]);
-        bytes::write(&storage, at, &directory).await.expect("memory");
-        bytes::write(&storage, at + 512, &directory::encode_table(&stored)).await.expect("memory");
-        bytes::write(&storage, at + 1024, bits).await.expect("memory");
-        bytes::grow(&storage, at + 1024 + 512).await.expect("memory");
+        metadata_io::write(&storage, at, &directory).await.expect("memory");
+        metadata_io::write(&storage, at + 512, &directory::encode_table(&stored)).await.expect("memory");
+        metadata_io::write(&storage, at + 1024, bits).await.expect("memory");
+        metadata_io::grow(&storage, at + 1024 + 512).await.expect("memory");
         header.bitmaps =
             Some(BitmapsExtension { count: 1, directory: FileRegion { offset: at, length: directory.len() as u64 } });
         header.autoclear = autoclear::BITMAPS;
-        bytes::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
+        metadata_io::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
         Qcow2Image::open(Qcow2Components { read_only, ..Qcow2Components::of(storage) }).await.expect("valid")
     }
 

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{CheckPass, Repair, bytes};
+use super::{CheckPass, Repair, metadata_io};
 use reactor::error::Result;
 
 use crate::qcow2::{
@@ -36,7 +36,7 @@ impl CheckPass<'_> {
             let what = || format!("the L1 entry {} of the L2 table at {table:#x}", at / 8);
             if let Some(right) = self.flag(raw, table, place, what) {
                 l1[at..at + 8].copy_from_slice(&right.to_be_bytes());
-                bytes::write(self.storage, place, &right.to_be_bytes()).await?;
+                metadata_io::write(self.storage, place, &right.to_be_bytes()).await?;
             }
         }
         for table in tables {
@@ -69,7 +69,7 @@ impl CheckPass<'_> {
             }
         }
         if changed {
-            bytes::write(self.storage, offset, &table).await?;
+            metadata_io::write(self.storage, offset, &table).await?;
         }
         Ok(())
     }

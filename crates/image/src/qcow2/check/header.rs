@@ -9,7 +9,7 @@ use super::{CheckPass, write_header};
 use crate::qcow2::{
     MetadataError,
     big_endian::u32_at,
-    bytes,
+    metadata_io,
     header::{Qcow2Header, compression_padding, extension, extensions},
 };
 
@@ -44,7 +44,7 @@ const FORMATS: [&str; 24] = [
 impl CheckPass<'_> {
     /// Reports flaws of the header, and clears reserved fields if everything is to be repaired.
     pub(super) async fn check_header(&mut self) -> Result<(), MetadataError> {
-        let start = bytes::read_start(self.storage).await?;
+        let start = metadata_io::read_start(self.storage).await?;
         let (reserved, misread) = (reserved_fields(&start, &self.header), misread_extensions(&start));
         let may_write = misread.is_empty() && self.header.encode().is_ok();
         let is_repaired = !reserved.is_empty() && self.repairs_all() && may_write;

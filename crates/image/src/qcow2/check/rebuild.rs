@@ -10,11 +10,11 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::{CheckPass, bytes, refcounts::Structures, write_header};
+use super::{CheckPass, metadata_io, refcounts::Structures, write_header};
 use crate::qcow2::{
     InvalidImage, MetadataError,
     header::{LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
-    numbers,
+    refcount_entries,
 };
 
 impl CheckPass<'_> {
@@ -33,12 +33,12 @@ impl CheckPass<'_> {
         let mut table = vec![0; (table_clusters << bits) as usize];
         for (index, number) in blocks.iter().enumerate() {
             let offset = (first + index as u64) << bits;
-            bytes::write(self.storage, offset, &self.block(*number)).await?;
+            metadata_io::write(self.storage, offset, &self.block(*number)).await?;
             let at = *number as usize * 8;
             table[at..at + 8].copy_from_slice(&offset.to_be_bytes());
         }
         // Everything the header will refer to must be durable first.
-        bytes::write(self.storage, table_first << bits, &table).await?;
+        metadata_io::write(self.storage, table_first << bits, &table).await?;
         self.storage.flush().await?;
         self.header.refcount_table_offset = table_first << bits;
         self.header.refcount_table_clusters = table_clusters as u32;
@@ -105,11 +105,11 @@ impl CheckPass<'_> {
     fn block(&self, number: u64) -> Vec<u8> {
         let order = self.header.refcount_order;
         let mut block = vec![0; self.header.cluster_bytes() as usize];
-        let per_block = numbers::entry_count(block.len() as u64, order);
+        let per_block = refcount_entries::entry_count(block.len() as u64, order);
         let first = number * per_block;
         for cluster in self.found.counts.used(first..first + per_block) {
-            let counted = self.found.counts.get(cluster).min(numbers::max_refcount(order));
-            numbers::put(&mut block, order, (cluster - first) as usize, counted);
+            let counted = self.found.counts.get(cluster).min(refcount_entries::max_refcount(order));
+            refcount_entries::put(&mut block, order, (cluster - first) as usize, counted);
         }
         block
     }

@@ -6,8 +6,8 @@
 
 use std::{collections::HashSet, ops::Range};
 
-use super::{CheckPass, Repair, bytes};
-use crate::qcow2::{MetadataError, big_endian::words, numbers};
+use super::{CheckPass, Repair, metadata_io};
+use crate::qcow2::{MetadataError, big_endian::words, refcount_entries};
 
 // Bits 0 to 8 of a table entry are reserved, and so are those above the offset limit.
 const RESERVED: u64 = 0xff00_0000_0000_01ff;
@@ -167,7 +167,7 @@ impl CheckPass<'_> {
         let mut changed = false;
         for cluster in clusters.clone() {
             let index = (cluster - clusters.start) as usize;
-            let (stored, counted) = (numbers::get(&block, order, index), self.found.counts.get(cluster));
+            let (stored, counted) = (refcount_entries::get(&block, order, index), self.found.counts.get(cluster));
             if stored > 0 && lowering {
                 let end = (cluster + 1) << self.header.cluster_bits;
                 self.report.image_end_offset = self.report.image_end_offset.max(end);
@@ -179,14 +179,14 @@ impl CheckPass<'_> {
                 if lowering && counted == 1 {
                     self.lowered_to_one.insert(cluster);
                 }
-                numbers::put(&mut block, order, index, counted);
+                refcount_entries::put(&mut block, order, index, counted);
                 changed = true;
             } else {
                 self.stored.put(cluster, if stored == 1 { 1 } else { 2 });
             }
         }
         if changed {
-            bytes::write(self.storage, offset, &block).await?;
+            metadata_io::write(self.storage, offset, &block).await?;
         }
         Ok(())
     }
@@ -195,7 +195,7 @@ impl CheckPass<'_> {
     fn report_wrong_refcount(&mut self, cluster: u64, stored: u64, counted: u64) -> bool {
         let numbers = format!("cluster {cluster} refcount={stored} reference={counted}");
         let is_leak = stored > counted;
-        let fits = counted <= numbers::max_refcount(self.header.refcount_order);
+        let fits = counted <= refcount_entries::max_refcount(self.header.refcount_order);
         if (stored, counted) == (0, 1) && !self.is_frozen && self.is_planned(cluster) {
             // The cluster of a planned table; nothing was wrong.
             return true;

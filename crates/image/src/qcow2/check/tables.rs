@@ -4,7 +4,7 @@
 //! reported as leaked or freed: the cluster that the entry refers to may look unused.
 
 use super::{
-    CheckPass, Repair, bytes,
+    CheckPass, Repair, metadata_io,
     entries::{RawEntry, EntryVerdict, judge_entry},
     walk::ClusterUses,
 };
@@ -43,7 +43,7 @@ impl CheckPass<'_> {
             }
         }
         if changed {
-            bytes::write(self.storage, offset, &table).await?;
+            metadata_io::write(self.storage, offset, &table).await?;
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use crate::qcow2::{
     create::{CreateOptions, Preallocation, create},
     entry::COPIED,
     header::{BackingReference, BitmapsExtension, FileRegion},
-    numbers, snapshot,
+    refcount_entries, snapshot,
 };
 
 /// 64 guest clusters of 4 KiB, all mapped, without unused space at the end, which would hide
@@ -31,12 +31,12 @@ fn preallocated() -> CreateOptions {
 }
 
 async fn number_at(storage: &Storage, offset: u64) -> u64 {
-    let read = bytes::read(storage, offset, 8).await.expect("memory");
+    let read = metadata_io::read(storage, offset, 8).await.expect("memory");
     u64_at(&read, 0)
 }
 
 async fn put(storage: &Storage, offset: u64, value: u64) {
-    bytes::write(storage, offset, &value.to_be_bytes()).await.expect("memory");
+    metadata_io::write(storage, offset, &value.to_be_bytes()).await.expect("memory");
 }
 
 async fn l2_of(storage: &Storage, header: &Qcow2Header) -> u64 {
@@ -194,12 +194,12 @@ fn guest_data_that_resembles_a_table_is_unchanged() {
             let (storage, header) = image(CreateOptions { size_bytes: 4 << 20, ..preallocated() }).await;
             let l2 = l2_of(&storage, &header).await;
             let data = number_at(&storage, l2).await & !COPIED;
-            bytes::write(&storage, data, &[0x3f; 4096]).await.expect("memory");
+            metadata_io::write(&storage, data, &[0x3f; 4096]).await.expect("memory");
             let second = number_at(&storage, header.l1_offset + 8).await;
             assert_ne!(second, 0);
             put(&storage, header.l1_offset + 8, data | COPIED).await;
             let report = check(&storage, repair).await.expect("a header");
-            assert_eq!(bytes::read(&storage, data, 4096).await.expect("memory"), [0x3f; 4096]);
+            assert_eq!(metadata_io::read(&storage, data, 4096).await.expect("memory"), [0x3f; 4096]);
             if repair == Repair::All {
                 assert!(report.corruptions > 0 && report.lost.is_empty(), "{report:?}");
             } else {
@@ -279,16 +279,16 @@ fn leaks_are_repaired_with_the_flags_that_follow_from_it() {
         let (storage, header) = image(preallocated()).await;
         let (l2, block) =
             (l2_of(&storage, &header).await, number_at(&storage, header.refcount_table_offset).await);
-        let mut counts = bytes::read(&storage, block, 4096).await.expect("memory");
+        let mut counts = metadata_io::read(&storage, block, 4096).await.expect("memory");
         let mut owned = vec![(header.l1_offset, l2)];
         for at in (l2..l2 + 512).step_by(8) {
             owned.push((at, number_at(&storage, at).await & !COPIED));
         }
         for (at, cluster) in owned {
             put(&storage, at, cluster).await;
-            numbers::put(&mut counts, 4, (cluster / 4096) as usize, 2);
+            refcount_entries::put(&mut counts, 4, (cluster / 4096) as usize, 2);
         }
-        bytes::write(&storage, block, &counts).await.expect("memory");
+        metadata_io::write(&storage, block, &counts).await.expect("memory");
         let found = check(&storage, Repair::Nothing).await.expect("a header");
         assert_eq!((found.leaks, found.corruptions), (65, 0), "{found:?}");
         let repaired = check(&storage, Repair::Leaks).await.expect("a header");
@@ -327,7 +327,7 @@ async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Qco
         ..snapshot::InternalSnapshot::default()
     };
     let entries: Vec<_> = (1..=count).map(entry).collect();
-    bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
+    metadata_io::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
     (header.snapshots, header.snapshots_offset) = (count, table);
     write_header(&storage, &header).await.expect("fits");
     (storage, header)
@@ -430,10 +430,10 @@ fn lost_refcounts_are_rebuilt() {
 fn low_refcounts_are_raised_and_marks_cleared() {
     let report = damaged(async |storage, header| {
         let block = number_at(storage, header.refcount_table_offset).await;
-        let mut numbers = bytes::read(storage, block, 4096).await.expect("memory");
-        (5..9).for_each(|index| numbers::put(&mut numbers, 4, index, 0));
-        numbers::put(&mut numbers, 4, 2, 7);
-        bytes::write(storage, block, &numbers).await.expect("memory");
+        let mut numbers = metadata_io::read(storage, block, 4096).await.expect("memory");
+        (5..9).for_each(|index| refcount_entries::put(&mut numbers, 4, index, 0));
+        refcount_entries::put(&mut numbers, 4, 2, 7);
+        metadata_io::write(storage, block, &numbers).await.expect("memory");
         let marked = Qcow2Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
         write_header(storage, &marked).await.expect("fits");
     });
@@ -481,10 +481,10 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
             disk_bytes: Some(header.size_bytes),
             ..snapshot::InternalSnapshot::default()
         };
-        bytes::write(&storage, table, &snapshot::encode(&[entry]).expect("short")).await.expect("memory");
+        metadata_io::write(&storage, table, &snapshot::encode(&[entry]).expect("short")).await.expect("memory");
         let (directory, bits_table, bits) = (end + 2 * 4096, end + 3 * 4096, end + 4 * 4096);
         put(&storage, bits_table, bits).await;
-        bytes::write(&storage, bits, &[0; 4096]).await.expect("memory");
+        metadata_io::write(&storage, bits, &[0; 4096]).await.expect("memory");
         let entry = bitmap::BitmapEntry {
             table_offset: bits_table,
             table_entries: 1,
@@ -494,7 +494,7 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
             extra: Vec::new(),
         };
         let encoded = bitmap::encode(&[entry]);
-        bytes::write(&storage, directory, &encoded).await.expect("memory");
+        metadata_io::write(&storage, directory, &encoded).await.expect("memory");
         let place = FileRegion { offset: directory, length: encoded.len() as u64 };
         header.bitmaps = Some(BitmapsExtension { count: 1, directory: place });
         header.autoclear = autoclear::BITMAPS;
@@ -526,7 +526,7 @@ fn any_damaged_byte_is_survived() {
         for at in places.into_iter().flatten() {
             for value in [0x00, 0x01, 0x80, 0xff] {
                 let storage = Storage::with_content(&whole).await;
-                bytes::write(&storage, at as u64, &[value]).await.expect("memory");
+                metadata_io::write(&storage, at as u64, &[value]).await.expect("memory");
                 let Ok(report) = check(&storage, Repair::All).await else { continue };
                 if report.is_consistent() {
                     let again = check(&storage, Repair::Nothing).await.expect("still one");
@@ -630,11 +630,11 @@ fn an_extension_of_a_wrong_length_is_reported_and_stays() {
         put(&storage, 112, 0x0537_be77_0000_0000 | length).await;
         // A reserved byte, which would be cleared otherwise.
         put(&storage, 104, 1).await;
-        let before = bytes::read(&storage, 0, 4096).await.expect("memory");
+        let before = metadata_io::read(&storage, 0, 4096).await.expect("memory");
         let expected = format!("{length} bytes instead of 16");
         let report = check(&storage, Repair::All).await.expect("a header");
         assert!(report.findings.iter().any(|finding| finding.contains(&expected)), "{report:?}");
-        assert_eq!(bytes::read(&storage, 0, 4096).await.expect("memory"), before);
+        assert_eq!(metadata_io::read(&storage, 0, 4096).await.expect("memory"), before);
     });
 }
 
@@ -656,8 +656,8 @@ fn a_bitmap_with_a_table_of_another_size_is_dropped() {
             extra: Vec::new(),
         };
         let encoded = bitmap::encode(&[entry]);
-        bytes::write(&storage, end, &encoded).await.expect("memory");
-        bytes::write(&storage, end + 4096, &[0; 4096]).await.expect("memory");
+        metadata_io::write(&storage, end, &encoded).await.expect("memory");
+        metadata_io::write(&storage, end + 4096, &[0; 4096]).await.expect("memory");
         let place = FileRegion { offset: end, length: encoded.len() as u64 };
         header.bitmaps = Some(BitmapsExtension { count: 1, directory: place });
         header.autoclear = autoclear::BITMAPS;
@@ -685,8 +685,8 @@ fn overlapping_tables_of_a_sparse_file_are_not_all_looked_at() {
         };
         // The second and the third overlap an earlier one, by 64 MiB together.
         let entries: Vec<_> = (1..=5).map(entry).collect();
-        bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
-        bytes::grow(&storage, table + (256 << 20)).await.expect("memory");
+        metadata_io::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
+        metadata_io::grow(&storage, table + (256 << 20)).await.expect("memory");
         (header.snapshots, header.snapshots_offset) = (5, table);
         write_header(&storage, &header).await.expect("fits");
         let found = check(&storage, Repair::Nothing).await.expect("a header");

@@ -9,10 +9,10 @@
 use std::collections::BTreeMap;
 
 use super::{
-    CheckPass, Repair, bytes,
+    CheckPass, Repair, metadata_io,
     entries::judge_entry,
     metadata::MetadataKind,
-    others::L1Tables,
+    auxiliary::L1Tables,
     ranges::{GuestRange, slots},
 };
 use reactor::error::Result;
@@ -163,7 +163,7 @@ impl CheckPass<'_> {
     async fn discard_l1(&mut self, place: u64, owner: L1Location, what: String) -> Result<()> {
         let covers = self.table_covers();
         if self.repair == Repair::Forced && self.may_write(place) && self.fits_in_report(&[owner]) {
-            bytes::write(self.storage, place, &0_u64.to_be_bytes()).await?;
+            metadata_io::write(self.storage, place, &0_u64.to_be_bytes()).await?;
             self.corrected(format!("{what}; its guest range is discarded"));
             self.add_ranges(&[owner], 0..covers, true);
         } else {
@@ -176,7 +176,7 @@ impl CheckPass<'_> {
     /// Corrects an entry of a table in a full repair, if nothing else refers to its cluster.
     async fn put_number(&mut self, place: u64, value: u64, what: String) -> Result<()> {
         if self.repairs_all() && self.may_write(place) {
-            bytes::write(self.storage, place, &value.to_be_bytes()).await?;
+            metadata_io::write(self.storage, place, &value.to_be_bytes()).await?;
             self.corrected(what);
         } else {
             self.corrupt(what);

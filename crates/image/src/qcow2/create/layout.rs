@@ -11,7 +11,7 @@ use super::{
 };
 use crate::qcow2::{
     header::{LARGEST_L1, LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
-    numbers,
+    refcount_entries,
 };
 
 /// Offsets and counts, in the order of the drawing in [`create`](super).
@@ -111,7 +111,7 @@ impl ImageLayout {
 /// Number of clusters of the refcount table, and of refcount blocks, if there are `others` other
 /// clusters.
 fn refcounts(options: &CreateOptions, others: u64) -> (u64, u64) {
-    let per_block = numbers::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
+    let per_block = refcount_entries::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
     let (mut table, mut blocks) = (1, 1);
     loop {
         let more_blocks = (others + table + blocks).div_ceil(per_block);

@@ -11,7 +11,7 @@ use crate::qcow2::{big_endian::words, read_header};
 use policy::time::Duration;
 
 async fn numbers_of(storage: &Storage, offset: u64, count: usize) -> Vec<u64> {
-    let bytes = bytes::read(storage, offset, count * 8).await.expect("memory");
+    let bytes = metadata_io::read(storage, offset, count * 8).await.expect("memory");
     words(&bytes).collect()
 }
 
@@ -36,7 +36,7 @@ fn created_image_has_all_its_options() {
             assert_eq!(header.refcount_bits(), options.refcount_bits);
             if let Some(FileRegion { offset, length }) = header.encryption {
                 assert_eq!(
-                    bytes::read(&storage, offset, length as usize).await,
+                    metadata_io::read(&storage, offset, length as usize).await,
                     Ok(options.luks.expect("given"))
                 );
             }
@@ -62,10 +62,10 @@ fn created_image_has_exact_refcounts() {
             let bytes = if block == 0 {
                 Vec::new()
             } else {
-                bytes::read(&storage, block, 512).await.expect("memory")
+                metadata_io::read(&storage, block, 512).await.expect("memory")
             };
             for index in 0..bytes.len() / 4 {
-                let count = numbers::get(&bytes, 5, index);
+                let count = refcount_entries::get(&bytes, 5, index);
                 assert!(count <= 1);
                 used += count;
             }
@@ -140,9 +140,9 @@ fn created(content: &[u8]) -> Vec<u8> {
     let content = content.to_vec();
     sim::run(1, async move {
         let storage = Storage::memory(512);
-        bytes::write(&storage, 0, &content).await.expect("memory");
+        metadata_io::write(&storage, 0, &content).await.expect("memory");
         create(&storage, None, &small()).await.expect("valid");
-        bytes::read(&storage, 0, DISK).await.expect("memory")
+        metadata_io::read(&storage, 0, DISK).await.expect("memory")
     })
 }
 
@@ -152,7 +152,7 @@ fn crash_during_creation_leaves_old_new_or_no_image() {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
-        bytes::read(&storage, 0, DISK).await.expect("memory")
+        metadata_io::read(&storage, 0, DISK).await.expect("memory")
     });
     let new = created(&old);
     let mut left = [0; 3];

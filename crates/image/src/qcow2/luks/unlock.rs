@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 use super::{
     cipher::{SectorCipher, CipherKind},
     header::{HEADER_BYTES, LuksHash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, STRIPES},
-    stripes,
+    anti_forensic,
 };
 use reactor::{buffer::IoBuffer, error::Error};
 use storage::Storage;
@@ -131,7 +131,7 @@ fn try_slot(
     let key = derive(header.hash, passphrase.expose(), &slot.salt, slot.iterations, header.cipher.key_bytes)?;
     let decrypted = SectorCipher::new(header.cipher, &key)?.decrypt(0, material);
     decrypted.map_err(|error| InvalidImage::new(format!("a key slot cannot be decrypted: {error}")))?;
-    let master = stripes::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
+    let master = anti_forensic::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
     let digest =
         derive(header.hash, &master, &header.digest_salt, header.digest_iterations, header.digest.len())?;
     // Constant time: the digest verifies the master key.
@@ -174,7 +174,7 @@ pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, Inv
     let salt = random()?;
     header.slots[0] = KeySlot { active: true, iterations, salt, ..slot(0) };
     let key = derive(hash, passphrase.expose(), &salt, iterations, kind.key_bytes)?;
-    let mut material = stripes::split(&master, STRIPES as usize, hash.digest()).map_err(failed)?;
+    let mut material = anti_forensic::split(&master, STRIPES as usize, hash.digest()).map_err(failed)?;
     let encrypted = SectorCipher::new(kind, &key)?.encrypt(0, &mut material);
     encrypted.map_err(|error| InvalidImage::new(format!("a key slot cannot be encrypted: {error}")))?;
     let mut area = vec![0; NewLuks::area_bytes(kind) as usize];

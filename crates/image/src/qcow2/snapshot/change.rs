@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering::Release;
 
 use super::{
     InternalSnapshot, SnapshotError, encode,
-    reach::{CopiedFlags, L1TableCopy},
+    refcount_change::{CopiedFlags, L1TableCopy},
     read,
 };
 use crate::qcow2::{

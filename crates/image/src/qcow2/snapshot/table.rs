@@ -18,7 +18,7 @@ use storage::Storage;
 use crate::qcow2::{
     InvalidImage, MetadataError,
     big_endian::{u16_at, u32_at, u64_at},
-    bytes,
+    metadata_io,
     header::{Qcow2Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
 };
 
@@ -251,7 +251,7 @@ async fn next(
             };
             return Ok(Err(InvalidImage::new(what)));
         }
-        read.extend(bytes::read(storage, place, left.min(PIECE as u64) as usize).await?);
+        read.extend(metadata_io::read(storage, place, left.min(PIECE as u64) as usize).await?);
     }
 }
 
@@ -310,7 +310,7 @@ mod tests {
             let (storage, header) = image().await;
             let snapshots: Vec<_> = (0..500).map(snapshot).collect();
             let table = encode(&snapshots).expect("short names");
-            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            metadata_io::write(&storage, 0x40000, &table).await.expect("memory");
             let header = Qcow2Header { snapshots: 500, ..header };
             assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
         });
@@ -324,7 +324,7 @@ mod tests {
             let small = InternalSnapshot { vm_state_bytes: 77, ..parts.clone() };
             let snapshots = vec![InternalSnapshot { vm_state_bytes: 5 << 30, ..parts }, small];
             let table = encode(&snapshots).expect("short names");
-            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            metadata_io::write(&storage, 0x40000, &table).await.expect("memory");
             let header = Qcow2Header { snapshots: 2, version: 2, ..header };
             assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
         });
@@ -345,7 +345,7 @@ mod tests {
             ] {
                 change(&mut wrong);
                 let table = encode(&[wrong]).expect("short names");
-                bytes::write(&storage, 0x40000, &table).await.expect("memory");
+                metadata_io::write(&storage, 0x40000, &table).await.expect("memory");
                 let one = Qcow2Header { snapshots: 1, ..header.clone() };
                 assert!(said(read(&storage, &one).await).contains(part), "{part}");
                 wrong = snapshot(1);
@@ -361,7 +361,7 @@ mod tests {
             entries[1].l1_offset = 0x50200;
             entries[3].extra = vec![0; 1024];
             let table = encode(&entries).expect("short names");
-            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            metadata_io::write(&storage, 0x40000, &table).await.expect("memory");
             let header = Qcow2Header { snapshots: 5, ..header };
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots, entries[..3]);
@@ -378,7 +378,7 @@ mod tests {
         sim::run(1, async {
             let (storage, header) = image().await;
             let end = 0x40000 + 40 * u64::from(MOST_SNAPSHOTS + 10);
-            bytes::grow(&storage, end).await.expect("memory");
+            metadata_io::grow(&storage, end).await.expect("memory");
             let header = Qcow2Header { snapshots: MOST_SNAPSHOTS + 1, ..header };
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots.len(), MOST_SNAPSHOTS as usize);

@@ -10,10 +10,10 @@ use policy::throttle::LimitKind;
 
 use super::{
     super::{
-        certainty::{ConfidenceInterval, limit_interval},
-        envelope::late_requests,
+        confidence::{ConfidenceInterval, limit_interval},
+        arrival_curve::late_requests,
         simulate_all,
-        shared::{NeighbourAdvice, NeighbourPlan, Neighbours, cost},
+        neighbours::{NeighbourAdvice, NeighbourPlan, Neighbours, cost},
     },
     *,
 };

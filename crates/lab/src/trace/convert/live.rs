@@ -8,7 +8,7 @@ use recording::{TraceFormat, MergedTraces, TraceOptions, file::RecordingReader, 
 
 use super::{
     convert_recording,
-    forms::TraceStart,
+    text_formats::TraceStart,
     convert_sorted, format_by_name,
     sink::{TraceCompression, ConvertSink},
 };

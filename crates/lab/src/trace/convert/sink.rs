@@ -9,7 +9,7 @@ use console::figures;
 use flate2::write::GzEncoder;
 use recording::{DiskId, RecordingEntry, TraceFormat, LimitChange, RecordingWriter};
 
-use super::forms::{DiskIdentifier, DiskNaming, TextFormat, NotWritten, TraceRequest, TraceStart, disk_naming};
+use super::text_formats::{DiskIdentifier, DiskNaming, TextFormat, NotWritten, TraceRequest, TraceStart, disk_naming};
 use crate::trace::TraceOutput;
 
 const BUFFER_BYTES: usize = 256 << 10;

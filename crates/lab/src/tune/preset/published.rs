@@ -14,7 +14,7 @@ use policy::prefetch::PrefetchMode;
 use storage::CacheMode;
 
 use super::{PublishedClaim, PublishedColumn, PublishedFigure, PublishedTable, ClaimRelation, PublishedRow};
-use crate::tune::matrix::{CLUSTERS, DiskConfiguration, L2Share, PatternOperation, AccessOrder, RequestPattern, Qcow2Choice};
+use crate::tune::configurations::{CLUSTERS, DiskConfiguration, L2Share, PatternOperation, AccessOrder, RequestPattern, Qcow2Choice};
 
 const K: u64 = 1 << 10;
 const M: u64 = 1 << 20;

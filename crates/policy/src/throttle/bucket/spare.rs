@@ -18,7 +18,7 @@ use super::{LeakyBucket, NodeBuckets, LEVEL_SCALE};
 use crate::request::Direction;
 use crate::throttle::cost::RequestCost;
 use crate::throttle::limits::LimitKind;
-use crate::throttle::spare::SpareRefund;
+use crate::throttle::refund::SpareRefund;
 use crate::time::Instant;
 
 const WRITE_ONLY_KINDS: [LimitKind; 2] = [LimitKind::BpsWrite, LimitKind::IopsWrite];

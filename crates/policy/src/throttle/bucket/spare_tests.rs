@@ -1,7 +1,7 @@
 //! The spare level against its definition: two levels that leak one by one, the guests' first.
 
 use super::super::super::limits::{RateLimit, Limits};
-use super::super::super::price::WHOLE_REQUEST;
+use super::super::super::slicing::WHOLE_REQUEST;
 use super::*;
 use crate::time::Duration;
 use proptest::prelude::*;

@@ -4,8 +4,8 @@
 
 use super::super::cost::{BILLION, RequestCost};
 use super::super::node::QueuedRequest;
-use super::super::price::{MAX_COST_NS, SLICE_NS, WHOLE_REQUEST, proportional_part, slice_size};
-use super::super::schedule::{ScheduleCandidate, SchedulePhase, ServiceCharge};
+use super::super::slicing::{MAX_COST_NS, SLICE_NS, WHOLE_REQUEST, proportional_part, slice_size};
+use super::super::scheduler::{ScheduleCandidate, SchedulePhase, ServiceCharge};
 use super::{PollDecision, LevelCause, MAX_LEVELS, NodeId, ROOT, ThrottleTree, lane_of, wake_item};
 use crate::request::Direction;
 use crate::time::Instant;

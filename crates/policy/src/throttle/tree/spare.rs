@@ -6,7 +6,7 @@
 
 use super::super::cost::RequestCost;
 use super::super::node::ThrottleNode;
-use super::super::spare::SpareRefund;
+use super::super::refund::SpareRefund;
 use super::{NodeId, ROOT, ThrottleTree};
 use crate::request::Direction;
 use crate::time::Instant;

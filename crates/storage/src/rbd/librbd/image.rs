@@ -27,7 +27,7 @@ use std::{
 };
 
 use super::{
-    super::{RbdAddress, RbdOptions, backend::ResumeOutcome, bell::ResizeNotifier},
+    super::{RbdAddress, RbdOptions, backend::ResumeOutcome, resize_notifier::ResizeNotifier},
     cluster::{ClusterConnection, RadosPool, connection, outcome, c_string, from_c_buffer},
     library::{Handle, Library, RbdWatcher},
 };

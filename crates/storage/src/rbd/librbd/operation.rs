@@ -33,7 +33,7 @@ use reactor::{
     error::Result,
 };
 
-use crate::rbd::in_flight::RbdRequestSlot;
+use crate::rbd::slots::RbdRequestSlot;
 
 /// State shared by the task and the callback.
 #[derive(Debug)]

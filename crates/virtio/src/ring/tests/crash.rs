@@ -11,7 +11,7 @@ use super::world::{TakenChain, RingWorld};
 use crate::{
     ring::{
         Virtqueue,
-        meddler::{RingAccess, with_hook},
+        access_hook::{RingAccess, with_hook},
     },
     seeds,
 };

@@ -17,7 +17,7 @@ pub(super) fn disconnect(device: &str) -> anyhow::Result<()> {
         bail!("Cannot open {device}: No such file or directory (`modprobe nbd` makes such devices)");
     }
     if !attach::let_go(path)? {
-        export::nbd::kernel::disconnect(number).with_context(|| format!("Cannot disconnect {device}"))?;
+        export::nbd::kernel_client::disconnect(number).with_context(|| format!("Cannot disconnect {device}"))?;
     }
     print(&format!("{device} disconnected\n"))
 }

@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use console::{CommandFailure, on_reactor, print};
 use export::nbd::client::{NbdEndpoint, ListedExport, list};
 use policy::time::Duration;
-use reactor::plain::sanitize;
+use reactor::sanitize::sanitize;
 
 use super::arguments::Arguments;
 

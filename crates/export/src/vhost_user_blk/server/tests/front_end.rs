@@ -14,8 +14,8 @@ use reactor::{
     JoinHandle,
     buffer::IoBuffer,
     guest::{GuestMemory, GuestBytes, MappingQuota, Region},
-    op,
-    op::Fd,
+    operation,
+    operation::Fd,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -74,7 +74,7 @@ impl SocketFrontEnd {
     pub(super) async fn receive(&self, count: usize) -> Vec<u8> {
         let (mut buffer, mut filled) = (IoBuffer::new(count), 0);
         while filled < count {
-            let (result, back) = op::receive(&self.socket, buffer, filled).await;
+            let (result, back) = operation::receive(&self.socket, buffer, filled).await;
             let more = result.expect("connected");
             assert_ne!(more, 0, "the connection has ended");
             (filled, buffer) = (filled + more, back);
@@ -199,7 +199,7 @@ impl GuestRing {
 }
 
 pub(super) async fn rung(event: &Fd) {
-    op::readable(event).await.expect("an eventfd");
+    operation::readable(event).await.expect("an eventfd");
     rustix::io::read(event, &mut [0; 8]).expect("it was rung");
 }
 

@@ -92,7 +92,7 @@ fn too_many_snapshots_are_reported_and_the_disk_can_be_read() {
         let (storage, mut header) = image(CreateOptions { version: 2, ..preallocated() }).await;
         let table = storage.size_bytes();
         // Entries of zeroes are valid in version 2.
-        bytes::grow(&storage, table + 40 * u64::from(MOST_SNAPSHOTS + 2)).await.expect("memory");
+        metadata_io::grow(&storage, table + 40 * u64::from(MOST_SNAPSHOTS + 2)).await.expect("memory");
         (header.snapshots, header.snapshots_offset) = (MOST_SNAPSHOTS + 2, table);
         write_header(&storage, &header).await.expect("fits");
         let report = check(&storage, Repair::Forced).await.expect("a header");
@@ -134,8 +134,8 @@ fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
                 let mut entries = [bitmap_entry("a", end + 4096), bitmap_entry("bb", end + 8192)];
                 change(&mut entries[damaged]);
                 let encoded = bitmap::encode(&entries);
-                bytes::write(&storage, end, &encoded).await.expect("memory");
-                bytes::grow(&storage, end + 3 * 4096).await.expect("memory");
+                metadata_io::write(&storage, end, &encoded).await.expect("memory");
+                metadata_io::grow(&storage, end + 3 * 4096).await.expect("memory");
                 let place = FileRegion { offset: end, length: encoded.len() as u64 };
                 header.bitmaps = Some(BitmapsExtension { count: 2, directory: place });
                 header.autoclear = autoclear::BITMAPS;
@@ -161,10 +161,10 @@ fn flags_of_clusters_with_an_unknown_refcount_stay() {
         // The ambiguous entry keeps the refcounts from being rebuilt.
         put(&storage, l2, 0x5_0200).await;
         put(&storage, header.refcount_table_offset, 1 << 40).await;
-        let before = bytes::read(&storage, l2, 4096).await.expect("memory");
+        let before = metadata_io::read(&storage, l2, 4096).await.expect("memory");
         let report = check(&storage, Repair::All).await.expect("a header");
         assert!(!report.findings.iter().any(|finding| finding.contains("COPIED")), "{report:#?}");
-        assert_eq!(bytes::read(&storage, l2, 4096).await.expect("memory"), before);
+        assert_eq!(metadata_io::read(&storage, l2, 4096).await.expect("memory"), before);
     });
 }
 
@@ -176,14 +176,14 @@ fn a_flag_is_set_only_beside_a_refcount_that_is_one() {
         let l2 = l2_of(&storage, &header).await;
         put(&storage, header.l1_offset, l2).await;
         // Every refcount is 2, so no flag may be set.
-        let mut counts = bytes::read(&storage, block, 4096).await.expect("memory");
+        let mut counts = metadata_io::read(&storage, block, 4096).await.expect("memory");
         for at in (l2..l2 + 512).step_by(8) {
             let cluster = number_at(&storage, at).await & !COPIED;
             put(&storage, at, cluster).await;
-            numbers::put(&mut counts, 4, (cluster / 4096) as usize, 2);
+            refcount_entries::put(&mut counts, 4, (cluster / 4096) as usize, 2);
         }
-        numbers::put(&mut counts, 4, (l2 / 4096) as usize, 2);
-        bytes::write(&storage, block, &counts).await.expect("memory");
+        refcount_entries::put(&mut counts, 4, (l2 / 4096) as usize, 2);
+        metadata_io::write(&storage, block, &counts).await.expect("memory");
         storage.read_all().await.expect("memory")
     });
     let mut unread = 0;

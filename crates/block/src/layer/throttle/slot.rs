@@ -1,0 +1,298 @@
+//! A disk's slot in a throttle tree (`Seat`): admission of its requests, and its move to another
+//! tree while some of them wait.
+//!
+//! ```text
+//!   ask, cancel ──► the seat's lock ──► the arbiter's lock ──► the waiter's lock
+//!   move ─────────► the seat's lock ──► both arbiters' locks, the older first ──► the waiters' locks
+//! ```
+//!
+//! Locks are always acquired from left to right, so there is no deadlock. A request that asks for
+//! admission or is cancelled holds the seat's lock until it holds the arbiter's, so a move is
+//! either before it or after it. A waiting request is in exactly one tree's queue, or was removed
+//! by a thread that is about to admit it. The waiter stores its [`Position`], so that a
+//! cancellation after a move removes the right request from the right tree.
+//!
+//! Independent of the reactor: time is an argument, and timers are returned to the caller.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, PoisonError},
+    task::{Context, Poll},
+};
+
+use policy::{
+    request::Direction,
+    throttle::{AdmissionResult, ThrottleSummary, RequestCost, CumulativeStats, AdmissionCounters, SpareRefund, LevelCause, NodeId, ThrottleError, ThrottleStats},
+    time::Instant,
+};
+
+use super::{
+    tree::{TreeTimer, SharedThrottleTree, UnlimitedFlag},
+    settings::DiskSettings,
+    sync::{AtomicBool, Mutex, MutexGuard, Ordering},
+    waiter::{WaiterPosition, ThrottleWaiter},
+};
+
+/// A disk's slot. `K` is data of its owner that changes together with the place.
+#[derive(Debug)]
+pub(super) struct ThrottleSlot<K> {
+    place: Mutex<SlotLocation<K>>,
+    gate: UnlimitedFlag,
+}
+
+/// Location of a slot in a tree.
+#[derive(Debug)]
+pub(super) struct SlotLocation<K> {
+    pub(super) arbiter: Arc<SharedThrottleTree>,
+    pub(super) node: NodeId,
+    pub(super) settings: DiskSettings,
+    pub(super) kept: K,
+    /// Statistics of the slots before this one.
+    earlier: EarlierStats,
+}
+
+/// The cumulative part of [`Stats`].
+#[derive(Debug, Default)]
+struct EarlierStats {
+    reads: AdmissionCounters,
+    writes: AdmissionCounters,
+    limited_ns: u64,
+    max_wait_ns: u64,
+}
+
+/// Target of a move: the tree, and the group in it.
+#[derive(Debug)]
+pub(super) struct SlotDestination<K> {
+    pub(super) arbiter: Arc<SharedThrottleTree>,
+    pub(super) parent: Option<NodeId>,
+    pub(super) kept: K,
+}
+
+/// Result of asking for admission.
+#[derive(Debug)]
+pub(super) enum AskOutcome<'a, K> {
+    /// It is admitted, and has been charged.
+    Admitted,
+    /// It waits, in that tree. Call [`Arbiter::release`] next.
+    Waiting(WaitingAdmission<'a, K>, Arc<SharedThrottleTree>),
+}
+
+/// A waiting request. Ready when it is admitted; dropping it before cancels the request.
+#[derive(Debug)]
+pub(super) struct WaitingAdmission<'a, K> {
+    seat: &'a ThrottleSlot<K>,
+    waiter: Arc<ThrottleWaiter>,
+}
+
+impl<K> ThrottleSlot<K> {
+    /// Adds the disk to a tree.
+    pub(super) fn new(settings: DiskSettings, at: SlotDestination<K>, now: Instant) -> Result<Self, ThrottleError> {
+        let gate = UnlimitedFlag::new(AtomicBool::new(false));
+        let SlotDestination { arbiter, parent, kept } = at;
+        let DiskSettings { limits, share, .. } = settings;
+        let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&gate)), now)?;
+        Ok(Self {
+            place: Mutex::new(SlotLocation { arbiter, node, settings, kept, earlier: EarlierStats::default() }),
+            gate,
+        })
+    }
+
+    /// Locks the slot; precedes any arbiter's lock.
+    pub(super) fn lock(&self) -> MutexGuard<'_, SlotLocation<K>> {
+        // The place is replaced as a whole, after all code that could panic.
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True if no limit applies to the disk now, so that its requests bypass the tree.
+    pub(super) fn is_unlimited(&self) -> bool {
+        // Relaxed: a request that just misses new limits counts as one before them.
+        self.gate.load(Ordering::Relaxed)
+    }
+
+    /// Asks for admission of a request.
+    pub(super) fn admit(&self, direction: Direction, cost: RequestCost, now: Instant) -> AskOutcome<'_, K> {
+        let place = self.lock();
+        let mut held = place.arbiter.lock();
+        if held.tree().try_admit(place.node, direction, &cost, now) {
+            return AskOutcome::Admitted;
+        }
+        // Allocated only for a request that must wait; most are admitted above.
+        let waiter = Arc::new(ThrottleWaiter::default());
+        match held.tree().submit(place.node, direction, cost, Arc::clone(&waiter), now) {
+            AdmissionResult::Admitted(_) => AskOutcome::Admitted,
+            AdmissionResult::Queued(ticket) => {
+                waiter.set_position(WaiterPosition { tree: held.id(), ticket });
+                AskOutcome::Waiting(WaitingAdmission { seat: self, waiter }, Arc::clone(&place.arbiter))
+            }
+        }
+    }
+
+    /// Asks for admission of a batch of requests, in order, and charges those that are admitted.
+    /// Has no effect on the rest. Calls `answer` under the locks.
+    pub(super) fn try_admit_batch(
+        &self,
+        requests: impl Iterator<Item = (Direction, RequestCost)>,
+        now: Instant,
+        mut answer: impl FnMut(&RequestCost, bool),
+    ) {
+        let place = self.lock();
+        let mut held = place.arbiter.lock();
+        for (direction, cost) in requests {
+            answer(&cost, held.tree().try_admit(place.node, direction, &cost, now));
+        }
+    }
+
+    /// Charges a request that is admitted in any case.
+    pub(super) fn charge_unconditionally(&self, direction: Direction, cost: &RequestCost, now: Instant) {
+        let place = self.lock();
+        place.arbiter.lock().tree().charge_unconditionally(place.node, direction, cost, now);
+    }
+
+    /// Asks for a read-ahead, and charges it to spare capacity if it is admitted. See
+    /// [`policy::throttle::Tree::spare`].
+    pub(super) fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund, now: Instant) -> bool {
+        let place = self.lock();
+        place.arbiter.lock().tree().try_admit_read_ahead(place.node, cost, given_back, now)
+    }
+
+    /// Statistics here and in earlier slots: counters and the longest wait of all, percentiles of
+    /// the waits since the last move.
+    pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
+        let place = self.lock();
+        let mut stats = place.arbiter.lock().tree().stats(place.node, now);
+        let earlier = &place.earlier;
+        stats.reads = stats.reads.sum(earlier.reads);
+        stats.writes = stats.writes.sum(earlier.writes);
+        stats.throttled_ns = stats.throttled_ns.saturating_add(earlier.limited_ns);
+        stats.waits.max_ns = stats.waits.max_ns.max(earlier.max_wait_ns);
+        stats
+    }
+
+    /// The cumulative counters, for another process.
+    pub(super) fn counters(&self, now: Instant) -> CumulativeStats {
+        let place = self.lock();
+        let mut counted = place.arbiter.lock().tree().cumulative(place.node, now);
+        let EarlierStats { reads, writes, limited_ns, max_wait_ns } = place.earlier;
+        for (passed, earlier) in counted.passed.iter_mut().zip([reads, writes]) {
+            *passed = passed.sum(earlier);
+        }
+        counted.limited_ns = counted.limited_ns.saturating_add(limited_ns);
+        counted.longest_wait_ns = counted.longest_wait_ns.max(max_wait_ns);
+        counted
+    }
+
+    /// Adds the counters of another process.
+    pub(super) fn add_counters(&self, counted: &CumulativeStats) {
+        let place = self.lock();
+        place.arbiter.lock().tree().add_cumulative(place.node, counted);
+    }
+
+    pub(super) fn brief(&self, now: Instant) -> ThrottleSummary {
+        let place = self.lock();
+        let brief = place.arbiter.lock().tree().summary(place.node, now);
+        ThrottleSummary { limited_ns: brief.limited_ns.saturating_add(place.earlier.limited_ns), ..brief }
+    }
+
+    /// Cancels a waiting request. Does nothing if it is admitted, or about to be.
+    fn cancel(&self, waiter: &ThrottleWaiter) {
+        let place = self.lock();
+        let mut held = place.arbiter.lock();
+        // A request that was removed from its queue and is about to be admitted may still have the
+        // position of an earlier tree.
+        let position = waiter.position().filter(|position| position.tree == held.id());
+        if let Some(WaiterPosition { ticket, .. }) = position {
+            drop(held.tree().cancel(ticket));
+        }
+    }
+
+    /// Moves to another place, optionally with new settings. Waiting requests move along in order,
+    /// and are admitted if the new limits allow it.
+    pub(super) fn move_to(
+        &self,
+        to: SlotDestination<K>,
+        settings: Option<DiskSettings>,
+        now: Instant,
+    ) -> Result<[Option<TreeTimer>; 2], ThrottleError> {
+        let mut place = self.lock();
+        let settings = settings.unwrap_or(place.settings);
+        let from = Arc::clone(&place.arbiter);
+        let mut admitted = Vec::new();
+        {
+            // Both trees stay locked for the whole move: no request can be admitted in between, or
+            // overtake another one.
+            let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.arbiter);
+            let DiskSettings { limits, share, .. } = settings;
+            let gate = Some(Arc::clone(&self.gate));
+            // Within one tree, the reservation must not be counted twice in the groups above both
+            // places.
+            let leaving = other.is_none().then_some(place.node);
+            let new = other.as_mut().unwrap_or(&mut old);
+            let node = new.add(leaving, to.parent, limits, share, gate, now)?;
+            // Statistics and charges are read before the node is removed.
+            let past = old.tree().stats(place.node, now);
+            let beside = leaving.map(|_| node);
+            // Charges of the old limits carry over, so that a move grants no burst.
+            let charged = old.tree().carried_charges(place.node, beside, now);
+            let waiting = old.remove(place.node);
+            let new = other.as_mut().unwrap_or(&mut old);
+            new.tree().take_over(node, charged, now);
+            // In queue order, so that the order of the disk's requests is kept.
+            for request in waiting {
+                let waiter = Arc::clone(&request.token);
+                match new.tree().submit(node, request.direction, request.cost, request.token, now) {
+                    AdmissionResult::Admitted(waiter) => admitted.push(waiter),
+                    AdmissionResult::Queued(ticket) => waiter.set_position(WaiterPosition { tree: new.id(), ticket }),
+                }
+            }
+            place.earlier.add(&past);
+            place.node = node;
+            place.settings = settings;
+        }
+        let kept = std::mem::replace(&mut place.kept, to.kept);
+        place.arbiter = Arc::clone(&to.arbiter);
+        drop(place);
+        // Dropped without locks: this may drop the old group, which locks its arbiter.
+        drop(kept);
+        for waiter in admitted {
+            // No limit applies to it in the new tree, so it has no throttle cause.
+            waiter.admit(None);
+        }
+        // Requests of other disks in the old tree may have waited for the ones that moved.
+        Ok([from.admit_ready(now), to.arbiter.admit_ready(now)])
+    }
+}
+
+impl EarlierStats {
+    fn add(&mut self, past: &ThrottleStats) {
+        self.reads = self.reads.sum(past.reads);
+        self.writes = self.writes.sum(past.writes);
+        self.limited_ns = self.limited_ns.saturating_add(past.throttled_ns);
+        self.max_wait_ns = self.max_wait_ns.max(past.waits.max_ns);
+    }
+}
+
+impl<K> Future for WaitingAdmission<'_, K> {
+    /// Throttle cause.
+    type Output = Option<LevelCause>;
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<LevelCause>> {
+        self.waiter.poll(context)
+    }
+}
+
+impl<K> Drop for WaitingAdmission<'_, K> {
+    fn drop(&mut self) {
+        if self.waiter.position().is_some() {
+            self.seat.cancel(&self.waiter);
+        }
+    }
+}
+
+impl<K> Drop for ThrottleSlot<K> {
+    fn drop(&mut self) {
+        // Requests reference the disk, which owns this slot: no request can be waiting here.
+        let place = self.lock();
+        let waiting = place.arbiter.lock().remove(place.node);
+        debug_assert!(waiting.is_empty(), "a disk went while requests of it waited");
+    }
+}

@@ -1,0 +1,100 @@
+//! Configured limits of a cgroup, including bursts, watermark and group, which the kernel lacks.
+
+use std::path::Path;
+
+use block::device::DeviceNumber;
+use console::{figures, figures::SettingValues as Named};
+use policy::throttle::{Limits, LimitSetting};
+use serde_json::{Value, json};
+
+use super::limits_file::LimitsFile;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ConfiguredLimits {
+    /// The cgroup's own limits, or those of its group.
+    pub(crate) limits: Limits,
+    /// Percent of the device below which limits are not enforced; 0 enforces them always.
+    pub(crate) watermark: u8,
+    pub(crate) weight: Option<u32>,
+    /// Group that the limits belong to, if any.
+    pub(crate) group: Option<String>,
+}
+
+impl ConfiguredLimits {
+    pub(crate) fn of(kept: &LimitsFile, name: &Path, device: DeviceNumber) -> Option<Self> {
+        let is_this = |number: anyhow::Result<DeviceNumber>| number.is_ok_and(|number| number == device);
+        let entry = kept.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
+        let shared = kept.limits_of(entry);
+        Some(Self {
+            // `Kept::load` validated the entries.
+            limits: shared.limits().unwrap_or_default(),
+            watermark: shared.watermark().map_or(0, policy::watermark::Watermark::percent),
+            weight: entry.given_weight(),
+            group: entry.group.clone(),
+        })
+    }
+
+    pub(crate) fn named(&self) -> Named {
+        let is_set = |setting: &LimitSetting| match *setting {
+            // A burst without a rate has no effect.
+            LimitSetting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
+            LimitSetting::IopsSize => self.limits.iops_size > 0,
+        };
+        let set = LimitSetting::ALL.into_iter().filter(is_set);
+        set.map(|setting| (setting.name().to_owned(), self.limits.get(setting))).collect()
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        json!({
+            "limits": self.named(),
+            "watermark": self.watermark,
+            "weight": self.weight,
+            "group": self.group,
+        })
+    }
+
+    /// Formats the limits, such as `bps-w 4M↑20M×5s, watermark 90%, group tenant, weight 200`.
+    pub(crate) fn text(&self) -> String {
+        let mut parts = Vec::new();
+        if !self.limits.is_unlimited() {
+            parts.push(figures::limits(&self.named()));
+        }
+        if self.watermark > 0 {
+            parts.push(format!("watermark {}%", self.watermark));
+        }
+        parts.extend(self.group.as_ref().map(|group| format!("group {group}")));
+        parts.extend(self.weight.map(|weight| format!("weight {weight}")));
+        if parts.is_empty() { "-".to_owned() } else { parts.join(", ") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control_group::{ControlGroup, Version},
+        limit::limits_file::LimitsChange,
+    };
+
+    const DISK: DeviceNumber = DeviceNumber { major: 8, minor: 0 };
+
+    #[test]
+    fn configured_limits_as_short_text() {
+        let group =
+            ControlGroup { version: Version::V2, directory: "/sys/fs/cgroup/a".into(), name: "/a".into() };
+        let mut kept = LimitsFile::default();
+        let change = LimitsChange {
+            watermark: Some(90),
+            weight: Some(200),
+            group: Some("tenant".to_owned()),
+            ..LimitsChange::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20)])
+        };
+        kept.change(&group, (DISK, "serial x"), &change).unwrap();
+        let asked = ConfiguredLimits::of(&kept, Path::new("/a"), DISK).expect("it is kept");
+        assert_eq!(asked.text(), "bps-w 4M↑20M, watermark 90%, group tenant, weight 200");
+        assert_eq!(asked.named()["bps-write-max"], 20 << 20);
+        assert_eq!(ConfiguredLimits::of(&kept, Path::new("/b"), DISK), None);
+        assert_eq!(ConfiguredLimits::of(&kept, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }), None);
+        assert_eq!(ConfiguredLimits::default().text(), "-");
+    }
+}

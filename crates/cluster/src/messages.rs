@@ -1,0 +1,95 @@
+//! Messages between the main thread and the agent thread.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::ClusterReport;
+use async_channel::Sender;
+use policy::{
+    cluster::{ClusterGroupLimits, Term},
+    throttle::LimitSetting,
+};
+use serde_json::Value;
+
+use super::{
+    etcd::EtcdEvent,
+    migration_offer::{MigrationAnswer, ReceivedOffer, StepOutcome, MigrationStep},
+    reservations::ReservationRefusal,
+    etcd_values::{HostReservations, HostReports},
+};
+use crate::actor::ChangeOrigin;
+
+/// Change of a group's limits.
+#[derive(Clone, Debug, Default)]
+pub struct GroupLimitChange {
+    /// Name of the group.
+    pub group: String,
+    /// Limits to set.
+    pub limits: Vec<(LimitSetting, u64)>,
+    /// Number of hosts that share the limit.
+    pub hosts: Option<u32>,
+    /// Fallback share of a host; `Some(None)` restores the default.
+    pub safe_share_ppm: Option<Option<u32>>,
+    /// True to remove the group; all other fields are then ignored.
+    pub removes: bool,
+    /// Originator of the change.
+    pub by: Option<ChangeOrigin>,
+}
+
+/// Message to the agent thread.
+#[derive(Debug)]
+pub(super) enum AgentInput {
+    /// Reports of all groups, to be written.
+    Reports(HostReports),
+    Reservations(HostReservations),
+    /// Reservations to write if the sum over all hosts fits.
+    ReserveIfFits(HostReservations, Sender<Result<(), ReservationRefusal>>),
+    Change(GroupLimitChange, Sender<Result<Value, String>>),
+    Status(Sender<ClusterReport>),
+    /// Name of a host that will not return.
+    Forget(String, Sender<Result<Value, String>>),
+    /// Step of a disk's migration.
+    Move(Box<MigrationStep>, Sender<StepOutcome>),
+    Stop,
+    /// Events for the session of this number.
+    Watched(u64, Vec<EtcdEvent>),
+    Ended(u64, String),
+}
+
+/// Message to the main thread.
+#[derive(Debug)]
+pub(super) enum AgentMessage {
+    /// This host has its name in etcd. Reports are written from now on.
+    Joined {
+        instance: u64,
+    },
+    /// etcd is unreachable, or another process has the name. Leases run out.
+    Disconnected {
+        why: String,
+        /// True if an administrator has to act.
+        is_permanent: bool,
+    },
+    LeaderChanged {
+        leader: Option<(Term, String)>,
+    },
+    Group {
+        name: String,
+        spec: ClusterGroupLimits,
+        /// Originator, if this host made the change.
+        by: Option<ChangeOrigin>,
+    },
+    Granted {
+        group: String,
+        grant: policy::cluster::QuotaGrant,
+    },
+    /// Another host offers this one a disk.
+    Offered(Box<ReceivedOffer>),
+    /// Answer of another host to an offer.
+    Answered {
+        disk: String,
+        answer: MigrationAnswer,
+    },
+    /// Hosts that stopped reporting; `None` unless this host leads.
+    Silent(Option<BTreeSet<String>>),
+    /// Reservations of all hosts, including this one.
+    Reservations(BTreeMap<String, HostReservations>),
+}

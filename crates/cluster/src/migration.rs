@@ -1,0 +1,364 @@
+//! The protocol that migrates a disk to another host, as transactions in etcd.
+//!
+//! ```text
+//!   from                                   to
+//!   Ask       move = asked        ─────►
+//!             moved = ready       ◄─────   Reply      it could serve the disk
+//!   (disconnects clients, closes the image)
+//!   Give      move = given        ─────►
+//!                                          Check      the offer is still valid
+//!                                          (opens the image)
+//!             moved = taken       ◄─────   Claim      deletes `move`: the disk is now its own
+//!             moved = settled     ◄─────   Settle     it has read the result
+//!   Forget    deletes `moved`              once no host needs it
+//!   Withdraw  deletes `move`               if before Claim, the disk stays on `from`
+//! ```
+//!
+//! Claim and Withdraw exclude each other, so exactly one host has the disk, and both learn which.
+//! An offer has its host's lease and names that host's run: an offer of an ended run cannot be
+//! claimed. Never opens an image.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, EtcdOperation, KeyRange},
+    keys::{EtcdKey, EtcdKeys},
+    session_state::{SessionState, HostLeases},
+    migration_offer::{MigrationAnswer, MigrationOffer, ReceivedOffer, StepOutcome, MigrationReply, MigrationStep},
+    etcd_values,
+};
+
+/// Performs a step, or returns the reason why not.
+pub(super) async fn perform_step(known: &SessionState, etcd: &mut EtcdClient, step: MigrationStep) -> Result<StepOutcome, EtcdError> {
+    let Some(HostLeases { name: lease, .. }) = known.joined else {
+        return Ok(StepOutcome::Disconnected(
+            "this host has not joined its cluster (`weir cluster status` says why)".to_owned(),
+        ));
+    };
+    match step {
+        MigrationStep::Offer { to, disk, offer } => ask(known, etcd, lease, (&to, &disk), *offer).await,
+        MigrationStep::Release { to, disk, offer, revision } => {
+            let own = known.keys.key(EtcdKey::Host(&known.cluster.host));
+            let host = etcd.read_one(known.keys.single(EtcdKey::Host(&known.cluster.host))).await?;
+            let run = host.map_or(0, |value| value.mod_revision);
+            let (key, number) = (known.keys.key(EtcdKey::Move(&to, &disk)), offer.number);
+            let put = EtcdOperation::put(&key, &etcd_values::write(&MigrationOffer { host_revision: run, ..*offer }), Some(lease));
+            let compare = [TransactionCondition::Changed(key, revision), TransactionCondition::Changed(own, run)];
+            let done = etcd.transact(&compare, &[put]).await?;
+            Ok(match done.succeeded {
+                true => StepOutcome::Done(done.revision),
+                false => {
+                    // An earlier attempt may have succeeded and its answer was lost.
+                    let there = etcd.read_one(known.keys.single(EtcdKey::Move(&to, &disk))).await?;
+                    let there = there.and_then(|value| etcd_values::read::<MigrationOffer>(&value.value).ok());
+                    match there.is_some_and(|there| there.is_released && (there.number, there.host_revision) == (number, run))
+                    {
+                        true => StepOutcome::Done(done.revision),
+                        false => {
+                            StepOutcome::Lost("the offer was deleted from etcd (move the disk again)".to_owned())
+                        }
+                    }
+                }
+            })
+        }
+        MigrationStep::Withdraw { to, disk, number } => withdraw(known, etcd, (&to, &disk), number).await,
+        MigrationStep::Reply { offered, said } => {
+            let unchanged = unchanged(known, &offered);
+            let put = reply(known, &offered, said, Some(lease));
+            let done = etcd.transact(&[unchanged], &[put]).await?;
+            Ok(match done.succeeded {
+                true => StepOutcome::Done(done.revision),
+                false => StepOutcome::Lost("the offer was withdrawn".to_owned()),
+            })
+        }
+        MigrationStep::Check { offered } => {
+            let done = etcd.transact(&claimable(known, &offered), &[]).await?;
+            Ok(match done.succeeded {
+                true => StepOutcome::Done(done.revision),
+                false => lost_outcome(&offered),
+            })
+        }
+        MigrationStep::Claim { offered, listed } => claim(known, etcd, &offered, listed).await,
+        MigrationStep::Settle { offered } => settle(known, etcd, &offered).await,
+        MigrationStep::Forget { disk } => {
+            let (_, found) = etcd.read(&[known.keys.below_all_hosts()]).await?;
+            delete_moved_records(&known.keys, etcd, &known.cluster.host, found.iter().flatten(), |other| other != disk)
+                .await?;
+            Ok(StepOutcome::Done(0))
+        }
+        MigrationStep::Reclaim { disk } => {
+            let gone = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, &disk)));
+            Ok(StepOutcome::Done(etcd.transact(&[], &[gone]).await?.revision))
+        }
+    }
+}
+
+fn unchanged(known: &SessionState, ReceivedOffer { disk, revision, .. }: &ReceivedOffer) -> TransactionCondition {
+    TransactionCondition::Changed(known.keys.key(EtcdKey::Move(&known.cluster.host, disk)), *revision)
+}
+
+/// Conditions of a claim: the offer is unchanged, and its host is the same run.
+fn claimable(known: &SessionState, offered: &ReceivedOffer) -> [TransactionCondition; 2] {
+    let from = known.keys.key(EtcdKey::Host(&offered.offer.from));
+    [unchanged(known, offered), TransactionCondition::Changed(from, offered.offer.host_revision)]
+}
+
+fn lost_outcome(offered: &ReceivedOffer) -> StepOutcome {
+    let from = &offered.offer.from;
+    StepOutcome::Lost(format!(
+        "{from} has withdrawn its offer, restarted, or rejoined the cluster (move the disk again)"
+    ))
+}
+
+fn reply(known: &SessionState, ReceivedOffer { disk, offer, .. }: &ReceivedOffer, said: MigrationReply, lease: Option<i64>) -> EtcdOperation {
+    let answer = answer(known, offer, said);
+    EtcdOperation::put(&known.keys.key(EtcdKey::Moved(&offer.from, disk)), &etcd_values::write(&answer), lease)
+}
+
+fn answer(known: &SessionState, offer: &MigrationOffer, said: MigrationReply) -> MigrationAnswer {
+    let by = known.cluster.host.clone();
+    MigrationAnswer { by, number: offer.number, said, image: None, listed: None, settled: false }
+}
+
+async fn ask(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    lease: i64,
+    (to, disk): (&str, &str),
+    offer: MigrationOffer,
+) -> Result<StepOutcome, EtcdError> {
+    let own = known.keys.key(EtcdKey::Host(&known.cluster.host));
+    let names = [known.keys.single(EtcdKey::Host(to)), known.keys.single(EtcdKey::Host(&known.cluster.host))];
+    let (_, found) = etcd.read(&names).await?;
+    let of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
+    let there = known.keys.key(EtcdKey::Host(to));
+    let (Some(_), Some(EtcdKeyValue { mod_revision: run, .. })) = (of(&there), of(&own)) else {
+        return Ok(StepOutcome::Absent(format!(
+            "no running host of cluster {:?} is called {to:?} (`weir cluster status` lists them)",
+            known.cluster.name
+        )));
+    };
+    let key = known.keys.key(EtcdKey::Move(to, disk));
+    let offer = MigrationOffer { host_revision: run, ..offer };
+    let compare = [TransactionCondition::Absent(key.clone()), TransactionCondition::Changed(own, run)];
+    let earlier = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk)));
+    let put = EtcdOperation::put(&key, &etcd_values::write(&offer), Some(lease));
+    let done = etcd.transact(&compare, &[earlier, put]).await?;
+    Ok(match done.succeeded {
+        true => StepOutcome::Done(done.revision),
+        false => StepOutcome::Lost(format!(
+            "a disk of this name is already being moved to {to} (try again in a minute, or check which host it comes from)"
+        )),
+    })
+}
+
+/// Number and revision of an offer.
+fn offer_number(found: &[Vec<EtcdKeyValue>]) -> Option<(u64, i64)> {
+    let value = found.iter().flatten().next()?;
+    let offer = etcd_values::read::<MigrationOffer>(&value.value).ok()?;
+    Some((offer.number, value.mod_revision))
+}
+
+async fn withdraw(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    (to, disk): (&str, &str),
+    number: u64,
+) -> Result<StepOutcome, EtcdError> {
+    let range = known.keys.single(EtcdKey::Move(to, disk));
+    loop {
+        let (_, found) = etcd.read(std::slice::from_ref(&range)).await?;
+        match offer_number(&found) {
+            Some((of, revision)) if of == number => {
+                let compare = TransactionCondition::Changed(known.keys.key(EtcdKey::Move(to, disk)), revision);
+                // The answer to this offer is obsolete.
+                let answer = known.keys.single(EtcdKey::Moved(&known.cluster.host, disk));
+                let gone = [range.clone(), answer].map(EtcdOperation::Delete);
+                let done = etcd.transact(&[compare], &gone).await?;
+                if done.succeeded {
+                    // Claimed or changed meanwhile: read again.
+                    return Ok(StepOutcome::Done(done.revision));
+                }
+            }
+            // Claimed, or the lease expired: then it cannot be claimed any more.
+            _ => {
+                let host = &known.cluster.host;
+                return Ok(match is_taken(known, etcd, (host, disk), number).await? {
+                    true => StepOutcome::Lost("the other host has it".to_owned()),
+                    false => StepOutcome::Done(0),
+                });
+            }
+        }
+    }
+}
+
+/// Invalidates the offers of an earlier run: rewriting the host's key changes its revision, while
+/// the key stays with that run's lease.
+async fn invalidate_earlier_offers(keys: &EtcdKeys, etcd: &mut EtcdClient, host: &str) -> Result<(), EtcdError> {
+    let key = keys.key(EtcdKey::Host(host));
+    loop {
+        let Some(own) = etcd.read_one(keys.single(EtcdKey::Host(host))).await? else { return Ok(()) };
+        let lease = (own.lease != 0).then_some(own.lease);
+        let put = EtcdOperation::put(&key, &own.value, lease);
+        if etcd.transact(&[TransactionCondition::Changed(key.clone(), own.mod_revision)], &[put]).await?.succeeded {
+            return Ok(());
+        }
+    }
+}
+
+/// Returns which of a host's disks (with their images) moved to another host of the cluster.
+///
+/// Disks on a host that left the cluster return to this host, and are recorded as moved there for
+/// the case that it returns. Has to run before images are opened: offers of earlier runs cannot be
+/// claimed afterwards.
+pub(super) async fn moved_disks(
+    keys: &EtcdKeys,
+    etcd: &mut EtcdClient,
+    host: &str,
+    disks: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>, EtcdError> {
+    invalidate_earlier_offers(keys, etcd, host).await?;
+    let (_, found) = etcd.read(&[keys.below_all_hosts(), keys.reports()]).await?;
+    let (mut moved, mut members) = (BTreeMap::new(), BTreeSet::new());
+    for value in found.iter().flatten() {
+        match keys.parse(&value.key) {
+            Some(EtcdKey::Moved(from, disk)) => {
+                moved.extend(parse_taken(&value.value).map(|answer| ((from, disk), answer)));
+            }
+            Some(EtcdKey::Host(name) | EtcdKey::Report(name)) => drop(members.insert(name)),
+            _ => {}
+        }
+    }
+    let (mut gone, mut back) = (BTreeMap::new(), Vec::new());
+    for (&(_, disk), answer) in moved.iter().filter(|((from, _), _)| *from == host) {
+        let Some(image) = disks.get(disk) else { continue };
+        if answer.image.as_ref().is_some_and(|moved| moved != image) {
+            continue;
+        }
+        let (mut by, mut passed) = (&*answer.by, BTreeSet::from([host]));
+        // Follows further moves. `passed` ends a cycle.
+        while passed.insert(by)
+            && let Some(next) = moved.get(&(by, disk))
+        {
+            by = &next.by;
+        }
+        match by != host && members.contains(by) {
+            true => drop(gone.insert(disk.to_owned(), by.to_owned())),
+            false => back.push((disk, by, image)),
+        }
+    }
+    for (disk, by, image) in back {
+        let mut then = vec![EtcdOperation::Delete(keys.single(EtcdKey::Moved(host, disk)))];
+        let mut compare = Vec::new();
+        if by != host {
+            // For the case that that host returns: its config file may list the disk.
+            let answer = MigrationAnswer {
+                by: host.to_owned(),
+                number: 0,
+                said: MigrationReply::Taken,
+                image: Some(image.clone()),
+                listed: Some(true),
+                settled: true,
+            };
+            then.push(EtcdOperation::put(&keys.key(EtcdKey::Moved(by, disk)), &etcd_values::write(&answer), None));
+            // If that host returned since the read above, it keeps the disk.
+            compare.push(TransactionCondition::Absent(keys.key(EtcdKey::Host(by))));
+        }
+        if !etcd.transact(&compare, &then).await?.succeeded {
+            gone.insert(disk.to_owned(), by.to_owned());
+        }
+    }
+    delete_moved_records(keys, etcd, host, found.iter().flatten(), |disk| disks.contains_key(disk)).await?;
+    Ok(gone)
+}
+
+/// Deletes the record of moved disks once no host needs it. A record is needed:
+///
+/// - by the host that took the disk, until it has read that its claim succeeded (`settled`).
+/// - by this host, so that it does not take the disk back: until it has seen the record (it has,
+///   when it calls this), and at its next start if its config file lists the disk.
+/// - by an earlier host of the same disk, which follows the chain of records at its start.
+async fn delete_moved_records(
+    keys: &EtcdKeys,
+    etcd: &mut EtcdClient,
+    host: &str,
+    of_hosts: impl Iterator<Item = &EtcdKeyValue>,
+    is_listed: impl Fn(&str) -> bool,
+) -> Result<(), EtcdError> {
+    let (mut settled, mut came) = (Vec::new(), BTreeSet::new());
+    for value in of_hosts {
+        let (Some(EtcdKey::Moved(from, disk)), Some(answer)) = (keys.parse(&value.key), parse_taken(&value.value))
+        else {
+            continue;
+        };
+        if from == host && answer.settled && !is_listed(disk) {
+            settled.push((disk, value));
+        } else if answer.by == host {
+            came.insert(disk);
+        }
+    }
+    for (_, value) in settled.iter().filter(|(disk, _)| !came.contains(disk)) {
+        let gone = EtcdOperation::Delete(KeyRange::Key(value.key.clone()));
+        etcd.transact(&[TransactionCondition::Changed(value.key.clone(), value.mod_revision)], &[gone]).await?;
+    }
+    Ok(())
+}
+
+/// Marks a claim as known to the host that made it. Best effort: otherwise the record stays longer.
+async fn settle(known: &SessionState, etcd: &mut EtcdClient, offered: &ReceivedOffer) -> Result<StepOutcome, EtcdError> {
+    let key = known.keys.key(EtcdKey::Moved(&offered.offer.from, &offered.disk));
+    let there = etcd.read_one(KeyRange::Key(key.clone())).await?;
+    let Some((revision, answer)) = there.and_then(|value| Some((value.mod_revision, parse_taken(&value.value)?)))
+    else {
+        return Ok(StepOutcome::Done(0));
+    };
+    if answer.number == offered.offer.number {
+        let put = EtcdOperation::put(&key, &etcd_values::write(&MigrationAnswer { settled: true, ..answer }), None);
+        etcd.transact(&[TransactionCondition::Changed(key, revision)], &[put]).await?;
+    }
+    Ok(StepOutcome::Done(0))
+}
+
+fn parse_taken(value: &[u8]) -> Option<MigrationAnswer> {
+    etcd_values::read::<MigrationAnswer>(value).ok().filter(|answer| answer.said == MigrationReply::Taken)
+}
+
+async fn is_taken(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    (host, disk): (&str, &str),
+    number: u64,
+) -> Result<bool, EtcdError> {
+    let answer = etcd.read_one(known.keys.single(EtcdKey::Moved(host, disk))).await?;
+    let answer = answer.and_then(|value| parse_taken(&value.value));
+    Ok(answer.is_some_and(|answer| answer.number == number))
+}
+
+async fn claim(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    offered: &ReceivedOffer,
+    listed: Option<bool>,
+) -> Result<StepOutcome, EtcdError> {
+    let ReceivedOffer { disk, offer, .. } = offered;
+    let image = offer.described["keys"]["image"].as_str().map(str::to_owned);
+    // Without a lease: the offering host has to see it, however late.
+    let mut then = vec![
+        EtcdOperation::Delete(known.keys.single(EtcdKey::Move(&known.cluster.host, disk))),
+        EtcdOperation::put(
+            &known.keys.key(EtcdKey::Moved(&offer.from, disk)),
+            &etcd_values::write(&MigrationAnswer { image, listed, ..answer(known, offer, MigrationReply::Taken) }),
+            None,
+        ),
+    ];
+    if offer.from != known.cluster.host {
+        // An old record would say that the disk left this host.
+        then.push(EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk))));
+    }
+    let done = etcd.transact(&claimable(known, offered), &then).await?;
+    // An earlier claim may have succeeded and its answer was lost.
+    if done.succeeded || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
+        return Ok(StepOutcome::Done(done.revision));
+    }
+    Ok(lost_outcome(offered))
+}

@@ -1,0 +1,497 @@
+//! From a plan to a running daemon.
+//!
+//! ```text
+//!   open ─► bind ─► reconcile ─► sandbox ─► late disks ─► take over ─► clients ─► ready
+//!   └──────────── a failure here leaves everything unchanged ─────┘
+//! ```
+//!
+//! Accepts no client before everything is ready, and never fails after an old process has handed
+//! over its state.
+
+use std::{
+    collections::BTreeSet,
+    path::{self, Path, PathBuf},
+    rc::{Rc, Weak},
+};
+
+use anyhow::{Context as _, anyhow};
+use cluster::{self, ClusterMembership};
+use console::{figures, signals::BlockedSignals};
+use control::{
+    assemble,
+    events::{self, Kind, News},
+    listen::Inherited,
+    loaded::Loaded,
+    moving,
+    qmp::{self, Control},
+    reconcile::{
+        Difference, Occasion, Reconciliation,
+        source::{Fresh, Source},
+    },
+    recording,
+    registry::Registry,
+    takeover::newcomer::{Before, Newcomer},
+    watch,
+};
+use export::{fuse, nbd};
+use image::Image;
+use reactor::ReactorWorker;
+use sandbox;
+use serde_json::{Map, Value};
+use settings::{DaemonConfig, ExportTarget, ExportSpec, ConfigWithOrigins, DesiredState, RecordingConfig, state::CapacityStore};
+use storage::{OpenError, OwnMount, PassedFiles, rate::RateBudgets};
+
+use super::{
+    Daemon, DaemonEvent, DaemonEvents,
+    bind::{BoundAddresses, bind, export_ids, uris_beyond},
+    ready::announce,
+    shutdown::{flush_and_close, until_signal},
+    memory,
+    qemu_options::QemuSteps,
+    watchdog,
+};
+use crate::{
+    on_event::EventRunner,
+    pid_file::{ClaimedPidFile, PidFile},
+};
+
+/// Goal of the start in the log, if a signal ends it before.
+const DISKS_OPEN: &str = "all disks are open";
+
+/// Inputs of a start.
+pub(super) struct DaemonStart {
+    pub(super) plan: DesiredState,
+    pub(super) steps: QemuSteps,
+    /// The config file, and the options of the command line beside it.
+    pub(super) file: Option<(PathBuf, ConfigWithOrigins<DaemonConfig>)>,
+    pub(super) inherited: Inherited,
+    /// The process to take over from, in an upgrade.
+    pub(super) old: Option<Newcomer>,
+    pub(super) signals: BlockedSignals,
+    pub(super) runner: Option<EventRunner>,
+}
+
+impl Daemon {
+    /// Starts the daemon; `None` if a signal ended it before it was ready.
+    pub(super) async fn start(start: DaemonStart) -> anyhow::Result<Option<Self>> {
+        let DaemonStart { mut plan, steps, file, inherited, mut old, signals, runner } = start;
+        let events = event_channel(signals)?;
+        let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
+        // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
+        let turn = registry.lifecycle.turns.try_take();
+        let is_upgrade = old.is_some();
+        let claimed = claim(&plan, is_upgrade)?;
+        // Cheap checks come before anything that another process could notice.
+        sandbox::check(&plan)?;
+        join_cluster(&mut plan, &registry).await?;
+        let plan = Rc::new(plan);
+        // Files that the old process still serves: no image may lie on one.
+        let _own = is_upgrade.then(|| files_over_fuse(&plan));
+        let mut fresh = Fresh;
+        let source: &mut dyn Source = match &mut old {
+            Some(old) => old,
+            None => &mut fresh,
+        };
+        let (tls, budgets) = (assemble::credentials(&plan.process.tls)?, RateBudgets::default());
+        let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
+        // Cancellable: deriving a key takes seconds, and a pipe may never deliver its passphrase.
+        let Some(opened) = until_signal(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
+        let opened = opened?;
+        // After the images: an address must not accept connections for a disk that cannot be
+        // opened.
+        let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
+        let cgroups = start_cgroups(&plan, &registry, is_upgrade)?;
+        let rights = (claimed.is_none(), is_upgrade);
+        let completed = opened.complete((steps, source), &bound.workers, rights, &events).await;
+        let completed = match (&mut old, completed) {
+            (Some(old), Ok(Some(complete))) => add_runtime_objects(old, complete, (&plan, &registry), &bound).await,
+            (_, completed) => completed,
+        };
+        let complete = match completed {
+            Ok(Some(complete)) => complete,
+            not => return not.and(abandon(&registry).await).map(|()| None),
+        };
+        // The point of no return: on success the old process has handed over, and will end.
+        let taken = take_over(old, &registry, &bound.workers).await?;
+        let loaded =
+            |(file, options)| Loaded { file, options, inherited: bound.inherited, plan, tls, budgets };
+        let loaded = file.map(|file| Rc::new(loaded(file)));
+        let started =
+            Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))
+                .await;
+        drop(turn);
+        started.map(Some)
+    }
+
+    /// Accepts clients, and announces that. After an upgrade nothing here may fail: no other
+    /// process serves.
+    async fn serve(
+        (registry, events): (&Rc<Registry>, DaemonEvents),
+        (mut bound, complete): (BoundAddresses, CompletedStart),
+        (claimed, cgroups): (Option<ClaimedPidFile>, Option<cgroup::watch::CgroupWatchThread>),
+        taken: Option<(String, Before)>,
+        (runner, loaded): (Option<EventRunner>, Option<Rc<Loaded>>),
+    ) -> anyhow::Result<Self> {
+        let http = start_http(&mut bound, registry, cgroups.as_ref(), taken.is_some())?;
+        let control = Rc::new(Control::start(registry, bound.control));
+        // Before the first event.
+        let mut watching = vec![events::log(&registry.events)];
+        watching.extend(runner.and_then(|runner| runner.deliver(registry)));
+        // Logging of events is attached, so no event of a client is lost.
+        registry.let_clients_in();
+        let (in_use, taken) = end_old(taken, registry).await;
+        let pid_file = match claimed {
+            Some(claimed) => claimed.lock_and_write().await,
+            None => complete.pid_file,
+        };
+        warn_of_missing(bound.missing.as_ref());
+        announce(&complete.uris, registry);
+        registry.loaded.replace(loaded);
+        watching.push(watch::watch(registry, in_use));
+        taken.into_iter().for_each(|taken| registry.events.tell(taken));
+        let cluster = start_cluster(registry);
+        watching.extend(moving::receive(registry));
+        registry.promise_once_there_is_room();
+        registry.tell_unopened();
+        let watchdog =
+            registry.lifecycle.watchdog.get().map(|allowed| watchdog::start(allowed, &bound.workers));
+        Ok(Self {
+            registry: Rc::clone(registry),
+            control,
+            _watching: watching,
+            _watchdog: watchdog,
+            _http: http,
+            _cluster: cluster,
+            _pid_file: pid_file,
+            _cgroups: cgroups,
+            events,
+        })
+    }
+}
+
+/// Creates the channel of the daemon's events; signals are sent to it from now on.
+fn event_channel(signals: BlockedSignals) -> anyhow::Result<DaemonEvents> {
+    let events = async_channel::unbounded();
+    let sender = events.0.clone();
+    let mut signals = signals.stream().context("signals cannot be waited for")?;
+    reactor::spawn(async move {
+        // The channel is closed only when the process ends.
+        while let Ok(request) = signals.next().await {
+            let _ = sender.try_send(DaemonEvent::Signal(request));
+        }
+    });
+    Ok(events)
+}
+
+/// A registry without disks that accepts no client.
+fn empty_registry(file: Option<&Path>, plan: &DesiredState, events: &DaemonEvents) -> anyhow::Result<Rc<Registry>> {
+    let sender = events.0.clone();
+    // The channel is closed only when the process ends.
+    let ender = Rc::new(move |end| drop(sender.try_send(DaemonEvent::End(end))));
+    // Absolute, because clients may have another working directory.
+    let registry = Registry::new(file.map(path::absolute).transpose()?, ender);
+    registry.keep_clients_out();
+    registry.lifecycle.ends_when_idle.set(plan.process.exit_when_idle);
+    registry.know_devices(plan.process.state.as_deref());
+    Ok(registry)
+}
+
+/// Checks the pid file before anything is changed. It is written once clients can connect; in an
+/// upgrade, the file of the old process is opened.
+fn claim(plan: &DesiredState, is_upgrade: bool) -> anyhow::Result<Option<ClaimedPidFile>> {
+    let claim = |path| match is_upgrade {
+        true => ClaimedPidFile::open(path).map(Some),
+        false => PidFile::check(path).map(|()| None),
+    };
+    Ok(plan.process.pid_file.as_deref().map(claim).transpose()?.flatten())
+}
+
+/// Marks file systems at the files where the plan exports disks over FUSE, as long as the value
+/// lives.
+fn files_over_fuse(plan: &DesiredState) -> Vec<OwnMount> {
+    let files = plan.exports.iter().filter_map(|export| match &export.door {
+        ExportTarget::Fuse(fuse) => Some(&fuse.file),
+        _ => None,
+    });
+    files.filter_map(|file| fuse::served_at(file)).collect()
+}
+
+/// Joins the cluster, if there is one; disks that were migrated to another host are left out.
+async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::Result<()> {
+    let Some(cluster) = ClusterMembership::prepare(plan).await? else { return Ok(()) };
+    let moved = cluster.moved();
+    for (disk, host) in &moved {
+        tracing::warn!(
+            "disk {disk}: it has moved to host {host}, and is not served here (move [disk.{disk}] from the config file here to that of {host}; to bring the disk back, run `weir disk move {disk} --to {}` there, or `weir reload` here if {host} does not have it any more)",
+            cluster.host()
+        );
+    }
+    plan.remove_disks(|disk| moved.contains_key(disk));
+    registry.join(cluster);
+    Ok(())
+}
+
+/// Extends an error about a locked image if the cluster could not be asked whether the disk was
+/// migrated to another host.
+fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
+    let is_locked = |cause: &OpenError| cause.why.contains("locked");
+    let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
+    match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_anothers) {
+        Some(why) => anyhow!(
+            "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (in that case remove it from the config file here)"
+        ),
+        None => error,
+    }
+}
+
+/// A start with open images, except for those that are opened in the sandbox.
+struct StartWithImages<'a> {
+    plan: &'a Rc<DesiredState>,
+    registry: &'a Rc<Registry>,
+    work: Reconciliation<'a>,
+    difference: Difference,
+    images: Vec<(usize, Image)>,
+    late: Difference,
+}
+
+/// A start that only lacks its clients.
+struct CompletedStart {
+    pid_file: Option<PidFile>,
+    uris: Vec<String>,
+}
+
+impl<'a> StartWithImages<'a> {
+    async fn open(
+        plan: &'a Rc<DesiredState>,
+        registry: &'a Rc<Registry>,
+        (tls, budgets): (Option<nbd::NbdServerTls>, RateBudgets),
+        source: &dyn Source,
+    ) -> anyhow::Result<Self> {
+        assemble::prepare(plan, registry).await?;
+        assemble::warn_of_remarks(plan);
+        let (difference, late) = Difference::from_empty(registry, plan, assemble::is_late).await?;
+        let work = Reconciliation::new(Occasion::Start, registry, plan, tls, budgets);
+        let mut work = work.with_files_of(source);
+        let images = work.open(&difference, source).await;
+        let images = images.map_err(|error| may_have_moved(error, registry))?;
+        memory::warn_of_disks(&plan.disks);
+        Ok(Self { plan, registry, work, difference, images, late })
+    }
+
+    /// Reconciles the empty registry with the plan. In between, the daemon runs the steps of its
+    /// command line, and enters its sandbox. `None` if a signal ended it before.
+    async fn complete(
+        self,
+        (steps, source): (QemuSteps, &mut dyn Source),
+        workers: &Rc<Vec<ReactorWorker>>,
+        (is_alone, is_upgrade): (bool, bool),
+        (_, events): &DaemonEvents,
+    ) -> anyhow::Result<Option<CompletedStart>> {
+        let Self { plan, registry, mut work, difference, images, late } = self;
+        work.apply(&difference, images, source).await?;
+        work.retry_later(plan);
+        registry.follow_devices();
+        let mut uris = work.take_uris();
+        let before = export_ids(registry);
+        let Some(done) =
+            until_signal(steps.run(registry), "the steps of the command line are done", events).await
+        else {
+            return Ok(None);
+        };
+        done?;
+        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
+        source.check_config(registry, &is_late)?;
+        // The old process records until it ends.
+        let own = plan.process.record.as_ref().filter(|_| is_upgrade);
+        let pid_file = enter_sandbox(plan, registry, workers, (is_alone, own)).await?;
+        uris.extend(uris_beyond(&before, registry, &plan.process.tls));
+        if late.has_new_disks() {
+            let Some(opened) = until_signal(work.open(&late, source), DISKS_OPEN, events).await else {
+                return Ok(None);
+            };
+            work.apply(&late, opened?, source).await?;
+            work.retry_later(plan);
+            uris.extend(work.take_uris());
+        }
+        Ok(Some(CompletedStart { pid_file, uris }))
+    }
+}
+
+/// Gives up a start. An orphaned device that was taken over waits for the next process.
+async fn abandon(registry: &Registry) -> anyhow::Result<()> {
+    for entrance in registry.exports.entrances() {
+        entrance.leave();
+        entrance.stop().await;
+    }
+    flush_and_close(&registry.disks.all()).await
+}
+
+fn start_cgroups(
+    plan: &DesiredState,
+    registry: &Registry,
+    is_upgrade: bool,
+) -> anyhow::Result<Option<cgroup::watch::CgroupWatchThread>> {
+    let Some(path) = plan.process.cgroup_limits.as_deref() else { return Ok(None) };
+    let store = CapacityStore::new(plan.process.state.as_deref());
+    let lending = registry.cluster().and_then(|cluster| cluster.lending());
+    match is_upgrade {
+        true => cgroup::watch::CgroupWatchThread::start_after_another(path, store, lending),
+        false => cgroup::watch::CgroupWatchThread::start(path, store, lending),
+    }
+    .map(Some)
+}
+
+/// Performs the last operations that need rights, and enters the sandbox. `own` is the recording of
+/// the old process.
+async fn enter_sandbox(
+    plan: &DesiredState,
+    registry: &Registry,
+    workers: &[ReactorWorker],
+    (is_alone, own): (bool, Option<&RecordingConfig>),
+) -> anyhow::Result<Option<PidFile>> {
+    let pid_file = plan.process.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
+    let awaited = registry.exports.awaited.borrow().values().cloned().collect::<Vec<_>>();
+    let comes_later =
+        |disk: &settings::PlacedDisk| assemble::is_late(disk) || registry.disks.is_unavailable(&disk.name);
+    let is_of_later = |export: &&ExportSpec| comes_later(&plan.disks[export.disk]);
+    let doors_of_later = plan.exports.iter().filter(is_of_later).map(|export| export.door.clone());
+    let running = registry.disks.all();
+    let remotes =
+        running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
+    let served = sandbox::ServedResources {
+        images: registry
+            .disks
+            .all()
+            .iter()
+            .filter_map(|disk| disk.config.image.path().map(Path::to_owned))
+            .collect(),
+        endpoints: registry.exports.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
+        doors: registry
+            .exports
+            .all()
+            .iter()
+            .filter_map(|export| export.said.clone())
+            .chain(doors_of_later)
+            .chain(awaited)
+            .collect(),
+        cluster: plan.disks.iter().any(assemble::is_late)
+            || registry.disks.all().iter().any(|disk| disk.config.image.is_rbd()),
+        etcd_ports: plan.process.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
+        own: (plan.process.cluster.as_ref())
+            .and_then(|known| cluster::directory(plan.process.state.as_deref(), known))
+            .into_iter()
+            .collect(),
+    };
+    if let Some(entered) = sandbox::enter(plan, registry.config.as_deref(), &served, workers).await? {
+        registry.enter(entered);
+    }
+    // Checked by the final user with the remaining rights.
+    if let Some(record) = &plan.process.record {
+        recording::check(record, own)?;
+        registry.recordings.keep(record)?;
+    }
+    Ok(pid_file)
+}
+
+/// Adds objects that clients have added to the old process at run time.
+///
+/// # Errors
+/// The old process has something that cannot be recreated here.
+async fn add_runtime_objects(
+    old: &mut Newcomer,
+    mut complete: CompletedStart,
+    (plan, registry): (&DesiredState, &Rc<Registry>),
+    bound: &BoundAddresses,
+) -> anyhow::Result<Option<CompletedStart>> {
+    let before = export_ids(registry);
+    let perform = async |command: &str, arguments: Map<String, Value>| {
+        qmp::perform_sent(registry, command, arguments).await
+    };
+    let add_disk =
+        async |nodes: &[Map<String, Value>], files: PassedFiles| qmp::add_again(registry, nodes, files).await;
+    let added = old.have_added(registry, &bound.workers, perform, add_disk).await?;
+    if !added.is_empty() {
+        let added = added.join(", ");
+        tracing::info!(%added, "taken over although no config has it (`--save` adds it)");
+    }
+    old.check(registry)?;
+    complete.uris.extend(uris_beyond(&before, registry, &plan.process.tls));
+    Ok(Some(complete))
+}
+
+/// Takes over from the old process, if there is one. Returns it with its version.
+///
+/// # Errors
+/// The old process continues unchanged.
+async fn take_over(
+    old: Option<Newcomer>,
+    registry: &Rc<Registry>,
+    workers: &[ReactorWorker],
+) -> anyhow::Result<Option<(String, Before)>> {
+    let Some(old) = old else { return Ok(None) };
+    let version = old.version().to_owned();
+    match old.finish(registry, workers).await {
+        Ok(before) => Ok(Some((version, before))),
+        Err(error) => {
+            flush_and_close(&registry.disks.all()).await?;
+            Err(error)
+        }
+    }
+}
+
+/// Starts the thread of HTTP, with no more rights than the sandbox leaves.
+///
+/// # Errors
+/// It cannot be started. After an upgrade that is only logged, because no other process serves.
+fn start_http(
+    bound: &mut BoundAddresses,
+    registry: &Rc<Registry>,
+    cgroups: Option<&cgroup::watch::CgroupWatchThread>,
+    is_upgrade: bool,
+) -> anyhow::Result<Option<weir_http::HttpServer>> {
+    let Some(doors) = bound.http.take().filter(|doors| !doors.is_empty()) else { return Ok(None) };
+    let figures = cgroups.and_then(cgroup::watch::CgroupWatchThread::figures);
+    match weir_http::HttpServer::start(doors, registry, &bound.workers, figures) {
+        Err(error) if is_upgrade => {
+            tracing::error!("{error:#}: metrics and the page are not served (restart weir)");
+            Ok(None)
+        }
+        started => started.map(Some),
+    }
+}
+
+/// Waits for the end of the old process. Returns the exports with transferred clients, and an event
+/// about the upgrade.
+async fn end_old(
+    taken: Option<(String, Before)>,
+    registry: &Rc<Registry>,
+) -> (BTreeSet<String>, Option<News>) {
+    let Some((version, before)) = taken else { return Default::default() };
+    let clients = before.clients();
+    let in_use = before.end(registry).await;
+    let message = format!(
+        "this daemon has taken over from one of version {version}, with {}",
+        figures::counted(clients as u64, "client")
+    );
+    let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
+    (in_use, Some(news))
+}
+
+fn warn_of_missing(missing: Option<&anyhow::Error>) {
+    if let Some(error) = missing {
+        tracing::warn!(
+            "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
+             own with --qmp unix:PATH, or use --no-control)"
+        );
+    }
+}
+
+fn start_cluster(registry: &Rc<Registry>) -> Option<cluster::AgentHandle> {
+    let around: Weak<Registry> = Rc::downgrade(registry);
+    let started = registry.cluster().map(|cluster| cluster.start(around)).transpose();
+    started.unwrap_or_else(|error| {
+        tracing::error!("{error:#}: the fallback share applies (restart weir)");
+        None
+    })
+}

@@ -1,0 +1,242 @@
+//! Quiesced connections: between two requests with nothing in flight, so that this process or the
+//! new process of an upgrade can continue them.
+//!
+//! ```text
+//!   open ──► closed ──────────► still ─────────────────────────► gone
+//!    ▲       no client is       every connection quiesces and    the new process continues them;
+//!    │       accepted           publishes its state              those that cannot move are closed
+//!    └──────────┴─────────────────┴── resume ──
+//! ```
+//!
+//! Requests that were received but not started are transferred as the bytes that arrived; the new
+//! process parses them again. That includes requests that wait for limits, which are not charged
+//! yet. Started requests are completed and answered first.
+//!
+//! Never decides the next stage: the server does. Each connection quiesces itself.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering::SeqCst},
+    },
+};
+
+use event_listener::{Event, EventListener};
+
+use super::session::NbdSession;
+use reactor::operation::Fd;
+
+/// State of a quiesced connection.
+#[derive(Clone, Debug)]
+pub struct QuiescedNbdConnection {
+    /// No task receives or sends on it.
+    pub socket: Fd,
+    /// The connection uses TLS, whose state cannot move.
+    pub tls: bool,
+    /// Negotiated session.
+    pub session: NbdSession,
+    /// Received bytes, from the beginning of a request.
+    pub bytes: Vec<u8>,
+    /// Number of bytes to drop from the socket; if above zero, `bytes` is empty.
+    pub skip: u64,
+}
+
+/// Stage of all connections of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub(super) enum QuiesceStage {
+    Open,
+    NotAccepting,
+    Quiescing,
+    HandedOver,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct ConnectionQuiesce {
+    stage: AtomicU8,
+    /// Number of quiesces so far.
+    turn: AtomicU64,
+    /// Notified when the stage has changed. Every connection listens.
+    changed: Event,
+    /// Notified when a client has arrived or a connection has come to rest. Only the server
+    /// listens, while it closes its listeners or quiesces its connections.
+    progress: Event,
+    /// Clients that are being accepted or are not registered yet.
+    arriving: AtomicUsize,
+    /// State by connection number; `None` for a stream that is no socket and cannot move.
+    rested: Mutex<HashMap<u64, Option<QuiescedNbdConnection>>>,
+}
+
+/// Guard for a client that is being accepted or not registered yet: see [`Rest::arriving`].
+#[derive(Debug)]
+pub(super) struct ArrivalGuard(Arc<ConnectionQuiesce>);
+
+impl Drop for ArrivalGuard {
+    fn drop(&mut self) {
+        self.0.arriving.fetch_sub(1, SeqCst);
+        self.0.progress.notify(usize::MAX);
+    }
+}
+
+impl ConnectionQuiesce {
+    /// Counts a possible client until it is registered or was not accepted.
+    pub(super) fn arriving(self: &Arc<Self>) -> ArrivalGuard {
+        self.arriving.fetch_add(1, SeqCst);
+        ArrivalGuard(Arc::clone(self))
+    }
+
+    /// True if no accepted connection is unregistered, and none is being accepted.
+    pub(super) fn has_no_arrivals(&self) -> bool {
+        self.arriving.load(SeqCst) == 0
+    }
+
+    pub(super) fn stage(&self) -> QuiesceStage {
+        match self.stage.load(SeqCst) {
+            0 => QuiesceStage::Open,
+            1 => QuiesceStage::NotAccepting,
+            2 => QuiesceStage::Quiescing,
+            _ => QuiesceStage::HandedOver,
+        }
+    }
+
+    pub(super) fn set(&self, stage: QuiesceStage) {
+        {
+            let mut rested = self.rested();
+            // Published states are stale once connections resume.
+            if stage != QuiesceStage::HandedOver {
+                rested.clear();
+            }
+            if stage == QuiesceStage::Quiescing {
+                // Under the lock of `rested`, so that `lie` cannot publish state of the previous
+                // quiesce.
+                self.turn.fetch_add(1, SeqCst);
+            }
+            self.stage.store(stage as u8, SeqCst);
+        }
+        // After the store, or a woken connection could read the old stage and sleep again.
+        self.changed.notify(usize::MAX);
+        self.progress.notify(usize::MAX);
+    }
+
+    /// Listener for the next arrival of a client, the next connection that quiesces, and the next
+    /// change of the stage. Create it before checking any of these.
+    pub(super) fn listen_to_progress(&self) -> EventListener {
+        self.progress.listen()
+    }
+
+    /// Waits until the stage satisfies `is_it`; returns the stage.
+    pub(super) async fn until(&self, is_it: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
+        loop {
+            // The listener exists before the stage is read, so that a change in between wakes it.
+            let changed = self.changed.listen();
+            let stage = self.stage();
+            if is_it(stage) {
+                return stage;
+            }
+            changed.await;
+        }
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.turn.load(SeqCst)
+    }
+
+    /// Waits for the end of the quiesce with this number; true if another process continues the
+    /// connection. A quiesce that follows at once has another number.
+    pub(super) async fn until_over(&self, turn: u64) -> bool {
+        let stage = self.until(|stage| stage != QuiesceStage::Quiescing || self.generation() != turn).await;
+        stage == QuiesceStage::HandedOver
+    }
+
+    /// Publishes the state of a quiesced connection, also for quiesces that follow at once, and
+    /// waits until the server resumes. True if another process continues the connection.
+    pub(super) async fn publish_until_resumed(&self, number: u64, has: Option<QuiescedNbdConnection>) -> bool {
+        loop {
+            let turn = self.generation();
+            {
+                let mut rested = self.rested();
+                // The state is published only for the current quiesce: an older one was already
+                // cleared.
+                if self.generation() == turn && self.stage() == QuiesceStage::Quiescing {
+                    rested.insert(number, has.clone());
+                }
+            }
+            self.progress.notify(usize::MAX);
+            if self.until_over(turn).await {
+                return true;
+            }
+            match self.stage() {
+                QuiesceStage::Quiescing => {}
+                stage => return stage == QuiesceStage::HandedOver,
+            }
+        }
+    }
+
+    /// True if another process continues this connection.
+    pub(super) fn is_handed_over(&self, number: u64) -> bool {
+        let rested = self.rested();
+        self.stage() == QuiesceStage::HandedOver
+            && rested.get(&number).is_some_and(|has| has.as_ref().is_some_and(|has| !has.tls))
+    }
+
+    pub(super) fn rested(&self) -> MutexGuard<'_, HashMap<u64, Option<QuiescedNbdConnection>>> {
+        self.rested.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        cell::Cell,
+        future::{Future, poll_fn},
+        pin::pin,
+        rc::Rc,
+    };
+
+    use super::*;
+    use reactor::{sim, spawn_joinable, yield_now};
+
+    /// Connections are woken by changes of the stage only, not by an arriving client or by another
+    /// connection that quiesces.
+    #[test]
+    fn connections_are_woken_by_stages_alone() {
+        const CONNECTIONS: u64 = 100;
+        sim::run(1, async {
+            let rest = Arc::<ConnectionQuiesce>::default();
+            let polls: Rc<Cell<u64>> = Rc::default();
+            let connection = |_| {
+                let (rest, polls) = (Arc::clone(&rest), Rc::clone(&polls));
+                spawn_joinable(async move {
+                    let mut still = pin!(rest.until(|stage| stage >= QuiesceStage::Quiescing));
+                    poll_fn(|context| {
+                        polls.set(polls.get() + 1);
+                        still.as_mut().poll(context)
+                    })
+                    .await
+                })
+            };
+            let connections: Vec<_> = (0..CONNECTIONS).map(connection).collect();
+            let settle = || async {
+                for _ in 0..10 * CONNECTIONS {
+                    yield_now().await;
+                }
+            };
+            settle().await;
+            for _ in 0..1000 {
+                let heard = rest.listen_to_progress();
+                drop(rest.arriving());
+                heard.await;
+            }
+            settle().await;
+            assert_eq!(polls.get(), CONNECTIONS);
+            rest.set(QuiesceStage::NotAccepting);
+            settle().await;
+            rest.set(QuiesceStage::Quiescing);
+            for connection in connections {
+                assert_eq!(connection.await, QuiesceStage::Quiescing);
+            }
+            assert_eq!(polls.get(), 3 * CONNECTIONS);
+        });
+    }
+}

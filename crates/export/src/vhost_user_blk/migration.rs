@@ -1,0 +1,60 @@
+//! A ring whose disk is being migrated to this host waits until its image is available: the virtual
+//! machine already runs here, but the source host may still hold the image.
+//!
+//! Orders that arrive meanwhile are executed as far as they concern a ring that has not started.
+
+use std::{cell::Cell, pin::pin};
+
+use async_channel::Receiver;
+use block::disk::{Disk, HoldError};
+use policy::time::Duration;
+
+use super::{vring_event::VringEvent, queue::QueueOrder, session::EventKind, vring::RingSettings};
+use crate::select::{FirstReady, first};
+
+/// Longest wait. The guest is running by then and notices a slow disk.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Replaced events of the ring.
+pub(super) type ReplacedEvents = Vec<(EventKind, Option<VringEvent>)>;
+
+/// Waits for the disk's image and applies orders meanwhile. `None` if the ring is to stop.
+pub(super) async fn wait_for_image(
+    disk: &Disk,
+    settings: &mut RingSettings,
+    orders: &Receiver<QueueOrder>,
+) -> Result<Option<ReplacedEvents>, HoldError> {
+    let is_over = Cell::new(false);
+    let mut hold = pin!(disk.hold(PATIENCE, || !is_over.get()));
+    let mut rewired = ReplacedEvents::new();
+    let held = loop {
+        match first(hold.as_mut(), orders.recv()).await {
+            FirstReady::One(held) => break held,
+            FirstReady::Other(Ok(QueueOrder::Memory(memory, places, _in_use))) => {
+                // Dropping the sender at the end of this arm confirms that the new memory is in
+                // use.
+                (settings.memory, settings.places) = (memory, places);
+            }
+            FirstReady::Other(Ok(QueueOrder::Event(kind, bell))) => {
+                // Only the most recent event of each kind is kept.
+                rewired.retain(|(other, _)| *other != kind);
+                rewired.push((kind, bell));
+            }
+            FirstReady::Other(Ok(QueueOrder::Stop { .. }) | Err(_)) => {
+                is_over.set(true);
+                // Awaited instead of dropped: if it holds the image by now, that has to be
+                // released below.
+                break hold.await;
+            }
+        }
+    };
+    match held {
+        Ok(()) if is_over.get() => {
+            disk.release().await;
+            Ok(None)
+        }
+        Ok(()) => Ok(Some(rewired)),
+        Err(HoldError::Cancelled) => Ok(None),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,14 @@
+//! State that all handlers of `--http` share.
+
+use std::sync::Arc;
+
+use control::events::Events;
+
+use super::{main_thread::MainThread, preview_thread::Previews, activity::ActivityWatch};
+
+pub(super) struct PageState {
+    pub(super) desk: Arc<MainThread>,
+    pub(super) previews: Previews,
+    pub(super) watch: Arc<ActivityWatch>,
+    pub(super) events: Events,
+}

@@ -1,0 +1,222 @@
+//! Limits of a tenant alone: the smallest ones that keep its target without neighbours on its
+//! device.
+
+use std::sync::atomic::AtomicBool;
+
+use policy::throttle::{RateLimit, LimitKind, Limits, ReservationUnit};
+
+use super::{
+    arrivals::{TraceArrival, TraceArrivals},
+    confidence::{self, TraceBlocks, ConfidenceInterval},
+    arrival_curve::demand,
+    tenants::{Tenants, TenantWorld},
+    search::{RequestVolume, SmallestLimits, SearchTerms, smallest, valid_rate},
+    trial::{TrialResult, TrialCriterion, SimulatedTrial},
+};
+
+/// Steps in which insufficient limits are raised: by 1 %, doubling each time.
+const RAISES: i32 = 10;
+/// Bisection steps between a sufficient and an insufficient limit.
+const HALVINGS: u32 = 5;
+
+/// Result for a tenant whose requests move data.
+#[derive(Clone, Debug)]
+pub(super) struct TenantLimits {
+    /// By unit; `None` if that unit is not limited.
+    pub(super) smallest: [Option<SmallestLimits>; 2],
+    /// Confidence interval of each, or the reason why there is none.
+    pub(super) certainty: [Option<Result<ConfidenceInterval, String>>; 2],
+    /// Simulated alone with these limits.
+    pub(super) felt: TrialResult,
+    /// Latency at the percentile if the target is missed even without limits and neighbours.
+    pub(super) impossible_ns: Option<u64>,
+}
+
+impl TenantLimits {
+    pub(super) fn limits(&self) -> Limits {
+        limits_of(self.smallest.map(|smallest| smallest.map(|it| it.limit)))
+    }
+}
+
+pub(super) const fn total_limit_kind(unit: ReservationUnit) -> LimitKind {
+    match unit {
+        ReservationUnit::Iops => LimitKind::IopsTotal,
+        ReservationUnit::Bps => LimitKind::BpsTotal,
+    }
+}
+
+pub(super) fn limits_of(by_unit: [Option<RateLimit>; 2]) -> Limits {
+    let mut limits = Limits::default();
+    for (unit, limit) in ReservationUnit::ALL.into_iter().zip(by_unit) {
+        *limits.limit_mut(total_limit_kind(unit)) = limit.unwrap_or(RateLimit::NONE);
+    }
+    limits
+}
+
+pub(super) fn amount(arrivals: &TraceArrivals, disks: &[usize], unit: ReservationUnit) -> RequestVolume {
+    let blocks = TraceBlocks::new(arrivals.length_ns);
+    let (mut amount, mut in_block) = (RequestVolume::default(), vec![0.0; blocks.count]);
+    for stream in disks.iter().map(|&disk| &arrivals.streams[disk]) {
+        amount.requests += stream.requests;
+        amount.units += if unit == ReservationUnit::Iops { stream.requests } else { stream.moved_bytes };
+        amount.peak = amount.peak.saturating_add(stream.peak[unit.index()]);
+        demand(stream.iter(), unit).for_each(|(at_ns, units)| in_block[blocks.of(at_ns)] += units);
+    }
+    // The lower bound: a rate over an instant is meaningless.
+    let seconds = blocks.seconds(arrivals.length_ns).max(0.1);
+    amount.busiest = in_block.into_iter().fold(0.0, f64::max) / seconds;
+    amount
+}
+
+/// Requests of a tenant by time, without their disks.
+pub(super) fn merged_arrivals<'a>(
+    arrivals: &'a TraceArrivals,
+    disks: &'a [usize],
+) -> Box<dyn Iterator<Item = TraceArrival> + 'a> {
+    match disks {
+        [only] => Box::new(arrivals.streams[*only].iter()),
+        _ => Box::new(arrivals.merged(disks).map(|(_, arrival)| arrival)),
+    }
+}
+
+/// Common input of all searches.
+#[derive(Clone, Copy)]
+pub(super) struct AdviseSearch<'a> {
+    pub(super) house: &'a Tenants,
+    pub(super) arrivals: &'a TraceArrivals,
+    pub(super) judge: TrialCriterion,
+    pub(super) over_s: f64,
+    pub(super) stop: &'a AtomicBool,
+}
+
+impl AdviseSearch<'_> {
+    /// The smallest limits of a tenant; `None` if it has no request that is ever limited.
+    pub(super) fn limits_alone(&self, tenant: usize, units: &[ReservationUnit]) -> anyhow::Result<Option<TenantLimits>> {
+        let disks = &self.house.tenants[tenant].disks;
+        let requests = amount(self.arrivals, disks, ReservationUnit::Iops).requests;
+        if requests == 0 {
+            return Ok(None);
+        }
+        let room = self.house.world_of(&self.house.bare, &[tenant]);
+        let target = self.judge.target;
+        let mut need = TenantLimits {
+            smallest: [None; 2],
+            certainty: [None, None],
+            felt: self.simulate_alone(&room, tenant, [None; 2])?,
+            impossible_ns: None,
+        };
+        // Further search is pointless: no limit improves the latency of a tenant that is alone.
+        if !need.felt.holds(&target) {
+            need.impossible_ns = Some(need.felt.judged_ns(&self.judge));
+            return Ok(Some(need));
+        }
+        // Waits may use only the time that the device leaves of the target.
+        let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.judge));
+        let terms = SearchTerms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
+        for &unit in units {
+            let found = smallest(
+                || merged_arrivals(self.arrivals, disks),
+                unit,
+                &amount(self.arrivals, disks, unit),
+                &terms,
+            );
+            need.smallest[unit.index()] = found;
+        }
+        // The computed limits ignore the device's queue; a common factor corrects them.
+        let (times, felt) = self.fit_to_simulation(&room, tenant, &need)?;
+        for unit in ReservationUnit::ALL {
+            if let Some(smallest) = &mut need.smallest[unit.index()] {
+                smallest.limit = scaled(smallest.limit, times, unit);
+                smallest.steady = scale(smallest.steady, times, unit);
+            }
+        }
+        // Waits in the simulation at the target's percentile: together with the device they just
+        // meet it.
+        let wait_s = if self.judge.whole {
+            felt.waited.value_at_quantile(target.share()) as f64 / 1e9
+        } else {
+            terms.wait_s
+        };
+        need.felt = felt;
+        for unit in ReservationUnit::ALL {
+            let Some(SmallestLimits { limit, .. }) = need.smallest[unit.index()] else { continue };
+            let demand = demand(merged_arrivals(self.arrivals, disks), unit);
+            let terms = SearchTerms { wait_s, ..terms };
+            need.certainty[unit.index()] =
+                Some(confidence::limit_interval(demand, unit, limit, &terms, self.judge.blocks));
+        }
+        Ok(Some(need))
+    }
+
+    /// The smallest factor on the limits that suffices in a simulation, and its result.
+    fn fit_to_simulation(&self, room: &TenantWorld, tenant: usize, need: &TenantLimits) -> anyhow::Result<(f64, TrialResult)> {
+        let limits = |times: f64| {
+            ReservationUnit::ALL.map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
+        };
+        let trial = |times: f64| self.simulate_alone(room, tenant, limits(times));
+        let holds = |felt: &TrialResult| felt.holds(&self.judge.target);
+        let (mut low, mut high) = (1.0, 1.0);
+        let mut felt = trial(1.0)?;
+        if holds(&felt) {
+            if !self.judge.whole {
+                return Ok((1.0, felt));
+            }
+            // The device's time at a percentile and the wait at a percentile do not add up, so the
+            // computed limit may be too large.
+            low = 0.5;
+        } else {
+            // Exponential search for a sufficient factor; bisection follows.
+            for raise in 0..RAISES {
+                (low, high) = (high, 1.0 + 0.01 * f64::from(1 << raise));
+                felt = trial(high)?;
+                if holds(&felt) {
+                    break;
+                }
+            }
+        }
+        for _ in 0..HALVINGS {
+            // Invariant: `high` suffices (or is the last one tried), `low` does not.
+            let middle = f64::midpoint(low, high);
+            let tried = trial(middle)?;
+            if holds(&tried) {
+                (high, felt) = (middle, tried);
+            } else {
+                low = middle;
+            }
+        }
+        Ok((high, felt))
+    }
+
+    fn simulate_alone(&self, room: &TenantWorld, tenant: usize, limits: [Option<RateLimit>; 2]) -> anyhow::Result<TrialResult> {
+        let TenantWorld { world, disks, tenant_of } = room;
+        let of = &self.house.tenants[tenant];
+        let mut world = world.clone();
+        // The room has only this tenant's disks, so a lone disk has index 0.
+        let hold = match of.group {
+            Some(group) => &mut world.groups[group].hold,
+            None => &mut world.disks[0].hold,
+        };
+        hold.limits = limits_of(limits);
+        let trial = SimulatedTrial { world: &world, disks, tenants: tenant_of, count: 1 };
+        let felt = match of.disks[..] {
+            // One stream is ordered already.
+            [only] => {
+                let arrivals = self.arrivals.streams[only].iter().map(|arrival| (only, arrival));
+                trial.run(arrivals, &self.judge, self.stop)?
+            }
+            _ => trial.run(self.arrivals.merged(&of.disks), &self.judge, self.stop)?,
+        };
+        Ok(felt.into_iter().next().expect("there is one tenant"))
+    }
+}
+
+fn scale(rate: u64, times: f64, unit: ReservationUnit) -> u64 {
+    // The common case, exact without rounding.
+    if times == 1.0 { rate } else { valid_rate(rate as f64 * times, unit) }
+}
+
+fn scaled(limit: RateLimit, times: f64, unit: ReservationUnit) -> RateLimit {
+    let rate = scale(limit.rate, times, unit);
+    let burst_rate = if limit.burst_rate == 0 { 0 } else { scale(limit.burst_rate, times, unit).max(rate) };
+    RateLimit { rate, burst_rate, ..limit }
+}

@@ -1,0 +1,375 @@
+//! Scheduler for the children of one node.
+//!
+//! ```text
+//!   children that are ready, in a heap by tag for each direction
+//!
+//!     reservations  R = 12.1 ms  R = 13.0 ms          R ≤ now: served first, the smallest
+//!     weights       S = 40   S = 41   S = 41   S = 55    otherwise the smallest start tag
+//!                    ▲ virtual time follows the start tags of served requests
+//! ```
+//!
+//! **By weight**: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A child is served at
+//! its start tag S = max(F, floor), after which F = S + cost / weight. v, the node's virtual time,
+//! is the S served last. Busy children therefore keep equal F, whatever a single request costs.
+//!
+//! A child that was idle starts at the *floor*: v as of 20 to 40 ms ago, but at most 20 ms of its
+//! own cost below v. (In the paper the floor is v itself, but a client with a queue depth of 1
+//! always returns just after v has advanced.) However many children return at once, together they
+//! catch up the service of that time, and busy children wait no longer than that.
+//!
+//! **By reservation**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child
+//! with a reservation has a tag in real time, R: when its next request is due. R advances only when
+//! a request is served because it was due. Every service advances F, so it counts towards the share
+//! by weight.
+//!
+//! **No starvation**: reservations may use all that the limits admit, but one part in a hundred is
+//! served by weight. Reservations advance F ahead of v only up to a bound, so a child that loses
+//! its reservation is soon served by weight again.
+//!
+//! A child has one set of tags for both directions if they share a limit, otherwise one for each
+//! ([`Lane`]): under a limit on writes, a child that writes much should not read less.
+//!
+//! Never looks at buckets: the tree offers a child when it is ready, and withdraws it.
+
+use super::heap::IndexedHeap;
+use super::slicing::SLICE_NS;
+use super::share::NodeShare;
+use crate::request::Direction;
+use crate::time::Instant;
+use alloc::vec::Vec;
+
+/// Time that a returning child may catch up, and the maximum of the child's cost that counts. A
+/// client with a queue depth of 1 misses its turn whenever a completion or a timer is late. Credit
+/// is also a burst at the siblings' expense.
+const IDLE_CREDIT_NS: u64 = 20_000_000;
+
+/// Time of its reservation that a returning child may catch up: it may come due during another
+/// child's slice.
+const RESERVATION_CREDIT_NS: u64 = SLICE_NS + IDLE_CREDIT_NS;
+
+/// Time of its reservation that a busy child may catch up: each slow service delays all children at
+/// every level. Bounded, so that a shortfall of a slow device is not made up all at once.
+const ARREARS_NS: u64 = 1_000_000_000;
+
+/// Maximum by which service by reservation advances F ahead of v, in time of the child's own cost.
+const MAX_LEAD_NS: u64 = SLICE_NS;
+
+/// Fraction (1 / n) of the service that remains by weight if reservations take everything.
+const WEIGHT_PHASE_PART: u64 = 100;
+
+/// Bits of virtual time for a nanosecond at weight 1: precise for every weight up to 10,000.
+const VIRTUAL_BITS: u32 = 14;
+
+/// Virtual time above which it is moved back. The largest step is 2⁶⁰, so nothing overflows.
+const MAX_VIRTUAL_TIME: u64 = 1 << 62;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TagLane {
+    /// Tags of both directions.
+    Shared,
+    /// Tags of one direction.
+    Of(Direction),
+}
+
+impl TagLane {
+    pub(super) const fn new(direction: Direction, shared: bool) -> Self {
+        if shared { Self::Shared } else { Self::Of(direction) }
+    }
+
+    const fn index(self) -> usize {
+        match self {
+            Self::Shared => 0,
+            Self::Of(direction) => direction.index(),
+        }
+    }
+
+    /// True if a charge in this lane changes this direction's tags.
+    pub(super) fn covers(self, direction: Direction) -> bool {
+        self == Self::Shared || self == Self::Of(direction)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum SchedulePhase {
+    /// Its reservation is due.
+    Reservation,
+    /// By weight.
+    Weight,
+}
+
+/// Key of the weight heap. Of equal start tags, the one offered first is served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct WeightKey {
+    start: u64,
+    order: u32,
+}
+
+/// The next child to serve, and the reason. The smaller of two is served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ScheduleCandidate {
+    pub(super) phase: SchedulePhase,
+    /// R by reservation, S by weight.
+    tag: u64,
+    pub(super) child: u32,
+}
+
+impl ScheduleCandidate {
+    /// True if this candidate is strictly preferred to one of the opposite direction.
+    pub(super) fn precedes(&self, other: &Self) -> bool {
+        (self.phase, self.tag) < (other.phase, other.tag)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ServiceCharge {
+    pub(super) lane: TagLane,
+    pub(super) phase: SchedulePhase,
+    /// Time that it takes of the scarcest limit.
+    pub(super) cost_ns: u64,
+    /// Time that it takes of the reservation; 0 without one.
+    pub(super) promised_ns: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct ScheduledChild {
+    slot: u32,
+    reserved: bool,
+    /// 2³² / weight.
+    inverse_weight: u64,
+    /// [`CREDIT_NS`] in virtual time.
+    credit: u64,
+    /// Finish tags F, by lane.
+    finish: [u64; 2],
+    /// Tag R: when its reservation is next due, in nanoseconds.
+    due: u64,
+}
+
+impl ScheduledChild {
+    fn virtual_time(&self, ns: u64) -> u64 {
+        virtual_time(ns, self.inverse_weight)
+    }
+
+    /// Start tag S.
+    fn start(&self, lane: TagLane, clock: &VirtualClock) -> u64 {
+        let floor = clock.before.max(clock.now.saturating_sub(self.credit));
+        self.finish[lane.index()].max(floor)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct VirtualClock {
+    /// Virtual time v.
+    now: u64,
+    /// v as of `marked`.
+    mark: u64,
+    /// v as of the previous mark.
+    before: u64,
+    marked: Instant,
+    /// Cost that may be served by reservation before the next service by weight.
+    allowance_ns: u64,
+}
+
+impl VirtualClock {
+    /// Records v every [`CREDIT_NS`].
+    fn tick(&mut self, now: Instant) {
+        if now.nanos_since(self.marked) >= IDLE_CREDIT_NS {
+            *self = Self { before: self.mark, mark: self.now, marked: now, ..*self };
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ChildScheduler {
+    children: Vec<Option<ScheduledChild>>,
+    vacant: Vec<u32>,
+    by_weight: [IndexedHeap<WeightKey>; 2],
+    by_reservation: [IndexedHeap<u64>; 2],
+    /// By lane.
+    clocks: [VirtualClock; 2],
+    next_order: u32,
+}
+
+impl ChildScheduler {
+    pub(super) const fn new() -> Self {
+        Self {
+            children: Vec::new(),
+            vacant: Vec::new(),
+            by_weight: [IndexedHeap::new(), IndexedHeap::new()],
+            by_reservation: [IndexedHeap::new(), IndexedHeap::new()],
+            clocks: [VirtualClock { now: 0, mark: 0, before: 0, marked: Instant::ZERO, allowance_ns: 0 }; 2],
+            next_order: 0,
+        }
+    }
+
+    pub(super) fn join(&mut self, slot: u32, share: NodeShare) -> u32 {
+        let child = Some(ScheduledChild {
+            slot,
+            reserved: share.is_reserved(),
+            inverse_weight: inverse(share),
+            credit: virtual_time(IDLE_CREDIT_NS, inverse(share)),
+            finish: [0; 2],
+            due: 0,
+        });
+        if let Some(vacant) = self.vacant.pop() {
+            self.children[vacant as usize] = child;
+            vacant
+        } else {
+            self.children.push(child);
+            self.children.len() as u32 - 1
+        }
+    }
+
+    /// Removes a child, which must have been withdrawn.
+    pub(super) fn leave(&mut self, child: u32) {
+        debug_assert!(!Direction::ALL.iter().any(|direction| self.offers(child, *direction)));
+        self.children[child as usize] = None;
+        self.vacant.push(child);
+    }
+
+    /// Changes a child's share; its tags stay. The child must have been withdrawn.
+    pub(super) fn set_share(&mut self, child: u32, share: NodeShare) {
+        let child = self.child_mut(child);
+        child.reserved = share.is_reserved();
+        child.inverse_weight = inverse(share);
+        child.credit = virtual_time(IDLE_CREDIT_NS, child.inverse_weight);
+    }
+
+    pub(super) fn slot(&self, child: u32) -> usize {
+        self.child(child).slot as usize
+    }
+
+    pub(super) fn slots(&self) -> impl Iterator<Item = usize> + '_ {
+        self.children.iter().flatten().map(|child| child.slot as usize)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.children.len() == self.vacant.len()
+    }
+
+    pub(super) const fn has_work(&self, direction: Direction) -> bool {
+        !self.by_weight[direction.index()].is_empty()
+    }
+
+    pub(super) fn offers(&self, child: u32, direction: Direction) -> bool {
+        self.by_weight[direction.index()].contains(child)
+    }
+
+    /// Offers a child that is ready, or updates its keys after a charge.
+    pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: TagLane, now: Instant) {
+        let order = self.next_order;
+        self.next_order = order.wrapping_add(1);
+        self.clocks[lane.index()].tick(now);
+        let start = self.child(child).start(lane, &self.clocks[lane.index()]);
+        self.by_weight[direction.index()].set(child, WeightKey { start, order });
+        if self.child(child).reserved {
+            let was_idle =
+                !Direction::ALL.iter().any(|direction| self.by_reservation[direction.index()].contains(child));
+            let due = &mut self.child_mut(child).due;
+            // Must not be applied to a busy child: it would lose the arrears of slow services.
+            if was_idle {
+                *due = (*due).max(now.as_nanos().saturating_sub(RESERVATION_CREDIT_NS));
+            }
+            let due = *due;
+            self.by_reservation[direction.index()].set(child, due);
+        }
+    }
+
+    pub(super) fn withdraw(&mut self, child: u32, direction: Direction) {
+        self.by_weight[direction.index()].remove(child);
+        self.by_reservation[direction.index()].remove(child);
+    }
+
+    pub(super) fn next(&self, direction: Direction, lane: TagLane, now: Instant) -> Option<ScheduleCandidate> {
+        let (turn, child) = self.by_weight[direction.index()].first()?;
+        // R may be due, but the weight phase has its fraction first.
+        if let Some((due, child)) = self.by_reservation[direction.index()].first()
+            && due <= now.as_nanos()
+            && self.clocks[lane.index()].allowance_ns > 0
+        {
+            return Some(ScheduleCandidate { phase: SchedulePhase::Reservation, tag: due, child });
+        }
+        Some(ScheduleCandidate { phase: SchedulePhase::Weight, tag: turn.start, child })
+    }
+
+    /// Charges a child for a service. If it is on offer, it must be offered again or withdrawn.
+    pub(super) fn charge(&mut self, number: u32, service: ServiceCharge, now: Instant) {
+        let ServiceCharge { lane, phase, cost_ns, promised_ns } = service;
+        let clock = &mut self.clocks[lane.index()];
+        let child = self.children[number as usize].as_mut().expect("a child that has not left");
+        clock.tick(now);
+        let start = child.start(lane, clock);
+        let step = child.virtual_time(cost_ns.max(1));
+        // The tag is computed from the same start as the offer, unless the floor has risen since.
+        let finish = start + step;
+        match phase {
+            SchedulePhase::Weight => {
+                child.finish[lane.index()] = finish;
+                // v never falls: a child that starts at the floor may have S below v.
+                clock.now = clock.now.max(start);
+                clock.allowance_ns = cost_ns.max(1).saturating_mul(WEIGHT_PHASE_PART - 1);
+            }
+            SchedulePhase::Reservation => {
+                // Service by reservation counts towards the share, but only up to a bound (see the
+                // head).
+                let latest = clock.now + child.virtual_time(MAX_LEAD_NS) + step;
+                child.finish[lane.index()] = finish.min(latest);
+                // Arrears are bounded here, credit of an idle child in `offer`.
+                let earliest = now.as_nanos().saturating_sub(ARREARS_NS);
+                child.due = child.due.max(earliest).saturating_add(promised_ns);
+                clock.allowance_ns = clock.allowance_ns.saturating_sub(cost_ns.max(1));
+            }
+        }
+        if clock.now > MAX_VIRTUAL_TIME {
+            self.rebase(lane);
+        }
+    }
+
+    /// Resets all tags, because the limits that costs are measured by have changed.
+    pub(super) fn reset_tags(&mut self) {
+        self.clocks = [VirtualClock::default(); 2];
+        for child in self.children.iter_mut().flatten() {
+            child.finish = [0; 2];
+        }
+        for turns in &mut self.by_weight {
+            turns.map_keys(|_| WeightKey { start: 0, order: 0 });
+        }
+    }
+
+    /// Moves the lane's virtual time back; at most once in weeks.
+    #[cold]
+    fn rebase(&mut self, lane: TagLane) {
+        // Start tags are at most the credit behind v. A tag further behind belongs to an idle
+        // child.
+        let clock = &mut self.clocks[lane.index()];
+        let by = clock.now - MAX_VIRTUAL_TIME / 2;
+        clock.now -= by;
+        clock.mark = clock.mark.saturating_sub(by);
+        clock.before = clock.before.saturating_sub(by);
+        for child in self.children.iter_mut().flatten() {
+            child.finish[lane.index()] = child.finish[lane.index()].saturating_sub(by);
+        }
+        for direction in Direction::ALL {
+            if lane.covers(direction) {
+                let back = |turn: WeightKey| WeightKey { start: turn.start.saturating_sub(by), ..turn };
+                self.by_weight[direction.index()].map_keys(back);
+            }
+        }
+    }
+
+    fn child(&self, number: u32) -> &ScheduledChild {
+        self.children[number as usize].as_ref().expect("a child that has not left")
+    }
+
+    fn child_mut(&mut self, number: u32) -> &mut ScheduledChild {
+        self.children[number as usize].as_mut().expect("a child that has not left")
+    }
+}
+
+const fn virtual_time(ns: u64, inverse_weight: u64) -> u64 {
+    // 2⁴⁶ × 2³² at most, shifted back to 2⁶⁰.
+    ((ns as u128 * inverse_weight as u128) >> (32 - VIRTUAL_BITS)) as u64
+}
+
+const fn inverse(share: NodeShare) -> u64 {
+    (1 << 32) / share.weight() as u64
+}

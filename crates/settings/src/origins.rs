@@ -1,0 +1,183 @@
+//! A config with a table of keys, and the place of each given key.
+
+use std::{
+    borrow::Cow,
+    ops::{Deref, DerefMut},
+    path::Path,
+};
+
+use crate::{
+    key::{ConfigKey, ValueError},
+    diagnostics::{Diagnostics, Origin, ConfigError},
+};
+
+/// Config with a table of keys.
+pub trait KeyTable: Clone + Default + 'static {
+    /// Keys of earlier versions, each with the rule that its use breaks.
+    const REMOVED: &'static [(&'static str, &'static str)] = &[];
+
+    /// Table of keys.
+    fn keys() -> &'static [ConfigKey<Self>];
+
+    /// Row of a name.
+    #[must_use]
+    fn key(name: &str) -> Option<&'static ConfigKey<Self>> {
+        Self::keys().iter().find(|key| key.name == name)
+    }
+
+    /// Keys in which two configs differ, in the order of the table.
+    fn differences<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'static ConfigKey<Self>> + 'a {
+        Self::keys().iter().filter(|key| key.write(self) != key.write(other))
+    }
+
+    /// Reports broken rules between values of one config. Each value is in its range.
+    fn judge(_: &ConfigWithOrigins<Self>, _: &Diagnostics) {}
+}
+
+/// Config with the place of each given key.
+///
+/// Messages use the places; comparing and serving use the config alone.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ConfigWithOrigins<T> {
+    config: T,
+    /// Place of the config as a whole.
+    own_origin: Origin,
+    /// Places by key, with an index for a list (`fault[1]`), in the order of reading.
+    origins: Vec<(Cow<'static, str>, Origin)>,
+    /// Errors of values that are out of range; the config has defaults instead.
+    out_of_range: Vec<ConfigError>,
+}
+
+impl<T> Deref for ConfigWithOrigins<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.config
+    }
+}
+
+impl<T> DerefMut for ConfigWithOrigins<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.config
+    }
+}
+
+impl<T: Default> Default for ConfigWithOrigins<T> {
+    /// The default config, without a place.
+    fn default() -> Self {
+        Self::new(T::default(), Origin::new(""))
+    }
+}
+
+impl<T> ConfigWithOrigins<T> {
+    /// A config without given keys, at this place.
+    pub fn new(config: T, own: Origin) -> Self {
+        Self { config, own_origin: own, origins: Vec::new(), out_of_range: Vec::new() }
+    }
+
+    /// Place of the whole config, for example of its table.
+    pub fn own_origin(&self) -> &Origin {
+        &self.own_origin
+    }
+
+    /// Place of a given key; for a list, of its first value.
+    pub fn origin_of_given(&self, key: &str) -> Option<&Origin> {
+        // The first value of a list has index 0.
+        let is_it =
+            |known: &str| known.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest == "[0]");
+        self.origins.iter().find(|(known, _)| is_it(known)).map(|(_, place)| place)
+    }
+
+    /// Place of a value of a list: `item("export", 0, ".name")`.
+    pub fn item_origin(&self, key: &str, index: usize, below: &str) -> Option<&Origin> {
+        let path = format!("{key}[{index}]{below}");
+        self.origins.iter().find(|(known, _)| *known == path).map(|(_, place)| place)
+    }
+
+    /// Place of a key, or of the whole config if the key was not given.
+    pub fn origin(&self, key: &str) -> &Origin {
+        self.origin_of_given(key).unwrap_or(&self.own_origin)
+    }
+
+    /// Error that the value of a key breaks a rule.
+    pub fn error(&self, key: &str, rule: impl Into<String>) -> ConfigError {
+        self.origin(key).error(rule)
+    }
+
+    /// Names and places of the given keys; lists have an index.
+    pub fn given_origins(&self) -> impl Iterator<Item = (&str, &Origin)> {
+        self.origins.iter().map(|(key, place)| (&**key, place))
+    }
+
+    /// Records the place of a key.
+    pub fn record_origin(&mut self, key: impl Into<Cow<'static, str>>, place: Origin) {
+        self.origins.push((key.into(), place));
+    }
+
+    /// The config alone.
+    pub fn into_config(self) -> T {
+        self.config
+    }
+
+    /// Reports the values that are out of range.
+    pub(crate) fn report_out_of_range(&self, mistakes: &Diagnostics) {
+        self.out_of_range.iter().for_each(|wrong| mistakes.report(wrong.clone()));
+    }
+}
+
+impl<T: KeyTable> ConfigWithOrigins<T> {
+    /// Reads one value of a key. [`Placed::judge`] reports it if it is out of range.
+    ///
+    /// # Errors
+    /// Fails if the text is malformed.
+    pub fn set(
+        &mut self,
+        key: &'static ConfigKey<T>,
+        text: &str,
+        directory: &Path,
+        place: Origin,
+    ) -> Result<(), ConfigError> {
+        match key.read(&mut self.config, text, directory) {
+            Ok(()) => {}
+            Err(ValueError::Malformed(rule)) => return Err(place.error(rule)),
+            // The default stays, so that the rest of the config can be checked.
+            Err(ValueError::OutOfRange(rule)) => self.out_of_range.push(place.error(rule)),
+        }
+        if key.is_list() {
+            // Values of a list are adjacent, so the search ends at the previous one.
+            let of_key = |known: &str| {
+                known.strip_prefix(key.name)?.strip_prefix('[')?.split(']').next()?.parse().ok()
+            };
+            let before: Option<usize> = self.origins.iter().rev().find_map(|(known, _)| of_key(known));
+            let index = before.map_or(0, |before| before + 1);
+            self.record_origin(format!("{}[{index}]", key.name), place);
+        } else {
+            self.record_origin(key.name, place);
+        }
+        Ok(())
+    }
+
+    /// Rows of the given keys, in the order of the table.
+    pub fn given_keys(&self) -> impl Iterator<Item = &'static ConfigKey<T>> {
+        T::keys().iter().filter(|key| self.origin_of_given(key.name).is_some())
+    }
+
+    /// Reports the rules that the config breaks by itself.
+    pub(crate) fn judge(&self, mistakes: &Diagnostics) {
+        self.report_out_of_range(mistakes);
+        // Rules between values are meaningful only if each value is in its range.
+        if self.out_of_range.is_empty() {
+            T::judge(self, mistakes);
+        }
+    }
+
+    /// Returns the config if it breaks no rule by itself.
+    ///
+    /// # Errors
+    /// Returns the first mistake.
+    pub fn into_checked(self) -> Result<Self, ConfigError> {
+        let mistakes = Diagnostics::default();
+        self.judge(&mistakes);
+        mistakes.finish_first(self)
+    }
+}

@@ -1,0 +1,205 @@
+//! Throttle settings of a disk or a group: limits, weight, reservation, watermark. Checks one disk
+//! or group at a time; the policy decides if reservations fit.
+
+use block::layer::throttle::{DiskSettings, GroupSettings};
+use policy::{
+    throttle::{LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting, NodeShare},
+    watermark::Watermark,
+};
+
+use crate::{
+    key::{ChangePolicy, KeyField, KeyInput, ConfigKey, KeyLiteral, TransferPolicy, KeyType, table},
+    diagnostics::Diagnostics,
+    origins::ConfigWithOrigins,
+};
+
+pub(crate) const DEFAULT_WEIGHT: u32 = 100;
+pub(crate) const MAX_WATERMARK: u8 = 100;
+
+/// Throttle settings of one disk or group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThrottleConfig {
+    /// Valid limits, possibly none.
+    pub limits: Limits,
+    /// Weight among the members of its group, from 1 to 10000.
+    pub weight: u32,
+    /// Reservation in operations per second; 0 is none.
+    pub iops_reservation: u64,
+    /// Reservation in bytes per second; 0 is none.
+    pub bps_reservation: u64,
+    /// Utilization of the device in percent below which limits are lifted, 0 (never) to 100.
+    pub watermark: u8,
+}
+
+impl Default for ThrottleConfig {
+    fn default() -> Self {
+        Self {
+            limits: Limits::default(),
+            weight: DEFAULT_WEIGHT,
+            iops_reservation: 0,
+            bps_reservation: 0,
+            watermark: 0,
+        }
+    }
+}
+
+impl ThrottleConfig {
+    /// Converts to the settings of a running disk.
+    pub fn to_disk_settings(&self) -> DiskSettings {
+        DiskSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+    }
+
+    /// Converts to the settings of a running group.
+    pub fn to_group_settings(&self) -> GroupSettings {
+        GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+    }
+
+    /// Converts from the settings of a running disk or group.
+    pub fn from_running(settings: &GroupSettings) -> Self {
+        let GroupSettings { limits, share, watermark } = *settings;
+        Self {
+            limits,
+            weight: share.weight(),
+            iops_reservation: share.iops_reservation(),
+            bps_reservation: share.bps_reservation(),
+            watermark: watermark.percent(),
+        }
+    }
+
+    pub(crate) fn share(&self) -> NodeShare {
+        // The range was checked when the key was read.
+        let share = NodeShare::new(self.weight).expect("checked");
+        share.with_reservation(self.iops_reservation, self.bps_reservation)
+    }
+
+    fn watermark(&self) -> Watermark {
+        Watermark::new(self.watermark).expect("checked")
+    }
+}
+
+/// Rows of the nineteen limits, for a config with these settings.
+pub(crate) fn limit_keys<T: 'static>(
+    settings: fn(&T) -> &ThrottleConfig,
+    settings_mut: fn(&mut T) -> &mut ThrottleConfig,
+) -> impl Iterator<Item = ConfigKey<T>> {
+    let field = move |setting: LimitSetting| {
+        let read = move |config: &mut T, given: KeyInput<'_>| {
+            // Checks the range of this setting; combinations are checked by `judge`.
+            let set = settings_mut(config).limits.set(setting, given.number);
+            set.map_err(|invalid| invalid.rule.to_string())
+        };
+        KeyField::new(read, move |config| Some(KeyLiteral::Number(settings(config).limits.get(setting))))
+    };
+    LimitSetting::ALL.into_iter().map(move |setting| ConfigKey {
+        name: setting.name(),
+        heading: "Limits",
+        value: match setting {
+            // Whole seconds, as in QEMU.
+            LimitSetting::Limit(_, LimitPart::BurstLength) => KeyType::Seconds,
+            _ if setting.is_size() => KeyType::Size,
+            _ => KeyType::Count,
+        },
+        placeholder: placeholder(setting),
+        default: "",
+        help: help(setting),
+        change: ChangePolicy::Apply,
+        transfer: TransferPolicy::Transferred,
+        field: field(setting),
+    })
+}
+
+/// Help of a setting.
+pub(crate) fn help(setting: LimitSetting) -> String {
+    let LimitSetting::Limit(kind, part) = setting else {
+        return "Bytes above which one request counts as more than one operation; 0 is never".to_owned();
+    };
+    let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
+    let which = match kind {
+        LimitKind::BpsTotal | LimitKind::IopsTotal => "of reads and writes together",
+        LimitKind::BpsRead | LimitKind::IopsRead => "of reads",
+        LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
+    };
+    match part {
+        LimitPart::Rate => format!("{unit} per second {which}; 0 is no limit"),
+        LimitPart::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
+        LimitPart::BurstLength => {
+            let rate = LimitSetting::Limit(kind, LimitPart::Rate).name();
+            format!(
+                "Length L in seconds of a burst at that rate M, saved up while idle; a full burst over the limit R, --{rate}, \
+                 lasts L × M ÷ (M − R) seconds, because the bucket drains at R [default: 1]"
+            )
+        }
+    }
+}
+
+/// Placeholder of the value in the help.
+pub(crate) fn placeholder(setting: LimitSetting) -> &'static str {
+    match setting {
+        LimitSetting::Limit(_, LimitPart::BurstLength) => "SECONDS",
+        _ if setting.is_size() => "SIZE",
+        _ => "N",
+    }
+}
+
+/// Rows of weight, reservations and watermark, for a config with these settings.
+pub(crate) fn share_keys<T: 'static>(
+    settings: fn(&T) -> &ThrottleConfig,
+    settings_mut: fn(&mut T) -> &mut ThrottleConfig,
+) -> Vec<ConfigKey<T>> {
+    let number = |read: fn(&mut ThrottleConfig, u64) -> Result<(), String>, write: fn(&ThrottleConfig) -> u64| {
+        KeyField::new(
+            move |config: &mut T, given| read(settings_mut(config), given.number),
+            move |config| Some(KeyLiteral::Number(write(settings(config)))),
+        )
+    };
+    let weight = number(|to, value| weight(value).map(|value| to.weight = value), |of| of.weight.into());
+    let iops = number(
+        |to, value| reservation(value).map(|value| to.iops_reservation = value),
+        |of| of.iops_reservation,
+    );
+    let bps = number(
+        |to, value| reservation(value).map(|value| to.bps_reservation = value),
+        |of| of.bps_reservation,
+    );
+    let watermark =
+        number(|to, value| watermark(value).map(|value| to.watermark = value), |of| of.watermark.into());
+    table! {
+        "Shares" {
+            "weight", KeyType::Count, "N", weight, "100", Apply, Transferred,
+                "Share of each disk in its group, relative to the other weights there, from 1 to 10000";
+            "iops-reservation", KeyType::Count, "N", iops, "", Apply, Transferred,
+                "Reserved operations per second, independent of the load of others; 0 is none";
+            "bps-reservation", KeyType::Size, "SIZE", bps, "", Apply, Transferred,
+                "Reserved bytes per second; with both reservations, the one used up first ends both";
+            "watermark", KeyType::Count, "PERCENT", watermark, "0", Apply, Transferred,
+                "Percentage of the device's capacity below which limits are lifted; 0 never lifts them";
+        }
+    }
+}
+
+/// Reports limits that break a rule together.
+pub(crate) fn check_limits<T>(placed: &ConfigWithOrigins<T>, settings: &ThrottleConfig, mistakes: &Diagnostics) {
+    if let Err(invalid) = settings.limits.validate() {
+        mistakes.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
+    }
+}
+
+fn weight(value: u64) -> Result<u32, String> {
+    let weight = u32::try_from(value).ok().filter(|weight| NodeShare::WEIGHTS.contains(weight));
+    weight.ok_or_else(|| {
+        let (least, most) = (NodeShare::WEIGHTS.start(), NodeShare::WEIGHTS.end());
+        format!("is out of range; a weight is from {least} to {most}")
+    })
+}
+
+fn reservation(value: u64) -> Result<u64, String> {
+    match value {
+        0..=MAX_VALUE => Ok(value),
+        _ => Err(format!("is too large; it may be {MAX_VALUE} at most")),
+    }
+}
+
+fn watermark(value: u64) -> Result<u8, String> {
+    let percent = u8::try_from(value).ok().filter(|&percent| percent <= MAX_WATERMARK);
+    percent.ok_or_else(|| format!("is out of range; a watermark is from 0 to {MAX_WATERMARK} percent"))
+}

@@ -1,0 +1,176 @@
+//! Reconnecting to a lost server, or to its replacement: whether it can continue the disk, and
+//! which writes must be repeated.
+//!
+//! Tries for as long as the disk exists, with growing pauses. Never lets a request pass before
+//! writes that were acknowledged and not flushed are written again.
+
+use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
+
+use super::{REPEATED_WRITES_IN_FLIGHT, UNLIMITED_LOG_LINES, LONGEST_PAUSE, NbdLink, LinkStage};
+use nbd::client::{self, NbdExportInfo, EstablishedConnection, CONNECTION_LOST};
+use reactor::{error::Result, now, sleep_until};
+
+use crate::nbd::{
+    connection::{self, LocalConnection},
+    unflushed::RepeatedChange,
+};
+
+impl NbdLink {
+    /// Checks that a disk of `size_bytes` can continue on this server; the error names the property
+    /// that the server lacks.
+    pub(super) fn check_compatible(&self, about: &NbdExportInfo, size_bytes: u64) -> std::result::Result<(), String> {
+        let opened = &self.opened;
+        if about.size_bytes < size_bytes {
+            return Err(format!(
+                "it has {} bytes now, and the disk has {size_bytes} (make it as large again)",
+                about.size_bytes
+            ));
+        }
+        if about.minimum_block > opened.minimum_block {
+            return Err(format!(
+                "its minimum block is {} bytes now, and the disk was opened with {} (start it with that)",
+                about.minimum_block, opened.minimum_block
+            ));
+        }
+        if self.terms.read_only {
+            return Ok(());
+        }
+        if about.is_read_only() {
+            return Err("it is read-only now (start it writable)".to_owned());
+        }
+        // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
+        let can = |about: &NbdExportInfo| about.can_flush() || about.can_fua();
+        let cannot_keep = opened.can_flush() && !about.can_flush() || can(opened) && !can(about);
+        if self.terms.flushes && cannot_keep {
+            return Err("it no longer supports flushes, so no write could be made durable (start it \
+                        with flushes, or open the disk again to do without)"
+                .to_owned());
+        }
+        Ok(())
+    }
+
+    /// Begins a session and first writes everything again that was acknowledged and not flushed
+    /// before.
+    ///
+    /// # Errors
+    /// The reason why this server is rejected.
+    async fn begin_session(self: &Arc<Self>, established: EstablishedConnection) -> std::result::Result<(), String> {
+        let about = established.about().clone();
+        let (session, batches) = {
+            let mut state = self.lock();
+            state.session += 1;
+            state.began = now();
+            (state.session, state.unflushed.batches(REPEATED_WRITES_IN_FLIGHT))
+        };
+        let jobs = connection::start_keeper(self, session, established);
+        let gone = || "the connection broke again at once".to_owned();
+        let own = LocalConnection::of(self.id, session).ok_or_else(gone)?;
+        for batch in batches {
+            match repeat_writes(own.client(), batch).await {
+                Ok(()) => {}
+                Err(CONNECTION_LOST) => return Err(own.client().fault().unwrap_or_else(gone)),
+                Err(error) => {
+                    return Err(format!(
+                        "it rejects the replay of unflushed writes that it had acknowledged: {error} (repair \
+                         the server; or open the disk again, without those writes)"
+                    ));
+                }
+            }
+        }
+        if let Some(why) = own.client().fault() {
+            return Err(why);
+        }
+        drop(own);
+        let mut state = self.lock();
+        if !about.can_flush() {
+            state.unflushed.clear();
+        }
+        // The disk's size is unchanged; only a resize here adopts the server's size.
+        state.export = about;
+        state.stage = LinkStage::Open { jobs: vec![jobs], is_at_work: reactor::is_worker() };
+        Ok(())
+    }
+
+    pub(super) fn log_rejection(&self, why: &str) {
+        if let Some(left_out) = self.complaints.try_log(now()) {
+            tracing::warn!(nbd = %self.terms.name, why, left_out, "the server cannot be connected to again yet");
+        }
+    }
+}
+
+/// A reconnect in progress. If its thread ends, another thread starts over.
+pub(super) struct ReconnectAttempt {
+    pub(super) link: Weak<NbdLink>,
+}
+
+impl Drop for ReconnectAttempt {
+    fn drop(&mut self) {
+        if let Some(link) = self.link.upgrade() {
+            if let LinkStage::Down { is_tried, .. } = &mut link.lock().stage {
+                *is_tried = false;
+            }
+            link.changed.notify(usize::MAX);
+        }
+    }
+}
+
+pub(super) async fn reconnect(trying: ReconnectAttempt) {
+    // Delayed by the pause of the session, or a server that accepts connections and never replies
+    // would be retried without a pause.
+    let Some((began, mut pause)) = trying.link.upgrade().map(|link| {
+        let state = link.lock();
+        (state.began, state.pause)
+    }) else {
+        return;
+    };
+    sleep_until(began + pause).await;
+    loop {
+        let Some(link) = trying.link.upgrade() else { return };
+        match link.terms.establish_again().await {
+            Ok(established) => {
+                let taken = match link.check_compatible(established.about(), link.size_bytes()) {
+                    Ok(()) => link.begin_session(established).await,
+                    Err(why) => Err(why),
+                };
+                match taken {
+                    Ok(()) => {
+                        link.reconnections.fetch_add(1, Relaxed);
+                        if let Some(left_out) = link.returns_told.try_log_burst(now(), UNLIMITED_LOG_LINES) {
+                            let nbd = &link.terms.name;
+                            tracing::info!(%nbd, left_out, "connected to the server again");
+                        }
+                        return;
+                    }
+                    Err(why) => link.log_rejection(&why),
+                }
+            }
+            Err(error) => link.log_rejection(&error.full_message()),
+        }
+        drop(link);
+        sleep_until(now() + pause).await;
+        pause = (2 * pause).min(LONGEST_PAUSE);
+    }
+}
+
+async fn repeat_writes(client: &client::NbdClient, batch: Vec<RepeatedChange>) -> Result<()> {
+    let one = |again: RepeatedChange| async move {
+        let written = again.change.on(client, again.force).await;
+        // The client was never told that this write succeeded, so it may fail now.
+        if again.is_acknowledged || written == Err(CONNECTION_LOST) { written } else { Ok(()) }
+    };
+    let mut writing: Vec<_> = batch.into_iter().map(|again| Box::pin(one(again))).collect();
+    let mut result = Ok(());
+    // All writes of the batch are sent before the first reply is awaited.
+    std::future::poll_fn(|context| {
+        writing.retain_mut(|write| match write.as_mut().poll(context) {
+            std::task::Poll::Pending => true,
+            std::task::Poll::Ready(ended) => {
+                result = result.and(ended);
+                false
+            }
+        });
+        if writing.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+    result
+}
