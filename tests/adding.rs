@@ -76,7 +76,7 @@ fn what_is_added_is_served_and_saved_and_goes_again() {
     assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
     let (client, _) = Wire::go(&scratch.socket("nbd"), "b");
     let busy = fails(&scratch, &["disk", "remove", "b", "--save"]);
-    let us = format!(" of {} (let it go first)", us());
+    let us = format!(" of {} (disconnect it first)", us());
     assert_says(&busy, &["export b of disk b: in use: client ", &us]);
     assert_eq!(fs::read_to_string(&file).unwrap(), saved);
     drop(client);
@@ -304,7 +304,7 @@ fn an_image_that_another_disk_has_is_told_with_that_disk() {
     std::os::unix::fs::symlink("b.raw", &link).unwrap();
     qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&image), "-F", "raw", text(&over)]).succeeds();
     prints(&scratch, &["disk", "add", "b", text(&image), "-f", "raw"]);
-    let remedy = "the disk \"b\" has it (export one disk twice, or make both read-only)";
+    let remedy = "in use by the disk \"b\" (export one disk twice, or make both read-only)";
     for (path, format, expect) in [
         (&image, "raw", format!("{}: {remedy}", text(&image))),
         (&link, "raw", format!("{}: {remedy}", text(&link))),
@@ -401,7 +401,7 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
     assert_eq!(qmp.refused("block-export-add", other).1, "Invalid block export id");
     drop(qmp);
     let second = ["disk", "add", "d", "memory:1M", "--vhost-user-blk", &door];
-    assert_says(&fails(&scratch, &second), &["the export c@unix:", "is there already"]);
+    assert_says(&fails(&scratch, &second), &["the export c@unix:", "uses this path"]);
     assert!(status(&scratch, "0")["disks"].as_array().unwrap().iter().all(|disk| disk["name"] != "d"));
     prints(&scratch, &["disk", "remove", "c"]);
     // As many as are wanted, as `weir serve` has it.

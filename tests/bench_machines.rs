@@ -107,7 +107,7 @@ fn a_second_export_at_a_socket_is_told_of_the_first() {
     };
     qmp.command("block-export-add", wanted("v"));
     let (_, why) = qmp.refused("block-export-add", wanted("v2"));
-    let rule = "the export v is there already (give each export a place of its own)";
+    let rule = "the export v uses this path (give each export a path of its own)";
     assert_eq!(why, format!("unix:{}: {rule}", text(&socket)));
     bench("-c 10", &format!("vhost-user:{}", text(&socket))).succeeds();
     // That it has gone weir hears a moment later.

@@ -287,7 +287,7 @@ fn hosts_join_share_change_and_outlive_their_leader_and_etcd() {
     until("all are at their safe share", || hosts.iter().all(|host| host.part() <= 1500 / 50));
     let event = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_apart");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
-    hosts[witness].weir().wait_for_log("the safe share holds");
+    hosts[witness].weir().wait_for_log("the fallback share applies");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
     // What was known last is shown, with its age.
     let shown = hosts[witness].cluster();
@@ -533,7 +533,7 @@ fn what_etcd_has_lost_or_others_wrote_is_written_again() {
         hosts[1].again();
         assert!(hosts[1].part() <= 1600);
         if is_away {
-            hosts[1].weir.as_ref().unwrap().wait_for_log("apart from cluster");
+            hosts[1].weir.as_ref().unwrap().wait_for_log("partitioned from cluster");
             etcd.start_again();
         }
     }

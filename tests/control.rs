@@ -171,7 +171,7 @@ fn a_format_lies_over_a_node_and_leaves_it_as_it_was() {
     party.refused(
         "blockdev-add",
         json!({"driver": "qcow2", "node-name": "q1", "file": "q0"}),
-        "Parameter 'file' is to be a file; the node 'q0' is more than that",
+        "Parameter 'file' must be a file; the node 'q0' has a format or is a device",
     );
     party.done("blockdev-del", json!({"node-name": "q0"}));
     party.done("block-export-add", of("f0"));

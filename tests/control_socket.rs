@@ -54,14 +54,14 @@ fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
     assert_says(
         &second.wait_for_log("control"),
         &[
-            "in use: somebody listens there already",
+            "in use: another process listens there",
             "(name a control socket of its own with --qmp unix:PATH, or say --no-control)",
         ],
     );
     assert_eq!(disks(&socket), 1, "it is the first's");
     second.stop();
     assert_eq!(disks(&socket), 1, "and stays so");
-    assert_says(&serve(&socket).arg("--control").fails(), &["in use: somebody listens there already"]);
+    assert_says(&serve(&socket).arg("--control").fails(), &["in use: another process listens there"]);
     // What a killed daemon leaves is taken over.
     first.crash();
     assert!(socket.exists());

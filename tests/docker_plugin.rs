@@ -208,7 +208,7 @@ fn a_directory_and_a_socket_are_one_plugins() {
     let socket = format!("unix:{}", text(&plugin.scratch.socket("plugin")));
     let second =
         Serve::by("docker-plugin").args(["--socket", &socket, "--directory", text(&other.path("v"))]);
-    assert_says(&second.fails(), &["in use: somebody listens there already"]);
+    assert_says(&second.fails(), &["in use: another process listens there"]);
     let socket = plugin.scratch.socket("plugin");
     plugin.weir.stop();
     assert!(!socket.exists());

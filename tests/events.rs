@@ -185,7 +185,7 @@ fn a_reservation_that_is_missed_is_told() {
     fs::write(&done, "").unwrap();
     busy.join().unwrap();
     assert_eq!((&missed["disk"], &missed["severity"]), (&json!("a"), &json!("warning")));
-    weir.wait_for_log("disk a waits and has less than its reservation");
+    weir.wait_for_log("disk a gets less than its reservation");
     // Who asks for nothing misses nothing.
     assert_eq!(next(&mut client, "reservation_met")["disk"], "a");
 }
@@ -203,7 +203,7 @@ fn a_backing_file_that_somebody_writes_to_is_told_once() {
     std::os::unix::fs::FileExt::write_at(&file, b"other", 4096).unwrap();
     let changed = next(&mut client, "backing_file_changed");
     assert_eq!((&changed["disk"], &changed["severity"]), (&json!("a"), &json!("error")));
-    weir.wait_for_log("somebody changed a file below the image of disk a");
+    weir.wait_for_log("another program changed a backing file of disk a");
     // A later event, by which a second one would have been there.
     limit(&scratch, 100);
     assert_eq!(next(&mut client, "config_changed")["disk"], "a");

@@ -337,7 +337,7 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["is not a Unix socket"]);
     let file = scratch.file("file", "precious");
     let said = serve().args(["--vhost-user-blk", &format!("unix:{}", text(&file))]).fails();
-    assert_says(&said, &["something that is not a socket is there already"]);
+    assert_says(&said, &["a file that is not a socket exists there"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
 
     let odd = scratch.sparse("odd.raw", MIB + 1012);

@@ -162,9 +162,9 @@ fn the_last_disk_goes_to_a_host_that_has_none_and_comes_back() {
     c.again();
     // It may not have joined yet, and is waited for.
     let said = a.move_to("c").fails();
-    assert_says(&said, &["c refuses it: it is exported over NBD, and that host listens nowhere for that"]);
+    assert_says(&said, &["c refuses it: it is exported over NBD, and that host has no NBD server"]);
     let said = a.move_to("c").args(["--nbd", "unix:n.sock"]).fails();
-    assert_says(&said, &["nobody listens at unix:n.sock there, nor for NBD anywhere"]);
+    assert_says(&said, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
     a.io(&["write -P 3 0 4k"]);
     let said = a.move_to("b").args(["--save"]).succeeds();
     assert_says(&said, &["vm: b has it until it ends (put a [disk.vm] in the config file there)\n"]);
@@ -270,14 +270,14 @@ fn what_cannot_move_stays_and_is_served() {
     a.run(&["throttle", "vm", "--group", "here"]).succeeds();
     refused("c", &["c refuses it: group here: there is none of this name"]);
     a.run(&["throttle", "vm", "--group", "gold"]).succeeds();
-    refused("c", &["group gold: its limits are the cluster's on one of both hosts alone"]);
+    refused("c", &["group gold: its limits are cluster-wide on only one of both hosts"]);
     // What is promised has no room there.
     c.run(&["disk", "add", "busy", "null:1M", "--group", "small", "--iops-reservation", "80"]).succeeds();
     a.run(&["throttle", "vm", "--group", "small", "--iops-reservation", "70"]).succeeds();
     refused("c", &["c refuses it", "iops-reservation"]);
     a.run(&["throttle", "vm", "--group", "none", "--iops-reservation", "0"]).run();
     let said = a.run(&["disk", "move", "base", "--to", "c"]).fails();
-    assert_says(&said, &["disk base: its data is in memory"]);
+    assert_says(&said, &["disk base: its data is in this process's memory"]);
     // An image that is not where the other looks for it.
     let elsewhere = scratch.path("elsewhere.raw");
     fs::rename(&image, &elsewhere).unwrap();
@@ -307,19 +307,19 @@ fn what_cannot_move_stays_and_is_served() {
         let key = format!("/weir/v1/lab/host/ghost/moved/{disk}");
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
-    until("it is refused", || answer("y").contains("what is offered cannot be read"));
+    until("it is refused", || answer("y").contains("the offer cannot be parsed"));
     // One that nobody may claim any more: what is offered by another run is not taken, nor is its
     // image looked for. Whoever waits for an answer has one.
     let mut late = offer;
     late["given"] = json!(true);
     late["described"]["keys"] = json!({ "image": scratch.path("nowhere.raw"), "format": "raw" });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &late.to_string()]).succeeds();
-    c.weir().wait_for_log("the disk stays where it was: ghost has withdrawn its offer");
+    c.weir().wait_for_log("the disk stays on its host: ghost has withdrawn its offer");
     until("it is told so", || answer("z").contains("rejoined the cluster (move the disk again)"));
     assert!(c.disk("z").is_none() && c.disk("y").is_none());
     // A host that sleeps does not answer; when it wakes, nothing is left to take.
     c.weir().signal(Signal::SIGSTOP);
-    refused("c", &["c does not answer in 20 s"]);
+    refused("c", &["c does not answer within 20 s"]);
     c.weir().signal(Signal::SIGCONT);
     a.move_to("c").succeeds();
     c.io(&["read -P 9 0 4k"]);
@@ -345,7 +345,7 @@ fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
         text(&scratch.socket("by"))
     );
     let (b, c) = (Host::start("b", &etcd, &scratch, &by), Host::start("c", &etcd, &scratch, GROUPS));
-    assert_says(&a.move_to("c").fails(), &["c refuses it: no socket can be made beside"]);
+    assert_says(&a.move_to("c").fails(), &["c refuses it: no socket can be created in the directory of"]);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let knows = |host: &Host| {
         host.run(&["status", "--json", "--interval", "0"]).json()["groups"][0]["limits"]["iops-total"] != 0
@@ -392,7 +392,7 @@ fn give_to_ghost(host: &Host, etcd: &Etcd) -> (JoinHandle<Outcome>, Value) {
     });
     let offer = value(etcd, OFFERED, false);
     // A second at once is refused.
-    assert_says(&host.move_to("ghost").fails(), &["it is on its way already"]);
+    assert_says(&host.move_to("ghost").fails(), &["it is already being migrated"]);
     let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
     etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
     (moving, value(etcd, OFFERED, true))
@@ -417,13 +417,13 @@ fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     };
     // It dies there.
     let outcome = begin().join().unwrap();
-    assert_says(&outcome.said(), &["ghost does not take it in 20 s; it is served here again"]);
+    assert_says(&outcome.said(), &["ghost has not claimed it within 20 s; it is served here again"]);
     assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
     a.io(&["read -P 5 0 4k"]);
     // Etcd does: once it is back, the disk is here.
     let moving = begin();
     etcd.kill();
-    a.weir().wait_for_log("the disk is taken back");
+    a.weir().wait_for_log("migration failed, resuming the disk here");
     assert_eq!(a.disk("vm"), None);
     etcd.start_again();
     assert_says(&moving.join().unwrap().said(), &["it is served here again"]);
@@ -495,7 +495,7 @@ fn a_part_of_an_image_stays_that_part_however_often_it_moves() {
     });
     qmp.command("blockdev-add", node);
     let said = a.run(&["disk", "move", "alone", "--to", "b"]).fails();
-    assert_says(&said, &["disk alone: backing: does not move to another host"]);
+    assert_says(&said, &["disk alone: backing: cannot be migrated"]);
     assert!(a.disk("alone").is_some());
 }
 
@@ -556,7 +556,7 @@ fn who_has_a_disk_whose_host_has_died_between_the_steps_is_told_by_etcd() {
     die(&mut a);
     ghost.again();
     // It is open there before the offer is claimed; another start of its host withdraws that.
-    ghost.weir().wait_for_log("the disk is here now");
+    ghost.weir().wait_for_log("the disk was migrated here");
     a.again();
     a.weir().wait_for_log("disk vm: it has moved to host ghost, and is not served here");
     assert_eq!(a.disk("vm"), None);

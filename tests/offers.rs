@@ -276,7 +276,7 @@ fn keys_that_everybody_can_read_are_warned_of() {
         fs::set_permissions(&keys, fs::Permissions::from_mode(mode)).unwrap();
         let weir = Serve::new(&scratch).args(["memory:1M", "--tls", "on", "--tls-psk", text(&keys)]).start();
         let log = weir.stop();
-        assert_eq!(log.contains("everybody on this machine can read the pre-shared keys"), warns, "{log}");
+        assert_eq!(log.contains("every user of this host can read the pre-shared keys"), warns, "{log}");
     }
 }
 

@@ -136,7 +136,7 @@ fn a_group_reads_nothing_ahead() {
     assert_says(&fails(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
     let (_, said) = client.refused("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
-    assert_says(&said, &["group gold: nothing is read ahead"]);
+    assert_says(&said, &["group gold: prefetch is a setting of its disks"]);
     assert_says(&prints(&scratch, &["throttle", "gold"]), &["no limits of its own"]);
 }
 

@@ -365,7 +365,7 @@ fn a_command_that_is_killed_ends_its_recording_and_no_other() {
     assert_eq!(killed.wait().0, None);
     fio(&weir, "a", "read", 100);
     let said = weir.wait_for_log("a recording has ended");
-    assert_says(&said, &["its reader has gone"]);
+    assert_says(&said, &["its reader has closed it"]);
     assert_eq!(qmp.command("x-weir-query-recordings", json!({})).as_array().map(Vec::len), Some(1));
     fio(&weir, "a", "read", 100);
     assert_eq!(other.end().counts()[&("a", "read")], 200);
@@ -406,7 +406,7 @@ fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
 
     // Another directory would be outside of the sandbox, if weir is in one.
     config("record = { directory = \"nowhere\" }");
-    assert_says(&fails(&scratch, &["reload"]), &["nowhere: no recording can be kept there"]);
+    assert_says(&fails(&scratch, &["reload"]), &["nowhere: recordings cannot be written there"]);
     config("");
     let before = format!("record: {},keep=7200s,limit=64M → none", text(&directory));
     assert_says(&prints(&scratch, &["reload"]), &[&before]);
@@ -440,7 +440,10 @@ fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
     config("record = { directory = \"nowhere\" }");
     let check = || weir(&["check-config", text(&file)]).fails();
     let place = ": daemon.record.directory = \"nowhere\": record: ";
-    assert_says(&check(), &[place, "nowhere: no recording can be kept there (", "No such file or directory"]);
+    assert_says(
+        &check(),
+        &[place, "nowhere: recordings cannot be written there (", "No such file or directory"],
+    );
     config("record = { directory = \"day\", limit = \"1M\" }");
     assert_says(&check(), &["daemon.record.limit = \"1M\": is too small; it must be at least 16M"]);
     config("record = { keep = \"2h\" }");
@@ -460,7 +463,7 @@ fn where_there_is_no_room_nothing_is_recorded_until_there_is() {
         .behind(["unshare", "--mount", "sh", "-c", &alone(script), text(&mount)])
         .start();
     assert_eq!(fio(&weir, "a", "read", 100), 100);
-    let said = weir.wait_for_log("nothing is recorded until that is mended");
+    let said = weir.wait_for_log("nothing is recorded until this is fixed");
     assert_says(&said, &["No space left on device"]);
     let pid = weir.pid().to_string();
     let inside = ["--mount", "--target", &pid, "mount", "-o", "remount,size=16M", text(&mount)];
@@ -473,7 +476,7 @@ fn where_there_is_no_room_nothing_is_recorded_until_there_is() {
             .args(["--rate_iops=500", "--time_based", "--runtime=10m"])
             .arg(format!("--uri={uri}"));
         scope.spawn(|| load.run());
-        weir.wait_for_log("recording goes on");
+        weir.wait_for_log("recording resumes");
         weir.stop();
     });
 }

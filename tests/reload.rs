@@ -280,7 +280,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     let secret = "\n[disk.c]\nimage = \"c.qcow2\"\nformat = \"qcow2\"\nsecret-file = \"pipe\"\n";
     party.refuses(
         &(line("iops-reservation = 400", "") + secret),
-        &["disk c: secret-file:", "pipe is no file, and only a start waits for what it says"],
+        &["disk c: secret-file:", "pipe is no regular file, and only a start waits for a pipe"],
     );
     for (key, said) in [
         ("workers = 7", "daemon.workers = 7: cannot be changed while weir runs"),
@@ -361,7 +361,7 @@ fn a_change_of_an_export_in_use_is_refused_with_its_line_and_keys() {
         &[
             "disk.a.export",
             ": discard, queues: cannot be changed now: export a of disk a: in use: ",
-            &format!("({}) (let it go first)", std::process::id()),
+            &format!("({}) (disconnect it first)", std::process::id()),
         ],
     );
     drop(machine);
@@ -532,11 +532,11 @@ fn a_check_finds_whom_a_start_would_refuse_an_image() {
     let checks = [&["check-config"][..], &["serve", "--check", "--config"]];
     let a = || disk("a", "a.raw", "");
     for (first, second, why) in [
-        (a(), ("hard.raw", ""), "hard.raw: the disk \"a\" has it (export one disk twice"),
-        (a(), ("soft.raw", ""), "soft.raw: the disk \"a\" has it ("),
-        (a(), ("hard.raw", "read-only = true"), "hard.raw: the disk \"a\" has it ("),
-        (a(), ("over.qcow2", ""), "a.raw: the disk \"a\" has it ("),
-        (disk("over", "over.qcow2", ""), ("a.raw", ""), "a.raw: the disk \"over\" has it ("),
+        (a(), ("hard.raw", ""), "hard.raw: in use by the disk \"a\" (export one disk twice"),
+        (a(), ("soft.raw", ""), "soft.raw: in use by the disk \"a\" ("),
+        (a(), ("hard.raw", "read-only = true"), "hard.raw: in use by the disk \"a\" ("),
+        (a(), ("over.qcow2", ""), "a.raw: in use by the disk \"a\" ("),
+        (disk("over", "over.qcow2", ""), ("a.raw", ""), "a.raw: in use by the disk \"over\" ("),
         (a(), ("corrupt.qcow2", ""), "corrupt.qcow2: is marked corrupt (`weir image check --repair`"),
     ] {
         write(&[first, disk("b", second.0, second.1)]);
@@ -586,9 +586,9 @@ fn a_config_is_checked_while_it_is_served() {
     let mut lines = said.lines();
     for (line, key, why) in [
         (8, "disk.a.image", format!("a.raw: locked for writing by another process (pid {pid}, weir)")),
-        (2, "daemon.qmp", "in use: somebody listens there already".to_owned()),
-        (3, "daemon.nbd", "in use: somebody listens there already".to_owned()),
-        (13, "disk.b.export.listen", "in use: somebody listens there already".to_owned()),
+        (2, "daemon.qmp", "in use: another process listens there".to_owned()),
+        (3, "daemon.nbd", "in use: another process listens there".to_owned()),
+        (13, "disk.b.export.listen", "in use: another process listens there".to_owned()),
         (5, "daemon.pid-file", format!("is the pid file of process {pid}, which runs")),
     ] {
         let place = format!("weir: {}:{line}: {key} = \"", file.display());
@@ -659,7 +659,7 @@ l2-cache-size = \"1M\"
             "weir.toml:9: disk.a.image = \"none.raw\"",
             "no such file (create it first",
             "weir.toml:18: disk.c.l2-cache-size = \"1M\": is for qcow2 images",
-            "text: something that is not a socket is there already",
+            "text: a file that is not a socket exists there",
             "nowhere does not exist (create it)",
             "weir.toml:6: daemon.socket-owner = \"nobody-of-this-name\": socket-owner: there is no user",
             "weir.toml:14: disk.b.export[0].listen = \"unix:nowhere/b.sock\": unix:",

@@ -73,7 +73,7 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
         (
             "block-export-add",
             json!({"type": "vhost-user-blk", "id": "v", "node-name": "b", "addr": machine}),
-            "a sandboxed daemon cannot tell whether anybody listens there (remove it if nobody does",
+            "a sandboxed daemon cannot check whether a process listens there (remove it if none does",
         ),
     ] {
         let (_, refused) = qmp.refused(command, arguments);

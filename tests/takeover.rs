@@ -44,7 +44,7 @@ use crate::{
 /// Of the messages.
 const FORMAT: u64 = 8;
 /// What the log says where a newcomer has failed.
-const GOES_ON: &str = "nobody has taken over, and all goes on";
+const GOES_ON: &str = "the upgrade failed, this process continues";
 
 /// Bytes a second, and what may pass beyond them at once: the longest I/O that requests are merged
 /// into.
@@ -107,7 +107,7 @@ impl House {
         let new = self.newcomer().start();
         let (status, log) = old.wait();
         assert!(status.success() && !log.contains("panicked"), "the old one ended with {status}:\n{log}");
-        assert!(log.contains("another weir has taken over"), "{log}");
+        assert!(log.contains("a new process has taken over"), "{log}");
         let line = new.wait_for_log("taken over");
         let pause = line.split("pause_us=").nth(1).unwrap_or_default();
         let digits: String = pause.chars().take_while(char::is_ascii_digit).collect();
@@ -274,7 +274,7 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
         let said = newcomer.env("WEIR_QMP", control(&house)).fails();
         assert!(said.contains(expect), "{said}");
     };
-    refused(&[&one], "nobody listens there (start without --takeover)");
+    refused(&[&one], "no process listens there (start without --takeover)");
     let first = house.serve().start();
     refused(&[&one], "disk two: it runs, and is not in this config");
     refused(&[&one, &two, "--cache", "none"], "has it open with cache=writeback, writethrough or unsafe");
@@ -469,7 +469,7 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
 
     until_all_are_read(&house, 2);
     let why = Stranger::ask(&house.control(), 999).err().expect("another format");
-    assert!(why.contains("takes over in the format 999") && why.contains("(restart it)"), "{why}");
+    assert!(why.contains("uses upgrade format 999") && why.contains("(restart it)"), "{why}");
     // Each leaves when it has said so much.
     let steps: [&[&str]; 5] =
         [&[], &["prepared"], &["prepared", "refused"], &["prepared", "ready?"], &["ready"]];

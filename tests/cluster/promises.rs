@@ -70,7 +70,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     etcd.control(&["put", "/weir/v1/lab/all/promise/ghost", ghost]).succeeds();
     let leader = leader_of(&hosts[0]).unwrap();
     let leader = &hosts[usize::from(leader == "b")];
-    leader.weir().wait_for_log("3500 is promised on its hosts, more than the limit of 3000");
+    leader.weir().wait_for_log("its hosts reserve 3500, more than the limit of 3000");
     let shown = hosts[0].cluster();
     assert_eq!(shown["groups"][0]["overpromised"]["iops"], 500);
     let said = hosts[1].run(&["cluster", "status"]).succeeds();

@@ -50,7 +50,7 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
     change(&etcd, "second\n");
     etcd.kill();
     host.weir().signal(Signal::SIGCONT);
-    host.weir().wait_for_log("apart from cluster lab");
+    host.weir().wait_for_log("partitioned from cluster lab");
     etcd.child = Etcd::spawn(&etcd.data, etcd.ports);
     let said = "rejects the user and password of [cluster]: etcdserver: authentication failed";
     host.weir().wait_for_log(said);

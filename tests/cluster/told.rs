@@ -22,8 +22,8 @@ fn changes_and_hosts_that_fall_silent_are_told() {
     until("they are lent something", || hosts.iter().all(|host| host.part() > 100));
     let name = if leads_first { "b" } else { "a" };
     other.weir().signal(Signal::SIGSTOP);
-    leader.weir().wait_for_log(&format!("host {name} has not been heard of"));
+    leader.weir().wait_for_log(&format!("host {name} is unreachable"));
     other.weir().signal(Signal::SIGCONT);
-    leader.weir().wait_for_log(&format!("host {name} is heard of again"));
-    assert!(!other.weir().logged().contains("has not been heard of"), "it led nobody");
+    leader.weir().wait_for_log(&format!("host {name} is reachable again"));
+    assert!(!other.weir().logged().contains("is unreachable: its quota"), "it led nobody");
 }

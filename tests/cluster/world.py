@@ -186,7 +186,7 @@ class Weir:
         new = self.taker("--takeover", **changed)
         new.wait_for(r"INFO .* ready ")
         status, log = self.ended()
-        check(status == 0 and "another weir has taken over" in log, "the old one ends", log)
+        check(status == 0 and "a new process has taken over" in log, "the old one ends", log)
         check("writes have stopped" not in log, "and has lost nothing", log)
         pause = re.search(r"pause_us=(\d+)", new.wait_for("taken over"))
         return new, int(pause.group(1)) / 1000
@@ -238,7 +238,7 @@ class Weir:
         return output if ok else (status, output)
 
 
-GOES_ON = "nobody has taken over, and all goes on"
+GOES_ON = "the upgrade failed, this process continues"
 
 
 class Between:

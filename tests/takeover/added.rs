@@ -158,7 +158,7 @@ fn what_was_added_and_cannot_come_along_is_named_with_what_to_do() {
         &said,
         &[
             "disk locked",
-            "cannot come along: only the other was told its passphrase",
+            "cannot be transferred: only the old process has its passphrase",
             "add it to this command line",
         ],
     );
@@ -174,7 +174,7 @@ fn what_was_added_and_cannot_come_along_is_named_with_what_to_do() {
     let node = json!({"driver": "file", "node-name": "f", "filename": "/dev/fdset/1"});
     qmp.command("blockdev-add", node);
     drop(qmp);
-    assert_says(&house.newcomer().fails(), &["disk f", "its file was passed to the other by add-fd"]);
+    assert_says(&house.newcomer().fails(), &["disk f", "its file was passed to the old process by add-fd"]);
     daemon.stop();
 }
 

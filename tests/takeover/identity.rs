@@ -23,7 +23,7 @@ fn a_disk_that_is_another_one_is_refused_by_name() {
         let said = newcomer.env("WEIR_QMP", control(&house)).fails();
         assert!(said.contains(&format!("disk disk: it runs {why}")), "{old:?}, {new:?}: {said}");
         daemon.nbdsh("disk", "h.pread(512, 0)\n");
-        daemon.wait_for_log("nobody has taken over, and all goes on");
+        daemon.wait_for_log("the upgrade failed, this process continues");
         daemon.stop();
         scratch = Some(house.scratch);
     };

@@ -159,12 +159,12 @@ fn everybody_is_served_while_a_server_holds_a_flush() {
     hold(&held);
     std::thread::scope(|scope| {
         let newcomer = scope.spawn(|| house.newcomer().args(["--log", "warn"]).fails());
-        first.wait_for_log("another weir is about to take over");
+        first.wait_for_log("an upgrade to a new process begins");
         first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
         let said = newcomer.join();
         let_go(&held);
         let said = said.unwrap();
-        assert!(said.contains("disk disk: its storage takes too long to write what it has"), "{said}");
+        assert!(said.contains("disk disk: its storage takes too long to write buffered data"), "{said}");
     });
     first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
     house.take_over(first).0.stop();
@@ -191,7 +191,7 @@ fn a_disk_that_is_being_removed_is_closed_first() {
         let said = house.newcomer().args(["--log", "warn"]).fails();
         let_go(&held);
         assert!(said.contains("disk held is being removed at this moment"), "{said}");
-        first.wait_for_log("another weir cannot take over");
+        first.wait_for_log("upgrade rejected, this process continues");
         removal.join().unwrap();
     });
     house.take_over(first).0.stop();
@@ -221,7 +221,7 @@ fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be()
     first.wait_for_log("cannot be read again after the takeover that failed");
     first.nbdsh("disk", "h.pwrite(b'y' * 512, 512)");
     fs::remove_file(&bad).unwrap();
-    first.wait_for_log("is read again, and can be taken over");
+    first.wait_for_log("its image can be read again");
     let read = "assert h.pread(1024, 0) == b'x' * 512 + b'y' * 512";
     first.nbdsh("disk", read);
     let (second, _) = house.take_over(first);

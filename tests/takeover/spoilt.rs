@@ -48,7 +48,7 @@ fn a_front_end_that_spoils_its_own_keeps_nobody_from_taking_over() {
     half.read_exact(&mut [0; 20]).expect("what it asked is answered");
     features(&mut good);
     assert_eq!(gone.read(&mut [0]).expect("it is closed"), 0);
-    let line = new.wait_for_log("its machine is disconnected");
+    let line = new.wait_for_log("its virtual machine is disconnected");
     assert!(line.contains("export=\"gone@") && line.contains("of a file of 0 bytes"), "{line}");
     let told = new.wait_for_log("kind=\"taken_over\"");
     assert!(told.contains("with 2 clients"), "{told}");

@@ -57,8 +57,8 @@ fn who_takes_no_replies_is_disconnected_and_nobody_else() {
     let before = events(&house);
     let second = house.newcomer().start();
     let (status, log) = first.wait();
-    assert!(status.success() && log.contains("another weir has taken over"), "{log}");
-    let named = "it takes no replies, and so cannot go over client=\"client 2 at export disk\"";
+    assert!(status.success() && log.contains("a new process has taken over"), "{log}");
+    let named = "it does not read replies, so it cannot be transferred client=\"client 2 at export disk\"";
     assert!(log.contains(named), "{log}");
     // The one that is passed on has not left.
     assert!(!log.contains("client 1 has left"), "{log}");
@@ -86,8 +86,8 @@ fn an_image_that_does_not_answer_is_named_before_anybody_stands_still() {
     let first = house.serve().start();
     // It has begun to log by then.
     let said = house.newcomer().args(["--log", "warn"]).fails();
-    let why = "disk disk: its image has answered no read for 5 s, so what is in flight would not end";
-    assert!(said.contains(&format!("the other goes on: {why}")), "{said}");
+    let why = "disk disk: its image has not answered a read for 5 s, so requests in flight would not end";
+    assert!(said.contains(&format!("the old process continues: {why}")), "{said}");
     first.wait_for_log(why);
     first.stop();
 }
@@ -133,6 +133,6 @@ step()
 ";
     let evil = Stepping::start(text(&house.control()), script);
     let said = house.newcomer().fails();
-    assert!(said.contains("what listens there is of another user, number 65534"), "{said}");
+    assert!(said.contains("the daemon there runs as another user, 65534"), "{said}");
     evil.go_on();
 }

@@ -1,12 +1,11 @@
-//! Disks and groups that clients of the control socket add, described by the keys of a config file.
+//! Adds disks and groups for clients of the control socket, described by the keys of a config file.
 //!
 //! ```text
 //!   keys, exports ─► PlannedDisk ─► image ─► disk ─► exports
 //! ```
 //!
-//! A disk is read, checked, opened and exported by the code that serves the config file. It is
-//! added whole or not at all: if a step fails, the steps before it are taken back, and no event
-//! reports them.
+//! The code that serves the config file reads, checks, opens and exports the disk. The operation is
+//! atomic: if a step fails, the steps before it are rolled back, and no event reports them.
 
 use std::{os::fd::OwnedFd, path::Path, rc::Rc, sync::Arc};
 
@@ -25,12 +24,12 @@ use super::{
     wanted::{self, Wanted},
 };
 
-/// Groups that contain a group, at most: every request passes all of them.
+/// Maximum number of groups that contain a group; every request is charged at each level.
 const MAX_LEVELS: usize = 8;
-/// Bytes of an error that repeats what a client sent.
+/// Maximum length in bytes of an error that quotes a client's input.
 const MAX_ERROR_BYTES: usize = 2048;
 
-/// A disk as a client describes it.
+/// Disk as a client describes it.
 #[derive(Debug)]
 pub(crate) struct NewDisk {
     pub(crate) name: String,
@@ -43,16 +42,18 @@ pub(crate) struct NewDisk {
 }
 
 impl NewDisk {
-    /// Adds the disk with its exports. Returns how clients call these.
+    /// Adds the disk with its exports. Returns the URIs of the exports.
     ///
     /// # Errors
     /// All mistakes of the description, or the first step that fails.
     pub(crate) async fn add(mut self, registry: &Rc<Registry>) -> anyhow::Result<Vec<String>> {
         let (name, sockets) = (self.name.clone(), std::mem::take(&mut self.sockets));
         registry.check_name(&name)?;
-        // Its first export has its name as id.
+        // The first export gets the disk's name as id.
         ensure!(!registry.exports.has_id(&name), Refused::IdTaken(name));
         let planned = self.plan(registry)?;
+        // The arrival withholds `DiskAdded` until the disk is complete, so that a rolled-back disk
+        // never appears in events.
         let _arrival = registry.arrival(&name)?;
         let image = open(registry, &planned.disk, None).await?;
         list(registry, &planned.disk, image)?;
@@ -62,6 +63,8 @@ impl NewDisk {
                 if let Err(left) = registry.take_back(&name).await {
                     bail!("{error:#}; and the disk stays: {left}");
                 }
+                // The reservation of the disk is gone again: the cluster may use its capacity for
+                // others.
                 if let Some(cluster) = registry.cluster() {
                     cluster.record_lowered_reservations(&**registry);
                 }
@@ -70,10 +73,10 @@ impl NewDisk {
         }
     }
 
-    /// Adds the disk without exports, from files that the old process passed.
+    /// Adds the disk without exports, from files that the old process of an upgrade passed.
     ///
     /// # Errors
-    /// As [`NewDisk::add`].
+    /// As for [`NewDisk::add`].
     pub(crate) async fn add_again(self, registry: &Rc<Registry>, passed: PassedFiles) -> anyhow::Result<()> {
         registry.check_name(&self.name)?;
         let planned = self.plan(registry)?;
@@ -89,6 +92,7 @@ impl NewDisk {
             Some(_) => Vec::new(),
         };
         if let Some(exports) = exports.filter(|exports| !exports.is_empty()) {
+            // The parser of the config file expects exports as a key of the disk's table.
             keys.insert("export".to_owned(), exports.into());
         }
         let mistakes = Diagnostics::default();
@@ -96,6 +100,7 @@ impl NewDisk {
             return Err(mistakes.finish(()).map_or_else(|all| joined(&all), |()| anyhow!("no disk")));
         };
         find_servers(registry, &mut disk, &mistakes);
+        // Standard servers are the defaults of a config file; explicit exports replace them.
         let standard: Vec<_> = standard
             .iter()
             .filter_map(|serving| Some((serving.endpoint.clone(), serving.standard.get()?)))
@@ -106,6 +111,7 @@ impl NewDisk {
             let rule = "shared=NAME is for disks of the config file (leave it out, or write the disk there and `weir reload`)";
             return Err(planned.disk.error("rate", rule).into());
         }
+        // The plan of a config file resolves groups itself; here they must already run.
         let group = planned.disk.group.as_deref().filter(|group| registry.groups.get(group).is_err());
         if let Some(group) = group {
             let remedy = "`weir status` lists them; `weir group add` makes one";
@@ -118,14 +124,15 @@ impl NewDisk {
     }
 }
 
-/// Replaces the addresses of NBD servers, which can be spelled in several ways, by the endpoints
-/// that the running servers have.
+/// Replaces addresses of NBD servers, which have several spellings, by the endpoints of the running
+/// servers.
 fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagnostics) {
     let servers = registry.exports.servers();
     for index in 0..disk.exports.len() {
         let ExportConfig::Nbd(export) = &disk.exports[index] else { continue };
         let listen = export.listen.clone();
         let found = registry.exports.server_at(&listen);
+        // By spelling first, which is a map lookup; comparing paths reads the file system.
         let found = found.or_else(|| servers.iter().find(|one| one.is_at(&listen.to_string())).cloned());
         let Some(serving) = found else {
             let known: Vec<_> = servers.iter().map(|serving| serving.address()).collect();
@@ -154,10 +161,11 @@ async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles
     }
     let mut opening = Assembly::beside(registry).with_files(passed).opening_with(disk, secrets)?;
     if let Some(path) = disk.image.path() {
+        // A path in `/dev/fdset` is opened by its passed descriptor, not by name.
         let descriptor = registry.objects.descriptors.of_path(path, disk.read_only);
         opening.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
     }
-    // An NBD server has time limits, which the keys set.
+    // The time limit covers files only: the timeouts of an NBD server are set by the disk's keys.
     let trial = Trial::begin(opening, disk.image.path().is_none());
     match trial.outcome().await {
         Ok(opened) => opened.map_err(|error| registry.naming_holder_of(error, [])),
@@ -166,15 +174,15 @@ async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles
     }
 }
 
-/// Reads a passphrase that a client names by a file. Where images are confined to a directory, the
-/// file has to be there too, or a client could compare files that it must not read.
+/// Reads a passphrase from a file that a client names. If images are confined to a directory, the
+/// file must be inside it as well; otherwise a client could probe the contents of other files.
 ///
 /// # Errors
-/// Why it cannot be read.
+/// Reason why the file cannot be read.
 pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secret, String> {
     let (path, root) = (path.to_owned(), registry.image_root().cloned());
     let read = move || {
-        // A pipe is refused: nothing bounds the time until it is written.
+        // Pipes are rejected: their writer may never come, and this call has no timeout.
         let file = match root {
             Some(root) => root.read(&path).map_err(|error| error.why)?,
             None => regular_file::open(&path).map_err(|error| error.to_string())?,
@@ -191,21 +199,24 @@ fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Res
     Ok(registry.add_disk(running)?)
 }
 
-/// Does what a disk needs beside its image: room for what is reserved, and exports.
+/// Completes a disk after its image is open: books reservations and adds exports.
 async fn complete(
     registry: &Rc<Registry>,
     planned: &CheckedDisk,
     mut sockets: Vec<(String, OwnedFd)>,
 ) -> anyhow::Result<Vec<Rc<RunningExport>>> {
     let name = &planned.disk.name;
+    // Synchronously, as a failure must roll the disk back; later changes are checked in the
+    // background.
     registry.check_device_of(name)?;
     if let Some(cluster) = registry.cluster() {
         cluster.record_reservations_now(&**registry).await.map_err(anyhow::Error::msg)?;
+        // The disk may have been migrated away before; it belongs to this host again.
         cluster.forget_moved(name);
     }
     let mut exports = Vec::new();
     for wanted in Wanted::of_added(planned) {
-        // The daemon keeps one socket that was passed at run time, for the export that comes next.
+        // The daemon keeps one socket passed at run time, for the next export that is added.
         if let Some(at) = sockets.iter().position(|(name, _)| wanted.is_at_passed(name)) {
             let (name, socket) = sockets.swap_remove(at);
             registry.exports.door_terms()?.inherited.borrow_mut().add(&name, socket);
@@ -231,7 +242,7 @@ fn uris(registry: &Registry, exports: &[Rc<RunningExport>]) -> anyhow::Result<Ve
 /// Adds a group with these keys of its table in a config file.
 ///
 /// # Errors
-/// All mistakes of the keys; its reservation does not fit.
+/// All mistakes of the keys; a reservation that exceeds the available capacity.
 pub(crate) async fn group(
     registry: &Rc<Registry>,
     name: &str,
@@ -253,10 +264,10 @@ pub(crate) async fn group(
     Ok(())
 }
 
-/// Makes a group, if what it reserves fits.
+/// Adds a group if its reservation fits.
 ///
 /// # Errors
-/// Its name is in use; it is contained in too many groups; what it reserves does not fit.
+/// The name is in use; the group is nested too deep; the reservation does not fit.
 pub(crate) async fn make_group(
     registry: &Rc<Registry>,
     name: &str,
@@ -268,13 +279,15 @@ pub(crate) async fn make_group(
         above < MAX_LEVELS,
         "group {name}: {above} groups contain it; groups nest {MAX_LEVELS} deep at most (leave some out)"
     );
-    // Before it takes its reservation from its parent.
+    // Checked first: `Group::new` books the reservation at the parent.
     registry.check_name(name)?;
     let group = ThrottleGroup::new(name, settings, parent)?;
     registry.add_group(&group)?;
     let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
     if let Err(why) = cluster.record_reservations_now(&**registry).await {
         registry.remove_group(name)?;
+        // The last reference: it frees the reservation, so that `promise` below publishes the old
+        // sum.
         drop(group);
         cluster.record_lowered_reservations(&**registry);
         bail!("{why}");
@@ -282,9 +295,10 @@ pub(crate) async fn make_group(
     Ok(())
 }
 
-/// All mistakes as one error, cut to [`MAX_ERROR_BYTES`].
+/// Joins all mistakes into one error, truncated to [`MAX_ERROR_BYTES`].
 fn joined(all: &[ConfigError]) -> anyhow::Error {
     let mut text = all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    // At a character boundary; `truncate` panics elsewhere.
     if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_ERROR_BYTES) {
         text.truncate(end);
         text.push('…');
@@ -330,7 +344,7 @@ mod tests {
                 running.disk.throttle().group().map(|group| group.name().to_owned()).as_deref(),
                 Some("g")
             );
-            // The new process of an upgrade makes the same of the keys that it receives.
+            // The new process of an upgrade builds an equal disk from the transferred keys.
             let transferred = Value::Object(running.keys_of_upgrade());
             new("again", &transferred, Some(Vec::new())).add(&registry).await.expect("a disk");
             let mut again = registry.disks.get("again").expect("it was added").current_config();
@@ -371,6 +385,7 @@ mod tests {
                 assert!(registry.disks.all().is_empty() && registry.check_name("d").is_ok());
                 assert!(registry.disks.in_between().is_none());
             }
+            // The error quotes the unknown key, which a client chose.
             let long = json!({ "image": "null:1M", "x".repeat(1 << 16): 1 });
             let error = new("d", &long, None).add(&registry).await.expect_err("a mistake").to_string();
             assert!(error.len() <= MAX_ERROR_BYTES + 4);

@@ -1,4 +1,4 @@
-//! What a cluster asks of the daemon, and tells it.
+//! Hooks of the cluster agent into the registry: measured capacity, reservations, events.
 
 use std::iter;
 
@@ -13,6 +13,7 @@ use crate::events::{Kind, News};
 
 impl ClusterHooks for Registry {
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
+        // A device counts once, however many of its disks are in cluster-wide groups.
         let takes_part = |disk: &String| {
             let group = self.disks.get(disk).ok().and_then(|running| running.disk.throttle().group());
             group.is_some_and(|group| {
@@ -25,7 +26,8 @@ impl ClusterHooks for Registry {
         known.fold([0; 2], |sum: [u64; 2], capacity| {
             let figures =
                 [[capacity.read_iops, capacity.write_iops], [capacity.read_bps, capacity.write_bps]];
-            // What all is asked of, whichever it is.
+            // The smaller of the read and write capacity: a reservation does not distinguish
+            // directions, so all of its requests may be of the slower kind.
             [0, 1].map(|unit| {
                 let least = figures[unit].into_iter().filter(|figure| *figure > 0).min().unwrap_or(0);
                 sum[unit].saturating_add(least)
@@ -41,11 +43,13 @@ impl ClusterHooks for Registry {
         let (kind, message) = match apart {
             None => (
                 Kind::ClusterJoined,
-                format!("this host, {host}, has its part of cluster {cluster}'s limits"),
+                format!("this host ({host}) has its quota of cluster {cluster}'s limits"),
             ),
             Some(why) => (
                 Kind::ClusterApart,
-                format!("{why}: apart from cluster {cluster}, the safe share holds once leases have run out"),
+                format!(
+                    "partitioned from cluster {cluster}: {why} (the fallback share applies once the quota leases expire)"
+                ),
             ),
         };
         let news = News::new(kind, message).with("cluster", cluster).with("host", host);
@@ -53,6 +57,8 @@ impl ClusterHooks for Registry {
     }
 
     fn quota_changed(&self) {
+        // Only groups with a quota: limits of all others change by commands, which are recorded
+        // elsewhere.
         for group in self.groups.all().iter().filter(|group| group.quota_lease().is_some()) {
             self.recordings.follow_quota(group);
         }
@@ -82,17 +88,17 @@ impl ClusterHooks for Registry {
             true => (
                 Kind::ClusterHostSilent,
                 format!(
-                    "host {host} has not been heard of: what it had is lent to others, but for its safe share (`weir cluster forget {host}` if it will not come back)"
+                    "host {host} is unreachable: its quota goes to other hosts, except its fallback share (`weir cluster forget {host}` if it will not return)"
                 ),
             ),
-            false => (Kind::ClusterHostHeard, format!("host {host} is heard of again, or has left")),
+            false => (Kind::ClusterHostHeard, format!("host {host} is reachable again, or has left")),
         };
         self.events.tell(News::new(kind, message).with("cluster", cluster).with("host", host));
     }
 
     fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
         let message = format!(
-            "group {group}: {unit}-reservation: {promised} is promised on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)"
+            "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit of {there} (lower reservations, or set a higher limit)"
         );
         let news = News::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
         self.events.tell(news.with("unit", unit).with("promised", promised).with("limit", there));

@@ -1,4 +1,4 @@
-//! From a plan to the parts of the data path: opened images, groups, disks, servers.
+//! Builds the parts of the data path from a plan: opened images, groups, disks, servers.
 
 use std::{fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 
@@ -15,31 +15,31 @@ use super::{
 };
 use crate::events::Events;
 
-/// What the disks of one daemon have together while their images are opened.
+/// State that the disks of one daemon share while their images are opened.
 pub struct Assembly {
     root: Option<Root>,
-    /// Of devices that several imitate together.
+    /// Rate budgets of emulated devices that several disks share (`rate=…,shared=NAME`).
     budgets: RateBudgets,
-    /// Files that another daemon has passed.
+    /// Files that the old process passed in an upgrade.
     passed: Option<PassedFiles>,
-    /// Each read once, because a pipe says its passphrase once.
+    /// Passphrases, each read once: a pipe delivers its passphrase only once.
     secrets: SecretReader,
 }
 
 impl Assembly {
-    /// Of images that lie below `root`, if that is one.
+    /// Assembly for images below `root`, if there is a root.
     pub fn new(root: Option<Root>, budgets: RateBudgets) -> Self {
         Self { root, budgets, passed: None, secrets: SecretReader::default() }
     }
 
-    /// For disks that are added to those of the registry.
+    /// Assembly for disks that are added to a running registry; shares its rate budgets.
     pub(crate) fn beside(registry: &Registry) -> Self {
         let loaded = registry.loaded.borrow();
         let budgets = loaded.as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
         Self::new(registry.image_root().cloned(), budgets)
     }
 
-    /// The same, with files that another daemon has passed.
+    /// Adds files that the old process passed.
     pub(crate) fn with_files(self, passed: Option<PassedFiles>) -> Self {
         Self { passed, ..self }
     }
@@ -49,7 +49,7 @@ impl Assembly {
         self.opening(planned).await?.open().await
     }
 
-    /// What it takes to open the image of a disk, with its passphrases.
+    /// Returns everything that opening the image of a disk needs, including its passphrases.
     pub(crate) async fn opening(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Opening> {
         let own = match &*planned.qcow2.secrets {
             [] => Vec::new(),
@@ -58,7 +58,7 @@ impl Assembly {
         self.opening_with(planned, own)
     }
 
-    /// The same with passphrases that were read before.
+    /// As [`Assembly::opening`], with passphrases that were already read.
     pub(crate) fn opening_with(
         &self,
         planned: &settings::PlacedDisk,
@@ -71,9 +71,11 @@ impl Assembly {
     }
 
     async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
+        // The cache moves to the blocking thread and back; it must outlive this call, as another
+        // disk may use the same source.
         let (sources, mut secrets) = (sources.to_vec(), std::mem::take(&mut self.secrets));
         let own;
-        // On another thread: a pipe says nothing until its other end is closed.
+        // On another thread: a read of a pipe blocks until its writer closes it.
         (self.secrets, own) = reactor::run_blocking(move || {
             for source in &sources {
                 if let SecretSource::File(path) = source {
@@ -105,6 +107,7 @@ pub async fn prepare(plan: &DesiredState, registry: &Registry) -> anyhow::Result
         let name = &first.name;
         reactor::run_blocking(rbd::load)
             .await
+            // Loaded before the process gives up its rights.
             .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
     }
     if let Some(path) = &plan.process.image_root {
@@ -117,14 +120,14 @@ fn promising_nothing(settings: ThrottleConfig) -> ThrottleConfig {
     ThrottleConfig { iops_reservation: 0, bps_reservation: 0, ..settings }
 }
 
-/// A disk that is promised nothing yet.
+/// Copy of a disk's config without reservations, which are booked in a later step.
 pub(crate) fn bare(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     let mut bare = planned.clone();
     bare.settings = promising_nothing(planned.settings);
     bare
 }
 
-/// Makes the reservations of a group or disk of a cluster's limits, as far as there is room.
+/// Books the reservations of a group or disk of a cluster's limits, as far as capacity allows.
 pub(crate) fn promise(registry: &Registry, name: &str, settings: &ThrottleConfig) -> anyhow::Result<()> {
     match [settings.iops_reservation, settings.bps_reservation] {
         [0, 0] => Ok(()),
@@ -132,31 +135,35 @@ pub(crate) fn promise(registry: &Registry, name: &str, settings: &ThrottleConfig
     }
 }
 
-/// What is opened once the daemon is in the sandbox: images of clusters, whose library then has no
-/// thread with more rights than others. Everything else is opened before.
+/// True for images that are opened inside the sandbox: librbd starts threads, and threads that
+/// start after the sandbox have no additional rights. All remaining images are opened before.
 pub fn is_late(disk: &settings::PlacedDisk) -> bool {
     disk.image.is_rbd()
 }
 
-/// Says that everybody on the machine can read a secret: whoever has it is let in.
+/// Logs a warning if every user of the host can read a secret file.
 fn warn_of_readers(what: &str, path: &Path) {
-    // What cannot be looked at is not to be had, and whoever reads it says so.
+    // Unreadable files are skipped here; the reader reports the error.
     let mode = path.metadata().ok().filter(Metadata::is_file).map(|file| file.mode() & 0o777);
     if let Some(mode) = mode.filter(|mode| mode & 0o004 != 0) {
         let file = path.display();
-        tracing::warn!(%file, mode = format!("{mode:04o}"), "everybody on this machine can read the {what} (chmod o= {file})");
+        tracing::warn!(%file, mode = format!("{mode:04o}"), "every user of this host can read the {what} (chmod o= {file})");
     }
 }
 
-/// Opens the directory that all images are in.
+/// Opens the directory that all images are confined to.
 ///
 /// # Errors
-/// It cannot be opened.
+/// The directory cannot be opened.
 pub fn root(path: &Path) -> anyhow::Result<Root> {
     Root::open(path).with_context(|| format!("image root {}", path.display()))
 }
 
-/// A disk of an opened image, in a group or in none.
+/// Builds the disk of an opened image, in a group or without one.
+///
+/// # Errors
+/// The image is raw but the config has a qcow2 key; the limits, the prefetch settings or the memory
+/// reservation are not accepted.
 pub fn disk(
     planned: &settings::PlacedDisk,
     group: Option<&Arc<ThrottleGroup>>,
@@ -171,6 +178,7 @@ pub fn disk(
         .with_discards(planned.discard)
         .with_detect_zeroes(planned.detect_zeroes);
     disk.failures().set_policies(planned.on_error);
+    // Prefetch before the memory reservation, whose size depends on it.
     disk.prefetch().set(planned.prefetch).with_context(named)?;
     disk.reserve_memory().with_context(named)?;
     Ok(RunningDisk::new(disk, planned.clone().into_config()))
@@ -205,10 +213,10 @@ fn options(
     ImageOptions { storage, caches: disk.qcow2.caches, secrets, snapshot, ..ImageOptions::default() }
 }
 
-/// Terms of NBD servers.
+/// Limits and access rules of NBD servers.
 pub fn terms(service: &ProcessSpec, events: &Events) -> nbd::NbdServerTerms {
     nbd::NbdServerTerms {
-        // A count that does not fit is more than there can ever be.
+        // Saturates: a larger count can never be reached.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
         max_of_one_address: service.max_connections_per_address.map(|most| most as usize),
         access: service.access.clone(),
@@ -217,10 +225,10 @@ pub fn terms(service: &ProcessSpec, events: &Events) -> nbd::NbdServerTerms {
     }
 }
 
-/// Reads the TLS credentials of NBD servers; `None` without any.
+/// Reads the TLS credentials of NBD servers; `None` if TLS is off.
 ///
 /// # Errors
-/// They cannot be read or used.
+/// The credentials cannot be read or used.
 pub fn credentials(tls: &TlsConfig) -> anyhow::Result<Option<nbd::NbdServerTls>> {
     let (required, credentials) = match tls {
         TlsConfig::Off => return Ok(None),

@@ -1,5 +1,5 @@
-//! Which bitmaps of a disk's image, or of what is behind it, an export offers: found when the
-//! export is made.
+//! Resolves the dirty bitmaps that an NBD export offers, in the disk's image or its backing chain.
+//! The lookup happens once, when the export is added.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use image::{
 
 use super::registry::RunningDisk;
 
-/// The bitmaps of these names, in their order.
+/// Returns the bitmaps with these names, in this order.
 pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
     if names.len() > MAX_BITMAPS {
         anyhow::bail!("{} bitmaps for one export; {MAX_BITMAPS} is the most", names.len());
@@ -32,7 +32,7 @@ pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow:
     Ok(views.into())
 }
 
-/// The first bitmap of this name down the chain: a new overlay has none yet.
+/// Returns the first bitmap with this name along the backing chain: a new overlay has none yet.
 async fn topmost(image: &Image, name: &str) -> Result<BitmapView, BitmapViewError> {
     for image in image.chain() {
         let Image::Qcow2(qcow2) = image else { continue };

@@ -1,5 +1,5 @@
-//! What happened to the things that run. A listener is called at once, on the main thread, after
-//! the change is done: it may look at the registry.
+//! Notifications of changes to the running state. A listener runs synchronously on the main thread
+//! after the change is complete, and may use the registry.
 
 use std::rc::Rc;
 
@@ -9,19 +9,19 @@ use block::disk::RequestFailure;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the variants name their fields")]
 pub enum Change {
-    /// Its last client is gone.
+    /// The last client of a removed export has disconnected.
     ExportDeleted { id: String },
-    /// A disk or a group came or went.
+    /// A disk or a group was added or removed.
     Listed { name: String },
-    /// The device failed a request of a disk. Of many in a second, the first and the last.
+    /// The device failed a request of a disk. Limited to the first and the last in each second.
     Failed { disk: String, failure: RequestFailure },
-    /// A disk has stopped at an error; before, none was stopped.
+    /// A disk stopped at an I/O error, and no other disk was stopped.
     Stopped,
-    /// Disks that were stopped go on: all, or one of them.
+    /// Stopped disks were resumed: all of them, or one.
     Resumed { all: bool },
-    /// A disk or a group has other limits, another weight, another group.
+    /// The limits, weight or group of a disk or group changed.
     SettingsChanged { name: String },
-    /// The config file was read again, and all of that is done, or undone.
+    /// A reload finished: applied or rolled back.
     Reloaded,
 }
 

@@ -1,15 +1,16 @@
-//! Disks of the config that come up after the start, because what they lie on did not answer.
+//! Unavailable disks: disks of the config whose storage did not answer at the start. They are
+//! retried in the background.
 //!
 //! ```text
-//!   start ─► not open in eight seconds ─► put off ─► the start goes on without it
+//!   start ─► not open after eight seconds ─► unavailable ─► the start continues without it
 //!                                            │
-//!                       open ─► listed, with its exports, as the config has it by then
-//!                         └ fails ─► told, and tried again in ten seconds
+//!                       open ─► listed with its exports, by the config of that moment
+//!                         └ fails ─► reported, retried after ten seconds
 //! ```
 //!
-//! Listed in the turn of a reload, which has them in mind: what the file says of them now holds
-//! once they are open, and those that it does not have any more are given up. So does who removes
-//! one. The name stays its own.
+//! A disk is listed while this task holds the same lock (`turns`) that reloads hold. A reload
+//! includes unavailable disks: it updates their config, and abandons those that the file no longer
+//! contains. A client that removes such a disk abandons it as well. The name stays reserved.
 
 use std::rc::{Rc, Weak};
 
@@ -29,11 +30,11 @@ use super::{
 };
 use crate::events::{Kind, News};
 
-/// How long until an image is opened again that could not be.
+/// Interval between two attempts to open an image.
 const AGAIN: Duration = Duration::from_secs(10);
 
 impl Registry {
-    /// Goes on without a disk of the plan.
+    /// Continues without a disk of the plan and retries it in the background.
     pub(crate) fn put_off(self: &Rc<Self>, (name, plan): (&str, Rc<DesiredState>), silent: Silent) {
         let Silent { opening, since, state } = silent;
         let one = Rc::new(Unopened::new(name, since, plan));
@@ -55,7 +56,7 @@ impl Registry {
         }
     }
 
-    /// Tells of those that a start goes on without.
+    /// Reports the disks that the start continues without.
     pub fn tell_unopened(&self) {
         let all: Vec<_> = self.disks.unavailable.borrow().keys().cloned().collect();
         all.iter().for_each(|name| self.tell_of_unopened(name));
@@ -66,40 +67,40 @@ impl Registry {
         let why = one.why.borrow().clone();
         let image = one.planned().image.to_string();
         let message = match &why {
-            None => format!(
-                "disk {name}: {image} does not answer, and is not open yet: all else is served meanwhile"
-            ),
+            None => format!("disk {name}: {image} does not answer; everything else is served meanwhile"),
             Some(why) => {
-                format!(
-                    "disk {name}: it cannot be opened, and is tried again each {} s: {why}",
-                    AGAIN.as_secs()
-                )
+                format!("disk {name}: cannot be opened, retrying every {} s: {why}", AGAIN.as_secs())
             }
         };
         let news = News::new(Kind::DiskUnopened, message).of_disk(name);
         self.events.tell(news.with("image", image).with("reason", why));
     }
 
-    /// Whether it is this one that is to come up.
+    /// True if this attempt is still the current one for the name.
     fn awaits(&self, name: &str, one: &Rc<Unopened>) -> bool {
         self.disks.unavailable.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, one))
     }
 
-    /// Lists a disk whose image is open now, with its exports: whole or not at all.
+    /// Lists a disk whose image is now open, with its exports. Atomic.
     async fn list_unopened(
         self: &Rc<Self>,
         name: &str,
         one: &Rc<Unopened>,
         image: Image,
     ) -> anyhow::Result<()> {
-        ensure!(!self.lifecycle.leaving.get(), "another weir is about to take over");
+        ensure!(!self.lifecycle.leaving.get(), "an upgrade is in progress");
         let (planned, plan) = (one.planned(), one.plan.borrow().clone());
         let difference = Difference::of_disk(&plan, name);
+        // Without a difference the config no longer contains the disk; dropping the image closes
+        // it.
         let images = difference.new_disks.first().map(|&index| (index, image)).into_iter().collect();
         let _arrival = self.arrival(name)?;
+        // Before `apply`, which checks that the name is free.
         self.disks.unavailable.borrow_mut().remove(name);
         let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, RateBudgets::default());
         work.apply(&difference, images, &mut Fresh).await?;
+        // Booked after listing, with failure tolerated: the disk was part of a start that
+        // succeeded.
         self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
         if let Some(cluster) = self.cluster() {
             cluster.record_lowered_reservations(&**self);
@@ -108,36 +109,39 @@ impl Registry {
         Ok(())
     }
 
-    /// Has one that did not come whole wait again. What was there of it may take its time to go.
+    /// Puts a disk back into the retry queue after listing it failed, and removes its remains.
     async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>) {
         let place = |export: Rc<RunningExport>| match &export.door {
             Door::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
             Door::Own(..) => None,
         };
         let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
-        // First: nobody gets another in between.
+        // First, so that the server keeps the export's position for the next attempt.
         places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
         if self.disks.get(name).is_ok()
             && let Err(error) = self.take_back(name).await
         {
-            tracing::error!("disk {name}: it did not come whole, and what is there of it stays: {error}");
+            tracing::error!(
+                "disk {name}: could not be added completely, and its remains could not be removed: {error}"
+            );
             places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
             return;
         }
+        // A client may have added another disk with this name in the meantime.
         if self.check_name(name).is_ok() {
             self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
         }
     }
 
-    /// As the config has them.
+    /// Configs of all unavailable disks.
     pub(super) fn unopened_disks(&self) -> Vec<PlacedDisk> {
         self.disks.unavailable.borrow().values().map(|one| one.planned()).collect()
     }
 
-    /// What the config file says now holds for one of them, which is opened in another way from now
-    /// on if there is one.
+    /// Applies a new config to an unavailable disk. A new `opening` replaces the running attempt.
     pub(super) fn plan_unopened(self: &Rc<Self>, name: &str, plan: Rc<DesiredState>, opening: Option<Opening>) {
         let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
+        // Positions of exports that the new plan lacks are released before the plan is replaced.
         let wanted = Wanted::all(&plan);
         self.expect_no_more(name, &one, |old| !wanted.contains(old));
         match opening {
@@ -148,7 +152,7 @@ impl Registry {
         }
     }
 
-    /// Gives up a disk that is not open yet; whether it was one.
+    /// Abandons an unavailable disk. Returns false if there is none with this name.
     pub(crate) fn give_up_unopened(&self, name: &str) -> bool {
         let Some(one) = self.disks.unavailable.borrow_mut().remove(name) else { return false };
         one.give_up();
@@ -156,7 +160,7 @@ impl Registry {
         true
     }
 
-    /// Exports of it that do not come any more leave their place to others.
+    /// Releases the positions that NBD servers hold for exports which are no longer planned.
     fn expect_no_more(&self, name: &str, one: &Unopened, is_gone: impl Fn(&Wanted) -> bool) {
         let wanted = Wanted::all(&one.plan.borrow());
         for export in wanted.iter().filter(|export| export.disk == name && is_gone(export)) {
@@ -168,14 +172,14 @@ impl Registry {
         }
     }
 
-    /// For `weir status`.
+    /// Unavailable disks, for `weir status`.
     pub(super) fn unavailable_disks(&self) -> Vec<UnavailableDisk> {
         let now = reactor::now();
         self.disks.unavailable.borrow().values().map(|one| one.status(now)).collect()
     }
 }
 
-/// Opens the image, as often as it takes, and lists its disk.
+/// Opens the image, retrying as long as necessary, and lists its disk.
 async fn bring_up(
     registry: Weak<Registry>,
     name: String,
@@ -183,14 +187,17 @@ async fn bring_up(
     (opening, mut first): (Opening, Option<Opened>),
 ) {
     loop {
-        // A host that has died may let go of its lock while the disk is another's.
+        // The migration's target may hold the disk although the lock of this host's image is free
+        // again: a dead host loses its lock.
         let moved = registry.upgrade().and_then(|registry| registry.cluster()?.moved_to(&name));
         let opened = match first.take() {
             _ if moved.is_some() => Err(anyhow!("the disk has moved to host {}", moved.unwrap_or_default())),
             Some(first) => first.await,
             None => opening.clone().open().await,
         };
+        // Weak until here: a task that waits for storage must not keep the registry alive.
         let Some(registry) = registry.upgrade() else { return };
+        // The lock is released before the sleep below; a reload may run between two attempts.
         let listed = {
             let _turn = registry.lifecycle.turns.take().await;
             if registry.lifecycle.ending.get() || !registry.awaits(&name, &one) {
@@ -206,6 +213,7 @@ async fn bring_up(
             registry.wait_again(&name, &one).await;
         }
         let why = format!("{error:#}");
+        // Reported once per reason, not once per attempt.
         if one.why.borrow().as_ref() != Some(&why) {
             one.why.replace(Some(why));
             registry.tell_of_unopened(&name);

@@ -1,5 +1,5 @@
-//! The devices under the disks that run: found once for each disk, and sampled where something has
-//! a watermark.
+//! The devices under the running disks: resolved once for each disk, and sampled if a disk or group
+//! has a watermark.
 //!
 //! ```text
 //!   Registry ── a change ──► Devices::follow ───► which groups have disks on which device
@@ -7,11 +7,11 @@
 //!                                            └──► measured capacities bound reservations of groups
 //! ```
 //!
-//! A change of one disk or group looks at that alone and at the groups above it, so that adding
+//! A change of one disk or group examines only that object and its ancestors, so that adding
 //! thousands one by one takes linear time.
 //!
-//! Belongs to the main thread. A device that cannot be found is logged, and limits are enforced as
-//! they are set.
+//! Belongs to the main thread. A device that cannot be resolved is logged; limits are then enforced
+//! unconditionally.
 
 use std::{
     cell::RefCell,
@@ -36,15 +36,15 @@ type Found = (Weak<Disk>, Option<Arc<Device>>);
 pub(crate) struct Devices {
     roots: SysfsRoots,
     store: CapacityStore,
-    /// By the disk's name; the disk tells whether it is still the one of that name.
+    /// By the disk's name. The weak reference detects a new disk with the same name.
     of_disks: RefCell<HashMap<String, Found>>,
-    /// Devices that disks lie on.
+    /// Devices that disks are stored on.
     known: RefCell<HashMap<DeviceId, Weak<Device>>>,
     placements: RefCell<Placements>,
     sampler: Sampler,
 }
 
-/// Device and groups of each disk, as of its last visit.
+/// Device and groups of each disk, as of its last update.
 #[derive(Debug, Default)]
 struct Placements {
     /// Placements by the disk's name.
@@ -56,7 +56,7 @@ struct Placements {
     targets: HashMap<String, Weak<dyn SamplerTarget>>,
 }
 
-/// One disk's device, and the groups that it is in, innermost first.
+/// Device of one disk, and the groups that contain it, innermost first.
 #[derive(Debug)]
 struct Placement {
     device: Option<Arc<Device>>,
@@ -64,7 +64,7 @@ struct Placement {
 }
 
 impl Placements {
-    /// Counts a disk; adds the groups that have one device more to `changed`.
+    /// Counts a disk; adds the groups that gained a device to `changed`.
     fn put(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<ThrottleGroup>>) {
         let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
         let groups: Vec<_> = above.map(|group| Arc::downgrade(&group)).collect();
@@ -81,7 +81,7 @@ impl Placements {
         self.disks.insert(disk.name().to_string(), Placement { device, groups });
     }
 
-    /// Removes a disk from the counts; adds the groups that have one device less to `changed`.
+    /// Removes a disk from the counts; adds the groups that lost a device to `changed`.
     fn take(&mut self, disk: &str, changed: &mut Vec<Weak<ThrottleGroup>>) -> Option<Arc<Device>> {
         let Placement { device, groups } = self.disks.remove(disk)?;
         let device = device?;
@@ -106,24 +106,24 @@ impl Placements {
         on.into_iter().flat_map(HashMap::values).map(|(device, _)| Arc::clone(device)).collect()
     }
 
-    /// The device below a group, if there is just one.
+    /// The device below a group, if it is exactly one.
     fn only_under(&self, group: &Arc<ThrottleGroup>) -> Option<&Arc<Device>> {
         let on = self.on.get(&Arc::as_ptr(group)).filter(|on| on.len() == 1)?;
         on.values().next().map(|(device, _)| device)
     }
 }
 
-/// A device below disks.
+/// Device with the disks that are stored on it.
 #[derive(Debug)]
 pub struct Listed {
     /// The device.
     pub device: Arc<Device>,
-    /// In the order of their names.
+    /// Names of the disks, sorted.
     pub disks: Vec<String>,
 }
 
 impl Devices {
-    /// None yet. What was measured is in the state directory, or the usual one.
+    /// Empty set. Measured capacities are read from `state`, or from the default state directory.
     pub(crate) fn new(state: Option<&Path>) -> Self {
         Self {
             roots: SysfsRoots::default(),
@@ -146,15 +146,16 @@ impl Devices {
         found.into_values().collect()
     }
 
-    /// The device under a disk; `None` for one in memory, or where it cannot be found.
+    /// Device under a disk; `None` for a disk in memory, or if the device cannot be resolved.
     fn under(&self, disk: &Arc<Disk>) -> Option<Arc<Device>> {
         if let Some((known, device)) = self.of_disks.borrow().get(&**disk.name())
+            // A removed disk's address cannot be reused while the map holds a weak reference to it.
             && std::ptr::eq(known.as_ptr(), Arc::as_ptr(disk))
         {
             return device.clone();
         }
         let device = self.find(disk).unwrap_or_else(|error| {
-            // Whoever sets a watermark that it makes useless is warned by the sampler.
+            // Debug level: the sampler warns if this makes a watermark ineffective.
             tracing::debug!(disk = %disk.name(), %error, "the device below is not known");
             None
         });
@@ -169,6 +170,7 @@ impl Devices {
             return Ok(Some(known));
         }
         let measured = |identity: &block::device::DeviceIdentity| self.store.measured(identity.key());
+        // One `Device` per id, shared by all disks on it.
         let device = Device::below_disk(disk, &self.roots, measured)?.map(Arc::new);
         if let Some(device) = &device {
             self.known.borrow_mut().insert(id, Arc::downgrade(device));
@@ -176,13 +178,14 @@ impl Devices {
         Ok(device)
     }
 
-    /// Looks again at which of these disks and groups are on which device.
-    /// Fails if more is reserved than a device was measured to do.
+    /// Resolves the devices of all these disks and groups again.
+    /// Fails if a reservation exceeds the measured capacity of a device.
     pub(crate) fn refresh(
         &self,
         disks: impl IntoIterator<Item = Arc<Disk>>,
         groups: impl IntoIterator<Item = Arc<ThrottleGroup>>,
     ) -> anyhow::Result<()> {
+        // Drops entries of removed disks, and of devices without disks.
         self.of_disks.borrow_mut().retain(|_, (disk, _)| disk.strong_count() > 0);
         self.known.borrow_mut().retain(|_, device| device.strong_count() > 0);
         let mut placements = Placements::default();
@@ -201,8 +204,8 @@ impl Devices {
         Ok(())
     }
 
-    /// Updates the devices of the disk or group with this name, if one exists. Fails if more is
-    /// reserved than the measured capacity of a device.
+    /// Updates the devices of the disk or group with this name, if one exists. Fails if a
+    /// reservation exceeds the measured capacity of a device.
     pub(crate) fn follow(
         &self,
         name: &str,
@@ -212,6 +215,7 @@ impl Devices {
         let device = disk.and_then(|disk| self.under(disk));
         let mut placements = self.placements.borrow_mut();
         let mut changed: Vec<_> = group.map(Arc::downgrade).into_iter().collect();
+        // Removed before it is added below: the name may now belong to another object.
         let before = placements.targets.remove(name);
         let left = placements.take(name, &mut changed);
         let mut subjects = Vec::new();
@@ -221,6 +225,7 @@ impl Devices {
         } else if self.of_disks.borrow_mut().remove(name).is_some()
             && let Some(left) = left
         {
+            // Dropped before the count below, which would otherwise include this reference.
             let (id, mut known) = (left.id(), self.known.borrow_mut());
             drop(left);
             if known.get(&id).is_some_and(|device| device.strong_count() == 0) {
@@ -231,6 +236,7 @@ impl Devices {
         if let Some(before) = before.filter(|before| now.is_none_or(|now| !now.ptr_eq(before))) {
             self.sampler.forget(&before);
         }
+        // All groups are updated even if one exceeds its bound; the first error is returned.
         let mut bounds = Ok(());
         for group in changed.iter().filter_map(Weak::upgrade) {
             bounds = bounds.and(placements.bound(&group));
@@ -242,7 +248,8 @@ impl Devices {
 }
 
 impl Placements {
-    /// A disk outside groups is watched itself.
+    /// Registers a disk without a group as a separate target; disks in groups are covered by their
+    /// group.
     fn add_disk(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<SampledTarget> {
         if disk.throttle().group().is_some() {
             return None;

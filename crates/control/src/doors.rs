@@ -1,14 +1,14 @@
-//! A door of one disk's own at work: a socket for a virtual machine, a block device or a file on
-//! this host.
+//! Export endpoints of a single disk: a vhost-user socket for a virtual machine, a block device or
+//! a file on this host.
 //!
 //! ```text
-//!   settings::Door ─► open ─► Entrance: where it is, its server, the task that serves
+//!   settings::Door ─► open ─► Entrance: address, server, the task that serves
 //!                       │        accept, close, stop: the same for every kind
-//!                       └── one file a kind: what it takes to make it, what status tells of it
+//!                       └── one file per kind: how to create it, which counters it has
 //! ```
 //!
-//! Everything here happens on the main thread; an export's queues live on the workers. Never
-//! touches a request.
+//! All of this runs on the main thread; the queues of an export live on the workers. Never handles
+//! a request.
 
 mod fuse;
 mod nbd_device;
@@ -42,30 +42,33 @@ use crate::{
 
 type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// What every server of an own door can do; see `export::vhost_user_blk::Server`.
+/// Operations that the servers of all single-disk endpoints have in common; see
+/// `export::vhost_user_blk::Server`.
 pub trait Attended {
-    /// Clients now. A device counts as one while it is there.
+    /// Number of connected clients. A device counts as one while it exists.
     fn connections(&self) -> usize;
-    /// Whether there has ever been one.
+    /// True if a client was ever connected.
     fn has_served(&self) -> bool;
-    /// The disk may have another length.
+    /// Checks the disk's size again, which may have changed.
     fn look_at_size(&self);
-    /// Lets nobody in any more, and has requests in flight end.
+    /// Stops accepting clients and lets requests in flight complete.
     fn close(&self);
-    /// The same where this process ends, and a device that is in use may wait for the next.
+    /// As [`Attended::close`], at the end of this process: a device in use may wait for its next
+    /// server.
     fn leave(&self) {
         self.close();
     }
-    /// Waits until `busy` is false: it is asked now, and whenever clients have come or gone.
+    /// Waits until `busy` returns false. It is evaluated at once and after every change of the
+    /// number of clients.
     fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
     /// Its counters.
     fn counters(&self) -> ExportCounters;
-    /// Counts on from what another daemon has counted.
+    /// Adds the counters of the old process.
     fn count_on(&self, before: &ExportCounters);
 }
 
-/// Each server has these by the same names; only what it tells is its own, and whether it can
-/// leave a device behind.
+/// Implements [`Attended`] for a server by its methods of the same names. The counters, and whether
+/// a device can outlive the process, differ between servers.
 macro_rules! attended {
     ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
         impl crate::doors::Attended for $server {
@@ -108,56 +111,58 @@ macro_rules! attended {
 }
 use attended;
 
-/// What an own door is made with.
+/// Parameters for opening an endpoint.
 pub(crate) struct Terms<'a> {
     pub(crate) id: &'a str,
     pub(crate) disk: &'a RunningDisk,
-    /// What the disk or whoever asks says; the door's own settings may say it too.
+    /// Read-only by the disk's config or the client's request. The endpoint's own settings may also
+    /// make it read-only.
     pub(crate) read_only: bool,
-    /// Who may connect to sockets.
+    /// Owner and mode of sockets.
     pub(crate) access: &'a SocketAccess,
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: &'a RefCell<Inherited>,
     pub(crate) workers: &'a Rc<Vec<ReactorWorker>>,
     pub(crate) events: &'a Events,
-    /// What it is made of, where another daemon had it.
+    /// Transferred state, if the old process of an upgrade served this endpoint.
     pub(crate) taken: Cell<Option<Taken>>,
 }
 
-/// A device or a file of this host, as another daemon leaves it.
+/// Device or file of this host, as the old process leaves it.
 pub(crate) enum Taken {
-    /// It has ended, or is about to have: the kernel has all that there is.
+    /// No state: the driver holds it, and the old server has ended or is about to end.
     Ublk,
     NbdDevice(export::nbd::kernel_client::QuiescedNbdDevice),
     Fuse(export::fuse::QuiescedFuseFile),
 }
 
-/// A door that is open, or about to be.
+/// Endpoint of one export, accepting clients or prepared to.
 pub struct Entrance {
     kind: &'static str,
     address: String,
-    /// Of a device of this host: its node, or the file.
+    /// Device node or file, for a device of this host.
     device: Option<PathBuf>,
-    /// What the disk's length is a multiple of there.
+    /// Block size in bytes; the disk's size must be a multiple of it.
     block_bytes: Option<u32>,
     /// The server.
     pub server: Arc<dyn Attended>,
-    /// Of virtual machines.
+    /// Socket and server, for a virtual machine.
     machine: Option<Machine>,
-    /// Of this host.
+    /// Server, for a device or file of this host.
     host: Option<Host>,
-    /// Until clients are let in.
+    /// The serving task, until [`Entrance::accept`] starts it.
     opening: Cell<Option<Local<'static, io::Result<()>>>>,
-    /// Ends by itself once the server has stopped.
+    /// Completes after the server has stopped.
     serving: RefCell<Option<JoinHandle<()>>>,
     closed: Cell<bool>,
-    /// What goes when the door is closed, such as a socket's file.
+    /// Resource that is released when the endpoint closes, such as a socket's file.
     kept: RefCell<Option<Box<dyn Any>>>,
-    /// The threads end, and the clients with them, once nobody holds these.
+    /// Keeps the worker threads alive; they end, and their clients with them, after the last
+    /// reference is dropped.
     _workers: Rc<Vec<ReactorWorker>>,
 }
 
-/// Makes a door. Of a device this takes the kernel's time; nobody is let in before
+/// Opens an endpoint. Creating a device waits for the kernel. Clients are accepted only after
 /// [`Entrance::accept`].
 pub(crate) async fn open(door: &ExportTarget, terms: &Terms<'_>) -> anyhow::Result<Rc<Entrance>> {
     let is_device = !matches!(door, ExportTarget::VhostUserBlk(_));
@@ -178,8 +183,8 @@ pub(crate) async fn open(door: &ExportTarget, terms: &Terms<'_>) -> anyhow::Resu
 }
 
 impl Entrance {
-    /// A door of this kind, as QEMU's `BlockExportType` calls it, that `serving` serves: it ends
-    /// after `server` is closed, or when a device has gone from outside.
+    /// Endpoint of this kind (a name of QEMU's `BlockExportType`) served by `serving`, which
+    /// completes after `server` is closed or the device was removed externally.
     fn new(
         kind: &'static str,
         address: String,
@@ -203,29 +208,31 @@ impl Entrance {
         }
     }
 
-    /// It is a device of this host, or a file, at its address.
+    /// Marks it as a device or file of this host, at its address.
     fn of_device(self, host: Host) -> Self {
         Self { device: Some(PathBuf::from(&self.address)), host: Some(host), ..self }
     }
 
-    /// It is for a virtual machine.
+    /// Marks it as an endpoint for a virtual machine.
     fn of_machine(self, machine: Machine) -> Self {
         Self { machine: Some(machine), ..self }
     }
 
-    /// Keeps something until the door is closed.
+    /// Holds a resource until the endpoint closes.
     fn keeping(self, kept: impl Any) -> Self {
         self.kept.replace(Some(Box::new(kept)));
         self
     }
 
-    /// Lets clients in. Calls `ended` if that ends before it should: with an error, or without one
-    /// where the device has gone from outside.
+    /// Starts accepting clients. Calls `ended` if serving ends before the endpoint is closed: with
+    /// an error, or with `Ok` if the device was removed externally.
     pub(crate) fn accept(self: &Rc<Self>, ended: impl FnOnce(io::Result<()>) + 'static) {
+        // Idempotent: an accepting endpoint is unchanged.
         let Some(serving) = self.opening.take() else { return };
         let entrance = Rc::downgrade(self);
         *self.serving.borrow_mut() = Some(reactor::spawn_joinable(async move {
             let result = serving.await;
+            // An orderly close ends the task as well, and is no event.
             if entrance.upgrade().is_some_and(|entrance| !entrance.closed.get()) {
                 ended(result);
             }
@@ -240,37 +247,39 @@ impl Entrance {
         &self.address
     }
 
-    /// The node or the file of a device of this host.
+    /// Device node or file, for a device of this host.
     pub fn device(&self) -> Option<&Path> {
         self.device.as_deref()
     }
 
-    /// What the disk's length is to be a multiple of, as long as this is there.
+    /// Block size that the disk's size must be a multiple of while this endpoint exists.
     pub(crate) fn block_bytes(&self) -> Option<u32> {
         self.block_bytes
     }
 
-    /// Where it is for a virtual machine.
+    /// Socket and server, for a virtual machine.
     pub(crate) fn machine(&self) -> Option<&Machine> {
         self.machine.as_ref()
     }
 
-    /// What it is on this host.
+    /// Server, for a device or file of this host.
     pub fn host(&self) -> Option<&Host> {
         self.host.as_ref()
     }
 
-    /// Lets nobody in any more, and has requests in flight end.
+    /// Stops accepting clients and lets requests in flight complete.
     pub(crate) fn close(&self) {
         self.closed.set(true);
+        // Drops the serving task if it never ran, with everything it owns.
         self.opening.take();
         self.kept.take();
         self.server.close();
     }
 
-    /// The same at the end of this process: a device that is in use is left to the next one, if it
-    /// can be.
+    /// As [`Entrance::close`], at the end of this process: a device in use is left to the next
+    /// process if its driver supports that.
     pub fn leave(&self) {
+        // Reads /proc synchronously, which only the end of the process permits.
         let is_used = |device: &Path| !Users::of(device).with_processes().is_empty();
         if self.device().is_some_and(is_used) {
             self.closed.set(true);
@@ -280,12 +289,12 @@ impl Entrance {
         }
     }
 
-    /// Waits until the last client has gone, and with it all that it asked for.
+    /// Waits until the last client has disconnected and its requests have completed.
     pub async fn until_unused(&self) {
         self.server.wait_while(Box::new(|| self.server.connections() > 0)).await;
     }
 
-    /// The same, where nobody else is let in, and then until it has ended.
+    /// Closes the endpoint if necessary, then waits until it is unused and its task has ended.
     pub async fn stop(&self) {
         if !self.closed.get() {
             self.close();
@@ -294,7 +303,7 @@ impl Entrance {
         let serving = self.serving.take();
         if let Some(serving) = serving {
             if self.device.is_some() {
-                // It has the device's end to see to.
+                // Not cancelled: the task still has to remove the device.
                 serving.await;
             } else {
                 serving.cancel().await;
@@ -303,15 +312,15 @@ impl Entrance {
     }
 }
 
-/// The door of a virtual machine, as another daemon takes it over.
+/// vhost-user endpoint, with what an upgrade transfers.
 pub(crate) struct Machine {
     pub(crate) server: Arc<export::vhost_user_blk::VhostUserServer>,
-    /// Where it listens, if it does, as it was asked for.
+    /// Configured address and listening socket, if this side listens.
     pub(crate) listening: Option<(String, Listening)>,
 }
 
 impl Machine {
-    /// Where it listens, if that has a path.
+    /// Path of the listening socket, if it has one.
     pub(crate) fn path(&self) -> Option<PathBuf> {
         let (_, (socket, _)) = self.listening.as_ref()?;
         let socket = UnixListener::from(socket.as_fd().try_clone_to_owned().ok()?);
@@ -319,7 +328,7 @@ impl Machine {
     }
 }
 
-/// A device or a file of this host, as another daemon takes it over.
+/// Device or file of this host, with what an upgrade transfers.
 #[derive(Clone)]
 pub enum Host {
     /// A ublk device.
@@ -331,7 +340,7 @@ pub enum Host {
 }
 
 impl Host {
-    /// Has what was begun end, and nothing more begin. Returns false if that takes longer.
+    /// Quiesces the server. Returns false if its requests do not complete in time.
     pub(crate) async fn come_to_rest(&self, patience: Duration) -> bool {
         match self {
             Self::Ublk(server) => server.quiesce(patience).await,
@@ -340,7 +349,7 @@ impl Host {
         }
     }
 
-    /// Goes on as if nothing had been.
+    /// Resumes after [`Host::come_to_rest`]; used if an upgrade fails.
     pub(crate) fn go_on(&self) {
         match self {
             Self::Ublk(server) => server.resume(),
@@ -350,17 +359,18 @@ impl Host {
     }
 }
 
-/// What a device is known by when this process comes back for it: its data. What lies in memory
-/// does not come back, and is like nothing else.
+/// Identity of a device's data, by which the next process finds it again. A disk in memory does not
+/// survive this process, so its identity is unique.
 fn identity(running: &RunningDisk) -> anyhow::Result<String> {
     Ok(match running.config.image.path() {
+        // Absolute: the next process may run in another directory.
         Some(path) => format!("weir:{}", std::path::absolute(path)?.display()),
         None => format!("weir:{}:{}", std::process::id(), running.disk.name()),
     })
 }
 
-/// Whoever is behind a door counts in blocks, and would never see what lies behind the last whole
-/// one.
+/// Fails if the disk's size is not a multiple of the endpoint's block size: the client could not
+/// reach the bytes after the last whole block.
 pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
     let Some((block_bytes, who)) = door.logical_block() else { return Ok(()) };
     let (size, block) = (disk.size_bytes(), u64::from(block_bytes));

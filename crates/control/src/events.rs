@@ -1,17 +1,17 @@
-//! What has happened: one type, one place where it is made, the last ones by their numbers.
+//! Events: one type, one ring of the latest events, and a sequence number for each.
 //!
 //! ```text
 //!   control/watch  disks, groups, devices each second, by judge ─┐                    ┌─► log
-//!                  changes to what runs, by whom (actor)         ├─► Events: the last ├─► QMP: X_WEIR_EVENT
-//!   clients of NBD and machines, from their servers ─────────────┘                    └─► HTTP
+//!                  changes of the running state, with the actor  ├─► Events: latest   ├─► QMP: X_WEIR_EVENT
+//!   NBD and vhost-user clients, from their servers ──────────────┘                    └─► HTTP
 //! ```
 //!
-//! Everybody who tells of events has them from here, each at its own pace: [`Events::since`] has
-//! what came after a number, [`Events::listen`] wakes. Nobody can hold up who makes them. What
-//! comes too fast is left out and counted, kind by kind, before it is an event: so the ring, the
-//! log, every client and every command have the same bound.
+//! Every consumer reads at its own pace: [`Events::since`] returns the events after a number,
+//! [`Events::listen`] wakes. A slow consumer never delays a producer. Rate limits apply per event
+//! type before a number is assigned, so the ring, the log, all clients and all commands share one
+//! bound; dropped events are counted.
 //!
-//! Never on the way of a request: a client makes two, when it comes and when it goes.
+//! Never on the path of a request: a client causes two events, at its connection and at its end.
 
 mod deliveries;
 mod gate;
@@ -37,22 +37,25 @@ pub use kind::Kind;
 pub use kind::News;
 pub use log::log;
 
-/// Events that are kept: with what a message may have, less than two megabytes.
+/// Capacity of the ring: less than two megabytes with messages of maximum length.
 const KEPT: usize = 1024;
-/// Of each kind so many are kept whatever comes of the others.
+/// Number of events of each type that other types cannot evict.
 const ROOM: usize = 30;
-// So that there is always a kind that has more than its room.
+// Ensures that in a full ring at least one type exceeds its protected number.
 const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
-/// Of each kind, a disk has a share: a thousand of them may reach their limits at once.
+/// Burst for each event type. A disk has a share of it: a thousand disks may reach their limits at
+/// the same time.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
-/// Numbers for each second since the Epoch, so that those of the next daemon are larger, unless the
-/// clock was set back; stays below 2⁵³, what a program that takes numbers for doubles tells apart.
+/// Event numbers per second since the Epoch. The first number of a process derives from its start
+/// time, so numbers rise across restarts unless the clock is set back. They stay below 2⁵³, the
+/// largest integers that JSON readers with doubles distinguish.
 const NUMBERS_A_SECOND: u64 = 1_000_000;
-/// Numbers for what a daemon still tells after another was told its last one.
+/// Numbers reserved for events that the old process of an upgrade records after it has sent its
+/// last number.
 const NUMBERS_LEFT: u64 = 100_000;
 
-/// The last events. Clones are the same.
+/// Ring of the latest events. Clones share it.
 #[derive(Clone)]
 pub struct Events(Arc<Shared>);
 
@@ -65,19 +68,20 @@ struct Ring {
     next: u64,
     kept: VecDeque<Arc<Event>>,
     gates: Vec<SharedGate>,
-    /// By kind: those that were told, and those left out.
+    /// By event type: recorded events, and events that the rate limit dropped.
     counts: Vec<[u64; 2]>,
 }
 
 impl Ring {
-    /// The oldest goes of those kinds that have more than their room: however many clients come and
-    /// go, an image that fails is still to be seen.
+    /// Evicts the oldest event among the types that exceed [`ROOM`], so that frequent connections
+    /// cannot evict a rare image error.
     fn make_room(&mut self) {
         if self.kept.len() < KEPT {
             return;
         }
         let mut of_kind = [0; Kind::ALL.len()];
         self.kept.iter().for_each(|event| of_kind[event.kind as usize] += 1);
+        // Linear in the capacity, which is constant, and only in a full ring.
         let oldest = self.kept.iter().position(|event| of_kind[event.kind as usize] > ROOM);
         self.kept.remove(oldest.unwrap_or(0));
     }
@@ -101,20 +105,21 @@ impl Events {
         Self(Arc::new(Shared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
     }
 
-    /// Another daemon, whose last event had this number, tells of a few more, and then this one:
-    /// its numbers are larger.
+    /// Continues the numbering after `last`, the old process's number, with a gap for the events
+    /// that the old process still records.
     pub(crate) fn go_on_after(&self, last: u64) {
         let mut ring = self.ring();
         ring.next = ring.next.max(last.saturating_add(NUMBERS_LEFT));
     }
 
-    /// Has what another daemon has told, as far as it is older than what was told here, and counts
-    /// on. Nobody is told of it anew.
+    /// Inserts the old process's events that are older than the first own event, and adds its
+    /// counters. Listeners are not woken.
     pub(crate) fn go_on_from(&self, events: Vec<Event>, counts: impl Iterator<Item = (Kind, [u64; 2])>) {
         let mut ring = self.ring();
+        // Ids stay sorted in the ring, which `since` relies on for its binary search.
         let first = ring.kept.front().map_or(ring.next, |event| event.id);
         for event in events.into_iter().rev().filter(|event| event.id < first) {
-            // Both together may be more than are kept: the oldest are not.
+            // Both rings together may exceed the capacity; the oldest events are dropped.
             if ring.kept.len() < KEPT {
                 ring.kept.push_front(Arc::new(event));
             }
@@ -130,7 +135,7 @@ impl Events {
         self.0.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It has happened now. From any thread; takes microseconds.
+    /// Records an event now. Callable from any thread; takes microseconds.
     pub fn tell(&self, news: News) {
         self.tell_at(reactor::real_time(), SystemTime::now(), news);
     }
@@ -138,6 +143,7 @@ impl Events {
     fn tell_at(&self, now: Instant, time: SystemTime, news: News) {
         let mut ring = self.ring();
         let kind = news.kind as usize;
+        // Checked before a number is assigned: dropped events leave no gap in the numbers.
         let Some(left_out) = ring.gates[kind].pass(news.disk.as_ref(), now) else {
             ring.counts[kind][1] += 1;
             return;
@@ -147,36 +153,36 @@ impl Events {
         ring.next += 1;
         ring.make_room();
         ring.kept.push_back(Arc::new(news.at(id, time, left_out)));
+        // Woken after the lock is released, so that listeners do not run into it.
         drop(ring);
         self.0.woken.notify(usize::MAX);
     }
 
-    /// Those that came after the one with this number, the oldest first; of those that are not kept
-    /// any more there is a gap before them. 0 is all there are.
+    /// Events after this number, oldest first. Events that were evicted leave a gap. 0 returns all.
     pub fn since(&self, id: u64) -> Vec<Arc<Event>> {
         let ring = self.ring();
         let first = ring.kept.partition_point(|event| event.id <= id);
         ring.kept.range(first..).cloned().collect()
     }
 
-    /// The number of the last one; there may be none yet.
+    /// Number of the latest event; one less than the first number if there is none yet.
     pub fn last(&self) -> u64 {
         self.ring().next - 1
     }
 
-    /// Is ready once something has been told after this call, on any runtime. Look with
-    /// [`Events::since`] after calling this, and only then wait.
+    /// Becomes ready after the next event, on any runtime. Call [`Events::since`] after this and
+    /// before waiting, or an event between the two calls is missed.
     pub fn listen(&self) -> EventListener {
         self.0.woken.listen()
     }
 
-    /// Of each kind, those that were told, and those left out because there were too many.
+    /// By event type: recorded events, and events that the rate limit dropped.
     pub fn counts(&self) -> Vec<(Kind, [u64; 2])> {
         let ring = self.ring();
         Kind::ALL.iter().map(|kind| (*kind, ring.counts[*kind as usize])).collect()
     }
 
-    /// Hands all that come from now on to `take`, on this thread. Ends when dropped.
+    /// Calls `take` for each later event, on this thread. Ends when the handle is dropped.
     pub(crate) fn each(&self, take: impl Fn(&Arc<Event>) + 'static) -> reactor::JoinHandle<()> {
         let (events, mut last) = (self.clone(), self.last());
         reactor::spawn_joinable(async move {
@@ -213,6 +219,7 @@ mod tests {
     #[test]
     fn what_another_has_told_comes_before() {
         let before = Events::from(1);
+        // More than the ring holds, slowly enough to pass the rate limit.
         (0..2000_u64).for_each(|s| before.tell_at(at(s * 1000), UNIX_EPOCH, news(Kind::DiskAdded)));
         let events = Events::from(1500);
         events.go_on_after(before.last());
@@ -263,6 +270,7 @@ mod tests {
             events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn).of_disk(disk));
             events.last() > before
         };
+        // Half of the common burst includes the disk's own share.
         assert_eq!((0..10_000).filter(|_| came("noisy")).count(), BURST as usize / 2);
         assert!((0..10).all(|_| came("quiet")), "it has its share");
     }

@@ -1,6 +1,6 @@
-//! An export that runs, and how clients reach it: at a server of NBD, by its name there, or at a
-//! door of its own. Knows nothing of other exports: which names are taken decides the
-//! [registry](super::registry). Belongs to the main thread.
+//! A running export and its endpoint: a name at an NBD server, or a socket, device or file of its
+//! own. Independent of other exports: the [registry](super::registry) checks that names are unique.
+//! Belongs to the main thread.
 
 use std::{
     cell::Cell,
@@ -17,36 +17,36 @@ use policy::access::AccessRules;
 use super::{doors::Entrance, running::RunningDisk, serving::Serving};
 use crate::users::Users;
 
-/// An export of a disk.
+/// Running export of a disk.
 pub struct RunningExport {
-    /// Its name.
+    /// Unique id.
     pub id: String,
-    /// The name clients ask for; unique at its server.
+    /// Export name that clients request; unique at its server.
     pub(crate) name: String,
-    /// Its disk.
+    /// The exported disk.
     pub disk: Rc<RunningDisk>,
-    /// Its endpoint.
+    /// The endpoint.
     pub door: Door,
-    /// What was said of a door of its own.
+    /// Configuration of the endpoint, if it is not at an NBD server.
     pub said: Option<settings::ExportTarget>,
-    /// What it was made of, over NBD.
+    /// Parameters that it was added with, if it is at an NBD server.
     pub(crate) new: Option<NewExport>,
     pub(crate) read_only: bool,
-    /// By a client of the control socket: no config has it.
+    /// True if a client of the control socket added it and it is in no config file.
     pub(crate) added: Cell<bool>,
     pub(super) ending: Cell<bool>,
 }
 
-/// How clients reach an export.
+/// Endpoint of a running export.
 pub enum Door {
-    /// By its name, and this number, at a server.
+    /// NBD server, and the export's number there.
     Nbd(Rc<Serving>, usize),
-    /// At one of its own.
+    /// Socket, device or file of this export alone.
     Own(Rc<Entrance>),
 }
 
 impl Door {
-    /// As QEMU's `BlockExportType` calls it.
+    /// Name in QEMU's `BlockExportType`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Nbd(..) => "nbd",
@@ -68,11 +68,15 @@ impl Door {
         }
     }
 
-    /// Of a device, whoever asks for [`Removal::Safe`] has looked who uses it: that takes time.
+    /// Removes the export from its endpoint. For a device, the caller has checked its openers
+    /// before
+    /// [`Removal::Safe`]: that check blocks, and must not run here.
     pub(super) fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),
             Self::Own(entrance) => match (removal, entrance.server.connections()) {
+                // A device counts as a connection while it exists, so its count says nothing about
+                // its openers.
                 (Removal::IfUnused, connections @ 1..) if entrance.device().is_none() => {
                     Err(NotRemoved::InUse { connections })
                 }
@@ -93,7 +97,7 @@ impl Door {
 }
 
 impl RunningExport {
-    /// Its door, if that is its own.
+    /// The endpoint, unless the export is at an NBD server.
     pub(crate) fn entrance(&self) -> Option<&Rc<Entrance>> {
         match &self.door {
             Door::Own(entrance) => Some(entrance),
@@ -101,7 +105,7 @@ impl RunningExport {
         }
     }
 
-    /// Absolute path of the endpoint, where that is a socket or a file of this export alone.
+    /// Absolute path of the endpoint, if it is a socket or file of this export alone.
     pub(crate) fn own_path(&self) -> Option<PathBuf> {
         path::absolute(self.said.as_ref()?.path()?).ok()
     }
@@ -110,7 +114,7 @@ impl RunningExport {
         self.door.connections()
     }
 
-    /// What the disk's length is to be a multiple of, as long as this is there.
+    /// Block size that the disk's size must be a multiple of while this export exists.
     pub(crate) fn block_bytes(&self) -> Option<u32> {
         match &self.door {
             Door::Nbd(..) => None,
@@ -118,21 +122,22 @@ impl RunningExport {
         }
     }
 
-    /// Who is connected, for people.
+    /// Connected clients, as text.
     pub(crate) fn clients(&self) -> String {
         match &self.door {
             Door::Nbd(serving, number) => serving.server.clients_of(*number),
             Door::Own(entrance) => match entrance.server.counters().front_end {
                 Some(process) => process.to_string(),
-                // It is in another container.
-                None => "a machine".to_owned(),
+                // The process id is unknown if the front end is in another PID namespace.
+                None => "a virtual machine".to_owned(),
             },
         }
     }
 
-    /// Fails where a client is connected, or a device of this host is mounted, held or open.
+    /// Fails if a client is connected, or if a device of this host is mounted, claimed or open.
     pub(crate) async fn check_unused(&self) -> anyhow::Result<()> {
         let (id, disk) = (&self.id, self.disk.disk.name());
+        // Only devices have openers; sockets count their connections.
         let device = match &self.door {
             Door::Own(entrance) => entrance.device().map(Path::to_owned),
             Door::Nbd(..) => None,
@@ -140,28 +145,30 @@ impl RunningExport {
         let Some(device) = device else {
             ensure!(
                 self.connections() == 0,
-                "export {id} of disk {disk}: in use: {} (let it go first)",
+                "export {id} of disk {disk}: in use: {} (disconnect it first)",
                 self.clients()
             );
             return Ok(());
         };
+        // On another thread: reads /proc of all processes, and opens the device, which this process
+        // serves.
         let users = reactor::run_blocking(move || Users::of(&device).with_processes().with_claims()).await;
-        ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (let it go first)");
+        ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (disconnect it first)");
         Ok(())
     }
 
-    /// It was removed, and its last clients are on their way out.
+    /// True if it was removed and its last clients are disconnecting.
     pub(crate) fn is_ending(&self) -> bool {
         self.ending.get()
     }
 }
 
-/// An export to be added.
+/// Parameters of an export at an NBD server.
 #[derive(Clone, Debug)]
 pub struct NewExport {
     pub(crate) id: String,
     pub(crate) name: String,
-    /// A line for people; may be empty.
+    /// Description for people; may be empty.
     pub(crate) description: String,
     pub(crate) access: AccessRules,
     pub(crate) disk: String,

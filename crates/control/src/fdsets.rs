@@ -1,8 +1,8 @@
-//! Sets of descriptors that clients of the control socket have passed: files that can be had by the
-//! name `/dev/fdset/N`, wherever they lie and whoever may open them.
+//! Sets of descriptors that clients of the control socket passed (`add-fd`): the name
+//! `/dev/fdset/N` opens them, whatever the daemon's own file permissions.
 //!
-//! As in QEMU, a set may have several descriptors of one file, opened in different ways, and stays
-//! until it is removed; what was opened with it stays open.
+//! As in QEMU, a set may hold several descriptors of one file with different access modes, and
+//! lives until it is removed. Removing it leaves images open that were opened with it.
 //!
 //! Never opens a file by itself.
 
@@ -17,14 +17,14 @@ use std::{
 use reactor::operation::PassedFd;
 use rustix::fs::{OFlags, fcntl_getfl};
 
-/// Where the sets seem to be.
+/// Directory that the names of the sets appear in; it need not exist.
 const SETS: &str = "/dev/fdset";
-/// Descriptors of all sets together.
+/// Maximum number of descriptors in all sets together.
 const MOST_KEPT: usize = 256;
-/// Bytes of a remark.
+/// Maximum length in bytes of the `opaque` text.
 const MOST_TEXT: usize = 1024;
 
-/// One of a set.
+/// Descriptor in a set.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) descriptor: Arc<PassedFd>,
@@ -43,7 +43,8 @@ impl Member {
 pub(crate) struct Sets(RefCell<BTreeMap<u64, Vec<Member>>>);
 
 impl Sets {
-    /// Adds one to a set, or to a new one with the lowest number that is free. The set's number.
+    /// Adds a descriptor to a set, or to a new set with the lowest free number. Returns the set's
+    /// number.
     pub(crate) fn add(
         &self,
         set: Option<u64>,
@@ -63,7 +64,8 @@ impl Sets {
         Ok(set)
     }
 
-    /// Removes a descriptor by its number in this process, or the whole set. Whether there was one.
+    /// Removes a descriptor by its number in this process, or the whole set. Returns false if there
+    /// is none.
     pub(crate) fn remove(&self, set: u64, descriptor: Option<i64>) -> bool {
         let mut sets = self.0.borrow_mut();
         let Some(wanted) = descriptor else { return sets.remove(&set).is_some() };
@@ -81,9 +83,10 @@ impl Sets {
         self.0.borrow().iter().map(list).collect()
     }
 
-    /// What is to be opened where a file of this name is; `None` where it is no set's. One that can
-    /// do more than is asked for will do where none is just so. One that can write is for one disk:
-    /// its locks are those of all that is opened with it, and keep none of that from the other.
+    /// Returns the descriptor that `path` names; `None` if the path is outside `/dev/fdset`. A
+    /// descriptor with the exact access mode is preferred over one with more rights. A writable
+    /// descriptor serves one disk only: OFD locks belong to the open file description, so two disks
+    /// on it would not exclude each other.
     pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<PassedFd>>, String> {
         let Ok(number) = path.strip_prefix(SETS) else { return Ok(None) };
         let number = number.to_str().and_then(|text| text.parse::<u64>().ok());
@@ -93,10 +96,13 @@ impl Sets {
         let members = members.ok_or_else(|| {
             format!("Could not open '{shown}': there is no such set (`query-fdsets` lists them)")
         })?;
+        // In order of preference; a write-only descriptor never suffices, as images are read as
+        // well.
         let wanted = if read_only { [OFlags::RDONLY, OFlags::RDWR] } else { [OFlags::RDWR; 2] };
         let has = |member: &&Member, mode| {
+            // An error counts as O_PATH, which permits no I/O.
             let flags = fcntl_getfl(&*member.descriptor).unwrap_or(OFlags::PATH);
-            // What is written by one that appends lands at the end of the file.
+            // A write through O_APPEND lands at the end of the file, whatever its offset.
             let goes_elsewhere = !read_only && flags.contains(OFlags::APPEND);
             !flags.contains(OFlags::PATH) && flags & OFlags::RWMODE == mode && !goes_elsewhere
         };
@@ -112,21 +118,24 @@ impl Sets {
         let is_reader = |descriptor: &Arc<PassedFd>| {
             fcntl_getfl(&**descriptor).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY)
         };
+        // Readers may share a descriptor: their locks are compatible.
         let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_free(descriptor));
         free.map(|descriptor| Some(Arc::clone(descriptor))).ok_or_else(|| {
             format!(
-                "Could not open '{shown}': in use by another disk, or locked by who has passed it (open the file anew and add-fd that)"
+                "Could not open '{shown}': in use by another disk, or locked by the process that passed it (open the file again and add-fd that)"
             )
         })
     }
 }
 
-/// Nothing is being opened with it, nor has been: an image's locks are shown with the open file
-/// that has them (proc_pid_fdinfo(5)), however many descriptors that has.
+/// True if no image is open with the descriptor, or being opened. An open image's locks appear in
+/// proc_pid_fdinfo(5) of every descriptor of the same open file description.
 fn is_free(descriptor: &Arc<PassedFd>) -> bool {
     let info = format!("/proc/self/fdinfo/{}", descriptor.as_fd().as_raw_fd());
     let info = std::fs::read_to_string(info).unwrap_or_default();
     let is_lock = |line: &str| line.starts_with("lock:") && line.contains("OFDLCK");
+    // A reference beyond the set's own belongs to an image that is open or being opened; the latter
+    // has no lock yet.
     Arc::strong_count(descriptor) == 1 && !info.lines().any(is_lock)
 }
 
@@ -185,7 +194,7 @@ mod tests {
         let (_, _) = (sets.add(Some(0), one, None), sets.add(Some(1), again, None));
         let being_opened = open("/dev/fdset/0").expect("it is free").expect("is there");
         assert!(open("/dev/fdset/0").unwrap_err().contains("in use by another disk"));
-        // As an image does once it is open.
+        // As an open image locks its file.
         let lock = |kind: libc::c_int| {
             let lock = libc::flock { l_type: kind as i16, l_whence: 0, l_start: 100, l_len: 1, l_pid: 0 };
             fcntl(being_opened.as_fd(), FcntlArg::F_OFD_SETLK(&lock)).expect("nobody else has it");

@@ -1,6 +1,6 @@
 //! Logs which disks and groups were throttled by their limits, at level debug and target
-//! `weir::limits`: every ten seconds, and not at all while none is. Status and metrics have the
-//! same figures at any time, so at level info these lines would only hide others.
+//! `weir::limits`: every ten seconds, and only if there are any. Status and metrics report the
+//! same values at any time, so lines at level info would only hide others.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -16,7 +16,7 @@ use super::registry::Registry;
 const INTERVAL: Duration = Duration::from_secs(10);
 const TARGET: &str = "weir::limits";
 
-/// What was last looked at, and when.
+/// Counters at the last interval, and its time.
 #[derive(Debug, Default)]
 pub(super) struct HeldBack {
     last: Last,
@@ -25,15 +25,15 @@ pub(super) struct HeldBack {
 }
 
 impl HeldBack {
-    /// Tells in ten seconds for the first time, of what is held back from now on.
+    /// Starts the first interval now; earlier throttling is not logged.
     pub(super) fn from_now(registry: &Registry) -> Self {
         let last = Last::of(registry);
         let limited_ns = last.0.values().fold(0, |sum: u64, seen| sum.saturating_add(seen.limited_ns));
         Self { last, looked: reactor::now(), limited_ns }
     }
 
-    /// Tells what there is to tell, if it is time for it. `limited_ns` is the time for which all
-    /// disks and groups were limited so far.
+    /// Logs an interval when it is over. `limited_ns` is the total time for which disks and groups
+    /// were limited so far.
     pub(super) fn look(&mut self, registry: &Registry, limited_ns: u64, now: Instant) {
         if now - self.looked < INTERVAL {
             return;
@@ -44,13 +44,13 @@ impl HeldBack {
         (self.looked, self.limited_ns) = (now, limited_ns);
     }
 
-    /// Whether nobody was held back since the last look.
+    /// True if nothing was throttled since the last interval.
     pub(super) fn has_told(&self, limited_ns: u64) -> bool {
         limited_ns == self.limited_ns
     }
 }
 
-/// By name.
+/// Last counters by name.
 #[derive(Debug, Default)]
 struct Last(HashMap<String, Seen>);
 
@@ -79,7 +79,7 @@ impl Seen {
     }
 }
 
-/// A disk or a group now, with the groups above it, nearest first.
+/// Current counters of a disk or group, with its ancestor groups, nearest first.
 struct Now {
     name: String,
     stats: ThrottleStats,
@@ -124,21 +124,22 @@ impl Last {
         self.0.get(name).copied().unwrap_or_default()
     }
 
-    /// As `weir status` has it.
+    /// Time limited, with the share of the groups, by the same rule as `weir status`.
     fn limited_by(&self, seen: Seen, still_waits: bool, above: &[(&str, &ThrottleStats)]) -> Seen {
         let of_groups = above.iter().map(|(name, stats)| Seen::of(stats).since(self.before(name)).limited_ns);
+        // A disk waits for its group's limit too, but the group alone counts that time.
         let limited_ns = throttled_with_groups_ns(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
         Seen { limited_ns, ..seen }
     }
 }
 
-/// What happened since `before`; `None` if nothing was held back and nothing is.
+/// Growth since `before`; `None` if nothing was throttled and nothing waits.
 fn held_back(stats: &ThrottleStats, before: Seen) -> Option<Seen> {
     let seen = Seen::of(stats).since(before);
     (seen != Seen::default() || stats.waiting != [0, 0]).then_some(seen)
 }
 
-/// Its own limit, or that of the nearest group above: `tenant: iops-total`.
+/// The limit that requests wait for, its own or the nearest ancestor's: `tenant: iops-total`.
 fn binding(stats: &ThrottleStats, above: &[(&str, &ThrottleStats)]) -> Option<String> {
     let limit = |stats: &ThrottleStats| stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name());
     let of_group = || above.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
@@ -153,18 +154,18 @@ fn log(name: &str, stats: &ThrottleStats, seen: Seen, elapsed: Duration, above: 
         throttled = seen.throttled,
         waited_ms = milliseconds(seen.waited_ns),
         limited_percent = seen.limited_ns.saturating_mul(100) / elapsed.as_nanos() as u64,
-        // Of the last ten to twenty seconds.
+        // Percentiles cover the last ten to twenty seconds.
         wait_p50_ms = milliseconds(stats.recent_waits.p50_ns),
         wait_p99_ms = milliseconds(stats.recent_waits.p99_ns),
         wait_max_ms = milliseconds(stats.recent_waits.max_ns),
         binding = binding(stats, above),
         waiting_reads,
         waiting_writes,
-        "held back by limits"
+        "throttled by limits"
     );
 }
 
-/// To a microsecond.
+/// Rounded to a microsecond.
 fn milliseconds(nanoseconds: u64) -> f64 {
     (nanoseconds as f64 / 1e3).round() / 1e3
 }
@@ -209,6 +210,7 @@ mod tests {
     fn a_disk_that_waits_for_its_group_is_limited_as_the_group_is() {
         let group = ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
         let above = [("tenant", &group)];
+        // Unlimited itself, with a request that waits for the group's limit.
         let disk = ThrottleStats { throttled_ns: 0, ..stats(2, [0, 1]) };
         let seen = held_back(&disk, Seen::default()).unwrap();
         let last = Last(HashMap::from([("tenant".to_owned(), Seen { limited_ns: 3, ..Seen::default() })]));

@@ -1,4 +1,4 @@
-//! What runs, and how it is changed while it runs.
+//! Control plane of the daemon: the running state, and every way to change it.
 //!
 //! ```text
 //!   serve ─────────► Registry ◄───────── control socket
@@ -9,11 +9,13 @@
 //!
 //! ```text
 //!   reconcile/  brings the running state to a plan: start, reload, retry, dry run
-//!   reload/     the config file read again, and reconciled
-//!   takeover/   another daemon continues where this one stops
-//!   qmp/        the control socket: stream ─► session ─► command ─► commands/, a file a subject
+//!   reload/     reads the config file again and reconciles
+//!   takeover/   upgrade: a new process continues for the old one
+//!   moving/     migration: a disk moves to another host of the cluster
+//!   qmp/        the control socket: stream ─► session ─► command ─► commands/, one file per subject
 //!   listen/     the sockets that clients connect to
-//!   events/     what has happened: the last of it, and the actor
+//!   events/     event ring, rate limits, event types
+//!   recording/  recordings of requests
 //!   notify      messages to the service manager
 //!   users       openers of devices of this host: mounts, other devices, processes
 //! ```
@@ -21,8 +23,8 @@
 //! The QMP command `block_set_io_throttle` is in `qmp/commands/throttle.rs`; the table of all
 //! commands is in `commands.rs`.
 //!
-//! There is one list of what runs, the [`Registry`](registry::Registry). It belongs to the main
-//! thread; the data path has no need of it.
+//! The [`Registry`](registry::Registry) is the only list of running objects. It belongs to the main
+//! thread. Never used by the data path.
 
 mod adding;
 mod around_cluster;

@@ -35,23 +35,24 @@ pub use inherited::Inherited;
 pub use unix::SocketFile;
 pub use uri::Authority;
 
-/// A bound socket.
+/// Listening socket.
 #[derive(Debug)]
 pub struct Listener {
     /// The socket.
     pub socket: OwnedFd,
-    /// Its address.
+    /// Its address, as clients name it.
     pub authority: Authority,
-    /// Removes the file of a Unix socket that was made here.
+    /// Removes the file of a Unix socket that this process created.
     pub file: Option<SocketFile>,
 }
 
-/// A socket that listens, as its worker has it, with the file that weir has made for it.
+/// Listening socket of a worker, with the path of the socket file that weir created.
 pub(crate) type Listening = (Fd, Option<PathBuf>);
 
 impl Listener {
-    /// A socket of another daemon, which was asked to listen at `endpoint`, with its file if it has
-    /// made one; the other's until `passed` says that they are ours. Of several it has this number.
+    /// Socket of the old process, which was configured to listen at `endpoint`, with the socket
+    /// file it created. The file belongs to the old process until `passed` says otherwise. `number`
+    /// is the position among several sockets.
     pub(crate) fn adopt(
         socket: OwnedFd,
         endpoint: &ListenEndpoint,
@@ -76,12 +77,13 @@ impl Listener {
                 }
             }
         };
+        // Removes the file only after the old process has given it up.
         let file = file.map(|path| SocketFile::adopt(path, passed));
         Ok(Self { socket, authority, file })
     }
 }
 
-/// An address, or all sockets of the service manager that are left.
+/// Binds an address, or takes all remaining sockets of the service manager.
 pub fn open(
     endpoint: &ListenEndpoint,
     access: &SocketAccess,
@@ -94,12 +96,13 @@ pub fn open(
     }
 }
 
-/// The one socket of a virtual machine's door.
+/// Socket of a vhost-user endpoint.
 pub(crate) fn of_machine(
     socket: &settings::VhostUserSocket,
     access: &SocketAccess,
     inherited: &RefCell<Inherited>,
 ) -> anyhow::Result<Listener> {
+    // An upgrade takes precedence: the path is still bound by the old process's socket.
     if let Some(listener) = inherited.borrow_mut().adopted(&name_of_machine(socket)?) {
         return Ok(listener);
     }
@@ -118,7 +121,7 @@ pub(crate) fn of_machine(
     }
 }
 
-/// What two daemons call that socket.
+/// Name by which the old and the new process identify that socket.
 pub(crate) fn name_of_machine(socket: &settings::VhostUserSocket) -> io::Result<String> {
     Ok(match socket.path() {
         Some(path) => settings::VhostUserSocket::Path(path::absolute(path)?).to_string(),
@@ -126,14 +129,15 @@ pub(crate) fn name_of_machine(socket: &settings::VhostUserSocket) -> io::Result<
     })
 }
 
-/// A Unix socket that only its owner and root may connect to: the daemon's user, or another.
+/// Creates a Unix socket that only its owner (by default the daemon's user) and root may connect
+/// to.
 pub(crate) fn private(path: &Path, owner: Option<&FileOwner>) -> anyhow::Result<Listener> {
     let access = SocketAccess { owner: owner.cloned(), ..SocketAccess::default() };
     let bound = unix::bind(path, &access);
     Ok(at_path(bound.with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?))
 }
 
-/// A control socket, as [`private`] makes it, in a directory that is made if it is weir's own.
+/// Creates a control socket, as [`private`] does, and its directory if that is weir's own.
 pub fn control(place: &ControlSocketLocation, owner: Option<&FileOwner>) -> anyhow::Result<Listener> {
     if let (Some(mode), Some(directory)) = (place.directory_mode, place.path.parent()) {
         make_directory(directory, mode).with_context(|| {
@@ -143,20 +147,21 @@ pub fn control(place: &ControlSocketLocation, owner: Option<&FileOwner>) -> anyh
     private(&place.path, owner)
 }
 
-/// With this mode whatever the umask, unless it is there.
+/// Creates the directory with this mode regardless of the umask; an existing one is kept.
 fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
     match DirBuilder::new().mode(mode).create(path) {
+        // The umask has restricted the mode of mkdir(2).
         Ok(()) => fs::set_permissions(path, Permissions::from_mode(mode)),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
         Err(error) => Err(error),
     }
 }
 
-/// The one socket of a service that has only one: the Unix socket that the service manager passed,
-/// else one at `path` that only its owner and root may connect to, once `prepare` was called.
+/// Socket of a service with a single listener: the Unix socket that the service manager passed, or
+/// else a private one at `path`, after a call of `prepare`.
 ///
 /// # Errors
-/// If several were passed, or something else than a Unix socket; else why it cannot be made.
+/// Several sockets were passed, or one that is no Unix socket; the socket cannot be created.
 pub fn only(
     mut inherited: Inherited,
     path: &Path,
@@ -177,8 +182,8 @@ pub fn only(
     Ok((socket.into(), file))
 }
 
-/// Whether two addresses, as text, are the same one: paths of one socket may be spelled in any way,
-/// and lead through links.
+/// True if two addresses name the same endpoint. Paths of Unix sockets may be spelled in different
+/// ways and contain symbolic links.
 pub fn is_same_place(one: &str, other: &str) -> bool {
     let place = |text: &str| {
         let path = path::absolute(text.strip_prefix("unix:")?).ok()?;
@@ -187,17 +192,17 @@ pub fn is_same_place(one: &str, other: &str) -> bool {
     one == other || place(one).is_some_and(|place_of_one| place(other) == Some(place_of_one))
 }
 
-/// What is thought of whoever has what a daemon is to have.
+/// Interpretation of an address that is already in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Others {
-    /// It may be that very daemon.
+    /// The user may be the daemon that this check is about; not an error.
     MayHave,
-    /// It is another.
+    /// The user is another process; an error.
     AreInTheWay,
 }
 
-/// What would keep anybody from listening there, as far as that can be told without listening.
-/// Nobody notices.
+/// Reports what would prevent listening at this address, as far as that is known without listening.
+/// A process that listens there does not notice the check.
 pub fn check(address: &ListenAddress, others: Others) -> anyhow::Result<()> {
     match address {
         ListenAddress::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
@@ -210,21 +215,22 @@ pub fn check(address: &ListenAddress, others: Others) -> anyhow::Result<()> {
     }
 }
 
-/// The same for a control socket, whose directory may be still to be made.
+/// As [`check`], for a control socket, whose directory may not exist yet.
 pub fn check_control(place: &ControlSocketLocation, others: Others) -> anyhow::Result<()> {
     let parent = directory_of(&place.path);
     let is_made = place.directory_mode.is_some() && !parent.exists();
+    // Checks that the missing directory can be created.
     let path = if is_made { parent } else { &place.path };
     unix::check(path, others).with_context(|| ListenAddress::Unix(place.path.clone()).to_string())
 }
 
-/// Whether there are the user and the group that sockets are to belong to.
+/// Checks that the user and the group of sockets exist.
 pub fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
     unix::check_owner(owner)
 }
 
-/// Fails where [`TcpListener::bind`] would. Who does not listen keeps nobody from it: the kernel
-/// has both at a port, as both say SO_REUSEADDR (socket(7)).
+/// Fails if [`TcpListener::bind`] would. A bound socket that does not listen prevents no listener:
+/// both set SO_REUSEADDR (socket(7)).
 fn bind_alone(at: SocketAddr) -> io::Result<()> {
     let family = if at.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
     let socket = socket::socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
@@ -236,10 +242,10 @@ fn at_path((listener, file): (UnixListener, SocketFile)) -> Listener {
     Listener { socket: listener.into(), authority: Authority::of_unix(&file.path), file: Some(file) }
 }
 
-/// How long an address may outlive the process that listened there: requests on an io_uring keep
-/// its sockets open (measured: 10 ms after a kill).
+/// Time for which an address may outlive the process that listened there: requests on an io_uring
+/// keep its sockets open (measured: 10 ms after a kill).
 const AFTERLIFE: Duration = Duration::from_millis(500);
-/// The kernel does not tell when such a socket goes.
+/// Interval between attempts; the kernel does not signal the end of such a socket.
 const TRY_AGAIN: Duration = Duration::from_millis(50);
 
 fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
@@ -254,7 +260,7 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// One socket, or one for each address that a host name resolves to.
+/// Returns one socket, or one for each address that a host name resolves to.
 fn bind(address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
     match address {
         ListenAddress::Unix(path) => {
@@ -273,7 +279,7 @@ fn tcp(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec<Lis
     })
 }
 
-/// Has `bind` tried with each address that a host name resolves to; it returns the port, too.
+/// Calls `bind` with each address that a host name resolves to; `bind` also returns the port.
 fn each_of<T>(
     address: &ListenAddress,
     host: &str,
@@ -282,7 +288,7 @@ fn each_of<T>(
 ) -> anyhow::Result<Vec<T>> {
     let addresses = resolve(address, host, port)?;
     let mut bound = Vec::new();
-    // Any free port is chosen once, so that every address of the name has the same.
+    // A free port (0) is chosen once, so that all addresses of the name share it.
     let mut chosen = port;
     let mut absent = None;
     for mut one in addresses {
@@ -292,7 +298,7 @@ fn each_of<T>(
                 chosen = port;
                 bound.push(one);
             }
-            // A name may stand for IPv6 where the machine has none; its other addresses will do.
+            // A name may resolve to IPv6 on a host without IPv6; its other addresses suffice.
             Err(error) if is_absent(&error) => absent = Some(error),
             Err(error) => return Err(refused(address, chosen, &error)),
         }
@@ -313,6 +319,7 @@ fn resolve(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec
     let resolved = resolved
         .map_err(|error| anyhow!("{address}: the host name is not known: {error} (use an IP address)"))?;
     let mut addresses: Vec<SocketAddr> = resolved.collect();
+    // Entries of /etc/hosts may repeat an address.
     addresses.dedup();
     Ok(addresses)
 }
@@ -341,6 +348,7 @@ mod tests {
 
     #[test]
     fn a_free_port_is_the_same_on_every_address_of_a_name() {
+        // `localhost` may resolve to an IPv4 and an IPv6 address.
         let listeners = bind(&"localhost:0".parse().unwrap(), &SocketAccess::default()).unwrap();
         let first = listeners[0].authority.to_string();
         assert!(listeners.iter().all(|listener| listener.authority.to_string() == first));
@@ -372,12 +380,13 @@ mod tests {
         check(&address(port), Others::MayHave).unwrap();
         let error = check(&address(port), Others::AreInTheWay).unwrap_err().to_string();
         assert!(error.contains("the port is in use by another program"), "{error}");
+        // Nothing in the backlog: the check has not connected.
         taken.set_nonblocking(true).unwrap();
         assert_eq!(taken.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         drop(taken);
         check(&address(port), Others::AreInTheWay).unwrap();
         check(&address(0), Others::AreInTheWay).unwrap();
-        // From the block that RFC 5737 keeps for documentation.
+        // TEST-NET-1 (RFC 5737), which no host has.
         let error = check(&"192.0.2.1:10809".parse().unwrap(), Others::AreInTheWay).unwrap_err();
         assert!(error.to_string().contains("not an address of this machine"), "{error}");
     }
@@ -390,7 +399,7 @@ mod tests {
         let listener = control(&place, None).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
-        // What is there is somebody's, with the mode that they gave it.
+        // An existing directory keeps the mode that its owner chose.
         fs::set_permissions(path.parent().unwrap(), Permissions::from_mode(0o750)).unwrap();
         drop(listener);
         drop(control(&place, None).unwrap());
@@ -401,7 +410,7 @@ mod tests {
 
     #[test]
     fn an_address_of_another_machine_is_refused() {
-        // From the block that RFC 5737 keeps for documentation.
+        // TEST-NET-1 (RFC 5737), which no host has.
         let error =
             bind(&"192.0.2.1:10809".parse().unwrap(), &SocketAccess::default()).unwrap_err().to_string();
         assert!(error.starts_with("192.0.2.1:10809: not an address of this machine: "), "{error}");

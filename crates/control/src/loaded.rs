@@ -1,6 +1,6 @@
-//! The config file as it was read last, and what it takes to read it again.
+//! Config in force, with everything that reading it again needs.
 //!
-//! Only data: who reads it again is `reload`.
+//! Data only; `reload` reads it again.
 
 use std::{path::PathBuf, rc::Rc};
 
@@ -8,18 +8,18 @@ use export::nbd;
 use settings::{DaemonConfig, ConfigWithOrigins, DesiredState};
 use storage::rate::RateBudgets;
 
-/// The configuration that is in force.
+/// Config in force.
 pub struct Loaded {
-    /// As it was named: places in messages and relative paths begin with it.
+    /// Path as given: messages and relative paths begin with it.
     pub file: PathBuf,
-    /// Options of the command line, which replace keys of the file.
+    /// Options of the command line, which override keys of the file.
     pub options: ConfigWithOrigins<DaemonConfig>,
-    /// How many sockets the service manager passed.
+    /// Number of sockets that the service manager passed.
     pub inherited: usize,
-    /// As it was read.
+    /// The plan of the last successful start or reload.
     pub plan: Rc<DesiredState>,
     /// TLS credentials of NBD servers.
     pub tls: Option<nbd::NbdServerTls>,
-    /// Memory budgets.
+    /// Rate budgets that several disks share.
     pub budgets: RateBudgets,
 }

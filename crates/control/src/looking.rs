@@ -1,6 +1,6 @@
-//! Whether an image could be opened, found without leaving a trace: it is opened for reading alone,
-//! whoever else has it. So nobody is kept from it, and what a start would refuse because of who has
-//! it, or because of what it says of itself, is to be asked beside.
+//! Trial opening of images for a dry run, without side effects: the image is opened read-only and
+//! without locks, so that no other user of it is affected. Errors that a real start would get from
+//! locks, or from marks in the image, are checked separately.
 
 use block::disk::Disk;
 use image::Image;
@@ -8,39 +8,40 @@ use storage::{StorageIdentity, OpenError};
 
 use super::registry::{Registry, holder::held_by};
 
-/// How the image of a disk is opened to look at it.
+/// Variant of a disk's config for a trial opening: read-only and unlocked.
 pub(crate) fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     let mut looked = planned.clone();
     looked.read_only = true;
+    // Locks exist for files only; an NBD server or Ceph image is opened read-only in any case.
     looked.force_share = planned.image.path().is_some();
     looked.handover = false;
     looked
 }
 
-/// Fails where an image that was looked at says that nobody is to write to it.
+/// Fails if marks in the image forbid writing, unless the disk is read-only.
 pub(crate) fn check_marks(planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
     if planned.read_only { Ok(()) } else { image.check_marks(&planned.image.to_string()) }
 }
 
-/// Who would have which files open.
+/// Files that disks would have open.
 #[derive(Debug, Default)]
 pub(crate) struct Files(Vec<Taken>);
 
 #[derive(Debug)]
 struct Taken {
     disk: String,
-    /// The same for all names of a file.
+    /// Identity of the file, independent of its name.
     what: String,
     is_written: bool,
 }
 
 impl Files {
-    /// Of the disks that run.
+    /// Files of the running disks.
     pub(crate) fn of(registry: &Registry) -> Self {
         let mut files = Self::default();
         for running in registry.disks.all() {
             let disk: &Disk = &running.disk;
-            // What is handed over is locked while a machine runs.
+            // Images with handover are locked only while a guest runs.
             if !disk.has_handover() {
                 let written = !disk.image().is_read_only();
                 let own = taken(disk.name(), disk.image(), written);
@@ -50,16 +51,18 @@ impl Files {
         files
     }
 
-    /// Those of an image that was looked at are the disk's from now on.
+    /// Adds the files of an image from a trial opening.
     ///
     /// # Errors
-    /// As a start hears it from locks: another disk has one of them, by whatever name.
+    /// Another disk has one of the files open; the error is the one that a start gets from the
+    /// lock.
     pub(crate) fn take(&mut self, planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
         if planned.force_share || planned.handover {
             return Ok(());
         }
         let own = taken(&planned.name, image, !planned.read_only);
         for (file, path) in &own {
+            // Readers may share a file, as their locks do.
             let is_same = |other: &&Taken| other.what == file.what && (file.is_written || other.is_written);
             if let Some(other) = self.0.iter().find(is_same) {
                 return Err(held_by(&other.disk, path.clone()));
@@ -70,12 +73,12 @@ impl Files {
     }
 }
 
-/// The files of an image, and what a start calls them.
+/// Files of an image, each with its name in error messages.
 fn taken(disk: &str, image: &Image, is_written: bool) -> Vec<(Taken, String)> {
     let mut all = Vec::new();
     let mut above: Option<String> = None;
     for layer in image.layers() {
-        // What lies below is read.
+        // Backing files are opened read-only.
         let is_written = is_written && above.is_none();
         let mut own: Option<String> = None;
         for StorageIdentity { key: what, path, .. } in layer.files {

@@ -1,13 +1,13 @@
-//! A disk goes to another host of the cluster, with its settings and what is in its buckets.
+//! Migration: a disk moves to another host of the cluster, with its settings and bucket levels.
 //!
 //! ```text
-//!   leaving     the host that has it: asks, closes the image, gives, and takes it back if need be
-//!   arriving    the host where it goes: looks whether it could have it, opens the image, claims it
-//!   moved_disk  what both tell of it
+//!   leaving     the source: offers, closes the image, hands over; resumes on failure
+//!   arriving    the target: checks the offer, opens the image, claims the disk
+//!   moved_disk  the description that both exchange
 //! ```
 //!
-//! The steps in etcd, and which of them decides, are in `cluster::moving`. The image is open in one
-//! of both daemons at most, and whoever has it is told by etcd alone: no clock decides.
+//! The steps in etcd are in `cluster::moving`. At most one of the two daemons has the image open.
+//! Transactions in etcd alone decide which host owns the disk; clocks never do.
 //!
 //! Never changes a config file.
 
@@ -23,16 +23,17 @@ use settings::config;
 
 use super::registry::Registry;
 
-/// How long a host may take over each answer: an image on a network may have to be opened.
+/// Time limit for each answer of the peer host, which may have to open an image over the network.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How long a look at an image may take, so that a refusal is heard.
+/// Time limit for the check at the target; below [`PATIENCE`], so that its rejection arrives in
+/// time.
 const LOOK: Duration = Duration::from_secs(15);
-/// How long a host that is to have a disk may take to appear in its cluster.
+/// Time for the target host to join the cluster.
 const APPEARS: Duration = Duration::from_secs(3);
-/// Between two attempts at what must be known, or opened, before anything goes on.
+/// Interval between attempts of a step that must succeed before the migration continues.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Whether the config file, as it is now, has a disk of this name; none where that cannot be told.
+/// True if the current config file contains the disk; `None` if the file cannot be read.
 async fn is_listed(registry: &Registry, disk: &str) -> Option<bool> {
     let file = registry.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
     let draft = reactor::run_blocking(move || config::load(&file)).await.ok()?;

@@ -1,8 +1,8 @@
-//! What the service manager is told (sd_notify(3)), over one socket that is opened at the start:
-//! later the sandbox calls nobody.
+//! Messages to the service manager (sd_notify(3)), over one socket that is opened at the start: the
+//! sandbox permits no connections later.
 //!
-//! A manager that does not read, and whose queue is full, keeps nobody waiting: see
-//! `net.unix.max_dgram_qlen` in unix(7).
+//! Never blocks on a manager that does not read; its queue is short (`net.unix.max_dgram_qlen` in
+//! unix(7)).
 
 use std::{
     collections::VecDeque,
@@ -31,13 +31,14 @@ static MANAGER: OnceLock<Option<Arc<Manager>>> = OnceLock::new();
 #[derive(Debug)]
 struct Manager {
     socket: Fd,
-    /// What it has no room for yet, in its order.
+    /// Messages that the socket had no space for, in order.
     waiting: Mutex<VecDeque<Vec<u8>>>,
     told: Event,
 }
 
-/// Opens it; what keeps it from that is told in the log.
+/// Connects to the service manager; logs a failure.
 pub fn open() {
+    // Must run before the sandbox is entered.
     MANAGER.get_or_init(|| {
         connect().unwrap_or_else(|error| {
             warn(&error);
@@ -50,13 +51,14 @@ fn connect() -> io::Result<Option<Arc<Manager>>> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
     let socket = UnixDatagram::unbound()?;
     match name.as_bytes().strip_prefix(b"@") {
+        // A leading `@` denotes the abstract namespace (sd_notify(3)).
         Some(name) => socket.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
         None => socket.connect(name)?,
     }
     Ok(Some(Manager::at(socket)))
 }
 
-/// Tells all of it at once, if there is a service manager; later, if it has no room now.
+/// Sends the states in one message, if there is a service manager; queues it if the socket is full.
 ///
 /// # Panics
 /// If no reactor runs on this thread.
@@ -66,7 +68,7 @@ pub fn tell(states: &[NotifyState<'_>]) {
     }
 }
 
-/// Waits until the service manager has been told all, if there is one.
+/// Waits until all messages are sent.
 pub(crate) async fn all_told() {
     let Some(Some(manager)) = MANAGER.get() else { return };
     loop {
@@ -94,6 +96,7 @@ impl Manager {
             let _ = writeln!(message, "{state}");
         }
         let mut waiting = self.waiting();
+        // Only then: a direct send must not overtake queued messages.
         if waiting.is_empty() {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
             match rustix::net::send(&self.socket, message.as_bytes(), flags) {
@@ -101,13 +104,13 @@ impl Manager {
                 result => return result.map(drop).unwrap_or_else(|error| warn(&error.into())),
             }
         }
-        // That weir is alive is said again soon.
+        // A watchdog message is superseded by the next one, and not worth queueing.
         if matches!(states, [NotifyState::Watchdog]) {
             return;
         }
         waiting.push_back(message.into());
         let is_first = waiting.len() == 1;
-        // It begins at once.
+        // Released first: the spawned task may run at once.
         drop(waiting);
         if is_first {
             reactor::spawn(Arc::clone(self).tell_rest());
@@ -122,6 +125,7 @@ impl Manager {
             if let (Err(error), _) = operation::send(&self.socket, message.into()).await {
                 warn(&error);
             }
+            // Removed after the send: `all_told` waits until the queue is empty.
             self.waiting().pop_front();
             self.told.notify(usize::MAX);
         }
@@ -129,7 +133,7 @@ impl Manager {
 }
 
 fn warn(error: &io::Error) {
-    tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");
+    tracing::warn!(%error, "cannot send to the service manager at NOTIFY_SOCKET");
 }
 
 #[cfg(test)]
@@ -144,6 +148,7 @@ mod tests {
             let (theirs, ours) = UnixDatagram::pair().unwrap();
             let manager = Manager::at(ours);
             let mut sent = 0;
+            // Fills the socket's queue until the first message is queued here.
             while manager.waiting().is_empty() {
                 manager.tell(&[NotifyState::Status(&sent.to_string())]);
                 sent += 1;

@@ -1,4 +1,5 @@
-//! Images that are being opened, several at once; those that cannot be had now, and may be soon.
+//! Opening of images, several concurrently, with a time limit; images whose storage does not answer
+//! may be retried.
 
 use std::fmt;
 
@@ -11,25 +12,24 @@ use reactor::JoinHandle;
 use settings::Origin;
 use storage::OpenError;
 
-/// After this an image that is still being opened is one that nobody answers for. Less than an NBD
-/// server has that lets weir connect and says nothing: whether such a one fails a start is no
-/// matter of chance.
+/// Time after which an image that is still being opened counts as unavailable. Shorter than the
+/// time limit for a silent NBD server, so that such a server gives the same result at every start.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
 
-/// All that it takes to open the image of a disk, as often as it is tried.
+/// Parameters for opening the image of a disk; reusable for retries.
 #[derive(Clone)]
 pub(crate) struct Opening {
     pub(super) name: String,
     pub(super) spec: String,
     pub(super) options: ImageOptions,
-    /// Where something was said that is for qcow2 images.
+    /// Origin of a key that is valid for qcow2 images only.
     pub(super) said: Option<Origin>,
 }
 
-/// An image, once it is open.
+/// Task that yields the opened image.
 pub(super) type Opened = JoinHandle<anyhow::Result<Image>>;
 
-/// One that is under way.
+/// Attempt to open an image.
 pub(crate) struct Trial {
     opening: Opening,
     opened: Opened,
@@ -37,9 +37,9 @@ pub(crate) struct Trial {
     is_awaited: bool,
 }
 
-/// An image that nobody answers for, or that one that has died still has.
+/// Image whose storage does not answer, or that the lock of a dead process still protects.
 pub(crate) struct Silent {
-    /// To try it again.
+    /// For retries.
     pub(super) opening: Opening,
     pub(super) since: Instant,
     pub(super) state: State,
@@ -69,7 +69,7 @@ impl Opening {
         Ok(image)
     }
 
-    /// The same, now that the daemon that was taken over from has ended.
+    /// Drops the old process's files, which are gone by the time of a retry.
     fn without_files(mut self) -> Self {
         self.options.storage.passed_files = None;
         self
@@ -77,26 +77,28 @@ impl Opening {
 }
 
 impl Trial {
-    /// `is_awaited`: it is waited for, however long it takes, and fails where nobody is there.
+    /// Starts an attempt. With `is_awaited` there is no time limit, and transient errors are final.
     pub(crate) fn begin(opening: Opening, is_awaited: bool) -> Self {
         let opened = reactor::spawn_joinable(opening.clone().open());
         Self { opening, opened, began: reactor::now(), is_awaited }
     }
 
-    /// The image, or what is wrong with it.
+    /// The image, or the error that opening it met.
     ///
     /// # Errors
-    /// Nobody answers for it.
+    /// The storage does not answer, or the error is transient.
     pub(crate) async fn outcome(mut self) -> Result<anyhow::Result<Image>, Silent> {
+        // Counted from the start of the attempt, so concurrent attempts share one deadline.
         let left = PATIENCE.saturating_sub(reactor::now() - self.began);
         let state = match reactor::timeout(left, &mut self.opened).await {
             Err(_) if self.is_awaited => {
                 tracing::warn!(
                     disk = self.opening.name,
-                    "it is still being opened, and waited for: what it lies on has not answered yet"
+                    "its image is still being opened: its storage has not answered yet"
                 );
                 return Ok(self.opened.await);
             }
+            // The attempt continues in the background; the retry uses its result.
             Err(_) => State::Trying(self.opened),
             Ok(Err(error)) if !self.is_awaited && may_pass(&error) => State::Failed(error),
             Ok(opened) => return Ok(opened),
@@ -105,8 +107,9 @@ impl Trial {
     }
 }
 
-/// Whether an image cannot be opened because nobody answers where it lies, who may later.
+/// True if the error is transient: the storage does not answer, and may do so later.
 pub(crate) fn may_pass(error: &anyhow::Error) -> bool {
     let may_pass = |cause: &OpenError| cause.may_pass;
+    // Context may have been added at any level.
     error.chain().any(|cause| cause.downcast_ref().is_some_and(may_pass))
 }

@@ -1,10 +1,9 @@
-//! Promises of the cluster's limits that disks and groups are served without, because other hosts
-//! leave no room for them.
+//! Unmet reservations: disks and groups that are served without their reservation in a cluster's
+//! limits, because reservations on other hosts use the capacity.
 //!
-//! A start asks for what its config promises, and a daemon that was without etcd for what was
-//! promised meanwhile. A command can be refused; a disk that is to come up cannot, so it is the
-//! promise alone that waits. It is made as soon as there is room, unless somebody says otherwise in
-//! between.
+//! A command with such a reservation is rejected. A start, or a daemon that was disconnected from
+//! etcd, serves the disk without the reservation instead, and books it as soon as capacity is free,
+//! unless the reservation is changed in between.
 
 use std::{iter, rc::Rc, sync::Arc};
 
@@ -22,21 +21,22 @@ use super::{
 use crate::events::{Kind, News};
 
 impl Registry {
-    /// The group of the cluster's that a group is, or lies in.
+    /// Innermost group with cluster-wide limits that contains this group, or is it.
     pub(crate) fn shared_group(&self, group: Option<&Arc<ThrottleGroup>>) -> Option<Arc<ThrottleGroup>> {
         let mut above = iter::successors(group.cloned(), |group| group.parent().cloned());
         above.find(|group| self.cluster_of(group.name()).is_some())
     }
 
-    /// Promises a disk or a group, which promises nothing yet, what its config says; leaves that
-    /// out where the cluster has no room for it.
+    /// Books the configured reservation of a disk or group that has none yet; leaves it unmet if
+    /// the cluster has no capacity for it.
     ///
     /// # Errors
-    /// What would be so whatever other hosts do.
+    /// The reservation does not fit regardless of other hosts.
     pub(crate) fn promise_at_start(&self, name: &str, wanted: [u64; 2]) -> anyhow::Result<()> {
         let node = self.node(name).context("what is not listed")?;
         let promised = seat(&node, wanted).take();
         let Err(ThrottleError::Overbooked(overbooked)) = &promised else { return promised.context(titled(&node)) };
+        // Only a bound of the cluster can change by actions of other hosts.
         if !overbooked.bound.is_shared() {
             return promised.context(titled(&node));
         }
@@ -45,8 +45,8 @@ impl Registry {
         Ok(())
     }
 
-    /// The same for a disk that comes up later: by then others may be promised what there was. It
-    /// is served in any case.
+    /// As `promise_at_start`, for a disk that becomes available later: its capacity may be booked
+    /// by then. The disk is served in any case.
     pub(super) fn promise_late(&self, name: &str, wanted: [u64; 2]) {
         let Some(node) = self.node(name).filter(|_| wanted != [0, 0]) else { return };
         if let Err(refused) = seat(&node, wanted).take() {
@@ -56,8 +56,8 @@ impl Registry {
         }
     }
 
-    /// Has what was left out promised as soon as something changes that leaves room for it. In a
-    /// cluster that does it.
+    /// Books unmet reservations whenever a change may free capacity. In a cluster, the agent calls
+    /// `make_left_out` instead.
     pub fn promise_once_there_is_room(self: &Rc<Self>) {
         let registry = Rc::downgrade(self);
         self.listen(move |change| {
@@ -72,7 +72,7 @@ impl Registry {
         });
     }
 
-    /// What others have promised of the cluster's group that it is in, as words.
+    /// Text about reservations on other hosts in the same cluster-wide limit.
     fn elsewhere(&self, node: &Node) -> String {
         let shared = self.shared_group_of(node);
         let said = shared.and_then(|group| Some(self.cluster()?.reservations_elsewhere(group.name())));
@@ -99,8 +99,8 @@ impl Registry {
         self.groups.get(name).ok().map(Node::Group).or_else(disk)
     }
 
-    /// Makes promises that were left out, as far as what is known here leaves room for them. What
-    /// is promised something else by now, or is not there, is forgotten.
+    /// Books unmet reservations as far as this host's information allows. Drops entries whose disk
+    /// or group is gone or has another reservation by now.
     pub(super) fn make_left_out(&self) {
         let known = self.groups.unmet.borrow().clone();
         for (name, LeftOut { wanted, why, state }) in known {
@@ -108,6 +108,7 @@ impl Registry {
                 self.groups.unmet.borrow_mut().remove(&name);
                 continue;
             };
+            // Already booked here; the cluster's answer decides.
             if matches!(state, State::Tried(_)) {
                 continue;
             }
@@ -122,16 +123,18 @@ impl Registry {
         }
     }
 
-    /// Leaves promises of a group out, the last by name first, until all that is promised has room.
+    /// Removes reservations of a group, last name first, until the rest fits.
     pub(super) fn leave_out_promises(&self, refusal: &ReservationRefusal) {
         let Some((group, left)) = &refusal.group else { return };
         let Ok(shared) = self.groups.get(group) else { return };
         let disks = self.disks.all().into_iter().map(|running| Node::Disk(Arc::clone(&running.disk)));
         let mut nodes: Vec<_> = self.groups.all().into_iter().map(Node::Group).chain(disks).collect();
+        // The sort below is stable, so among equals the last name comes first.
         nodes.reverse();
-        // What was left out before goes before what is promised already.
+        // Reservations that were unmet before are removed first; established ones stay longest.
         nodes.sort_by_key(|node| !self.groups.unmet.borrow().contains_key(&Seat::now(node).named().1));
         for node in &nodes {
+            // Read again for each member: the previous removal has changed it.
             let promised = shared.reserved();
             let fits = |unit: usize| left[unit].is_none_or(|left| promised[unit] <= left);
             if fits(0) && fits(1) {
@@ -145,17 +148,18 @@ impl Registry {
             }
             let (_, name) = now.named();
             if let Err(error) = now.without_promises().take() {
-                tracing::error!("{name}: its promise cannot be left out: {error}");
+                tracing::error!("{name}: its reservation cannot be removed: {error}");
             } else {
                 self.note_left_out(&name, wanted, refusal.why.clone());
             }
         }
     }
 
-    /// Tells what has become of promises since it was told last.
+    /// Reports the changes since the last report.
     pub(super) fn tell_left_out(&self) {
         let mut told = Vec::new();
         self.groups.unmet.borrow_mut().retain(|name, one| {
+            // `Tried(false)` was never reported as unmet, so being met is no news.
             let was = std::mem::replace(&mut one.state, State::Told);
             if matches!(was, State::Untold | State::Tried(true)) {
                 told.push((name.clone(), was, one.clone()));
@@ -167,10 +171,10 @@ impl Registry {
             let news = if was == State::Untold {
                 let amounts: Vec<_> = amounts().map(|(key, amount)| format!("{key} {amount}")).collect();
                 let amounts = amounts.join(" and ");
-                let message = format!("{name}: served without its {amounts}, until there is room: {why}");
+                let message = format!("{name}: served without its {amounts} until capacity is free: {why}");
                 News::new(Kind::PromiseLeftOut, message)
             } else {
-                News::new(Kind::PromiseMade, format!("{name}: there is room now for what it is promised"))
+                News::new(Kind::PromiseMade, format!("{name}: its reservation is in force now"))
             };
             let news =
                 if self.groups.get(&name).is_ok() { news.of_group(&name) } else { news.of_disk(&name) };
@@ -178,12 +182,12 @@ impl Registry {
         }
     }
 
-    /// Somebody has said what a disk or a group is promised: that holds.
+    /// Drops the unmet reservation of a disk or group, because a command changed it.
     pub(crate) fn forget_left_out(&self, name: &str) {
         self.groups.unmet.borrow_mut().remove(name);
     }
 
-    /// Whether exactly this is left out of what a disk or a group is promised.
+    /// True if exactly this reservation is unmet.
     pub(super) fn is_left_out(&self, name: &str, share: NodeShare) -> bool {
         self.groups.unmet.borrow().get(name).is_some_and(|one| one.wanted == wanted_of(share))
     }

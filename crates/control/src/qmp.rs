@@ -1,18 +1,18 @@
-//! The QMP server: QEMU's control protocol, so that what steers QEMU's disks steers weir's.
+//! QMP server: QEMU's control protocol, so that tools for QEMU's disks work with weir's.
 //!
 //! ```text
 //!   socket ─► server ─► session ─► stream ─► json        bytes to requests
-//!                │         └─► arguments, error          what is asked, and what is wrong with it
-//!                ├─► descriptors                         what comes beside the bytes
-//!                ├─► command ─► commands/…               what it does
-//!                └─► outbox ◄─ event                     answers and news, on their way back
+//!                │         └─► arguments, error          parameters, and their mistakes
+//!                ├─► descriptors                         descriptors that come with the bytes
+//!                ├─► command ─► commands/…               execution
+//!                └─► outbox ◄─ event                     replies and events, to the client
 //! ```
 //!
-//! `stream` and `session` know no sockets, and `server` knows no commands; `control` puts them
-//! together. JSON is read and written here alone.
+//! `stream` and `session` are independent of sockets, and `server` of commands; `control` connects
+//! them. JSON is read and written here alone.
 //!
-//! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; what differs is in
-//! `docs/reference/qmp.md`.
+//! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; `docs/reference/qmp.md` lists
+//! the differences.
 
 mod arguments;
 mod caches;
@@ -51,10 +51,11 @@ use storage::PassedFiles;
 
 use super::registry::Registry;
 
-/// Does what a client could ask for, with arguments as a command line has them: see [`keyval`].
+/// Executes a command of the control socket with arguments in the syntax of a command line: see
+/// [`keyval`].
 ///
 /// # Errors
-/// The command's, as a client would be told.
+/// The error that a client would receive.
 pub async fn perform(
     registry: &Rc<Registry>,
     command: &str,
@@ -65,10 +66,10 @@ pub async fn perform(
     run(registry, command, arguments).await
 }
 
-/// The same with arguments as a client sends them.
+/// As [`perform`], with arguments in the form that clients send.
 ///
 /// # Errors
-/// The command's, as a client would be told.
+/// The error that a client would receive.
 pub async fn perform_sent(
     registry: &Rc<Registry>,
     command: &str,
@@ -77,10 +78,10 @@ pub async fn perform_sent(
     run(registry, command, Arguments::new(arguments)).await
 }
 
-/// See [`commands::block::add_again`].
+/// Adds a disk in an upgrade: see [`commands::block::add_again`].
 ///
 /// # Errors
-/// As a client would be told.
+/// The error that a client would receive.
 pub async fn add_again(
     registry: &Rc<Registry>,
     told: &[Map<String, Value>],
@@ -89,11 +90,10 @@ pub async fn add_again(
     commands::block::add_again(registry, told, passed).await.map_err(|error| error.to_string())
 }
 
-/// What settings would be, once these changes were made, which are `x-weir-set`'s: the same rules,
-/// and nothing happens.
+/// Settings after changes in the form of `x-weir-set`, by the same rules. Changes nothing.
 ///
 /// # Errors
-/// The first rule that is broken.
+/// The first broken rule.
 pub fn would_be(before: GroupSettings, changes: Map<String, Value>) -> Result<GroupSettings, String> {
     let mut arguments = Arguments::new(changes);
     let read = |arguments: &mut Arguments| {
@@ -105,6 +105,7 @@ pub fn would_be(before: GroupSettings, changes: Map<String, Value>) -> Result<Gr
 }
 
 async fn run(registry: &Rc<Registry>, command: &str, arguments: Arguments) -> Result<(), String> {
+    // The same dispatch as for clients, so that both reject the same input.
     let commands = command::Commands { table: commands::TABLE, registry: Rc::clone(registry) };
     let result = match commands.execute(command, arguments) {
         Ok(running) => running.await,

@@ -52,20 +52,20 @@ use super::{
     wanted::{self, Running, Wanted, Way},
 };
 
-/// What a reconciliation is done for. It decides what may keep it waiting, and which reservations
-/// are refused.
+/// Reason for a reconciliation. It determines which steps may wait without a time limit, and which
+/// reservations are rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occasion {
-    /// From an empty registry. Reservations that other hosts of a cluster leave no room for stay
-    /// unmet.
+    /// From an empty registry. Reservations that do not fit beside those of other hosts of the
+    /// cluster stay unmet.
     Start,
-    /// From the running state. Everything that the config asks for is put in force, or nothing.
+    /// From the running state. The config is applied completely or not at all.
     Reload,
-    /// The image of an unavailable disk was opened. Its reservations are made afterwards.
+    /// The image of an unavailable disk is open now. Its reservations are booked afterwards.
     Retry,
 }
 
-/// One change of the running state: what it was given, and what it has done so far.
+/// Change of the running state in progress: its input, and the steps done so far.
 pub struct Reconciliation<'a> {
     registry: &'a Rc<Registry>,
     occasion: Occasion,
@@ -73,12 +73,11 @@ pub struct Reconciliation<'a> {
     /// Credentials of new NBD servers.
     tls: Option<nbd::NbdServerTls>,
     assembly: Assembly,
-    /// Steps to undo, the last first.
+    /// Completed steps; rolled back in reverse order.
     pub(crate) done: Vec<Done>,
-    /// Disks and groups with other settings. Their events follow once nothing is rolled back any
-    /// more.
+    /// Disks and groups with changed settings. Their events are sent once no roll-back can follow.
     pub(crate) set: BTreeSet<String>,
-    /// The changes, as a client that requested them reads them.
+    /// Changes, in the form that the requesting client receives.
     pub(crate) told: Vec<Value>,
     /// New disks whose storage does not answer.
     pub(crate) silent: Vec<(String, Silent)>,
@@ -87,7 +86,8 @@ pub struct Reconciliation<'a> {
 }
 
 impl<'a> Reconciliation<'a> {
-    /// With credentials of new NBD servers, and what disks that imitate one device share.
+    /// Starts a reconciliation; `tls` has the credentials of new NBD servers, `budgets` the rate
+    /// budgets that several disks share.
     pub fn new(
         occasion: Occasion,
         registry: &'a Rc<Registry>,
@@ -100,19 +100,19 @@ impl<'a> Reconciliation<'a> {
         Self { registry, occasion, plan, tls, assembly, done, set, told, silent, uris }
     }
 
-    /// Takes over images that an old process has open.
+    /// Uses images that the old process of an upgrade has open.
     pub fn with_files_of(mut self, source: &dyn Source) -> Self {
         self.assembly = self.assembly.with_files(source.passed().cloned());
         self
     }
 
-    /// URIs of the exports that were added since the last call.
+    /// Returns the URIs of exports added since the last call.
     pub fn take_uris(&mut self) -> Vec<String> {
         std::mem::take(&mut self.uris)
     }
 
-    /// Puts the new disks whose storage did not answer on the list of unavailable disks, to be
-    /// retried as `plan` has them.
+    /// Puts the new disks whose storage did not answer into the retry queue, with their configs in
+    /// `plan`.
     pub fn retry_later(&mut self, plan: &Rc<DesiredState>) {
         for (name, silent) in std::mem::take(&mut self.silent) {
             self.registry.put_off((&name, Rc::clone(plan)), silent);
@@ -121,8 +121,8 @@ impl<'a> Reconciliation<'a> {
 }
 
 impl Reconciliation<'_> {
-    /// Opens the new images and applies the difference. What fails leaves the running state as it
-    /// was.
+    /// Opens the new images and applies the difference. A failure leaves the running state
+    /// unchanged.
     ///
     /// # Errors
     /// The first step that fails, with its place in the config file.
@@ -133,6 +133,8 @@ impl Reconciliation<'_> {
     ) -> anyhow::Result<()> {
         let applied = async {
             let images = self.open(difference, source).await?;
+            // The cluster confirms reservations last: until then this host may have booked capacity
+            // that another host booked at the same time.
             self.apply(difference, images, source).await?;
             match self.registry.cluster() {
                 Some(cluster) => cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg),
@@ -149,8 +151,8 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    /// Applies the difference, with the images that [`Self::open`] has opened. [`Self::undo`] takes
-    /// back what was applied before an error.
+    /// Applies the difference, with the images that [`Self::open`] opened. After an error,
+    /// [`Self::undo`] rolls back the applied steps.
     ///
     /// # Errors
     /// The first step that fails.
@@ -160,6 +162,7 @@ impl Reconciliation<'_> {
         images: Vec<(usize, Image)>,
         source: &mut dyn Source,
     ) -> anyhow::Result<()> {
+        // Sockets first: a bind error is the most likely one, and undoing it affects no client.
         let servers = self.bind(difference, source)?;
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
@@ -170,9 +173,11 @@ impl Reconciliation<'_> {
             self.registry.add_server(serving);
             self.done.push(Done::ServerAdded(Rc::clone(serving)));
         }
+        // Old exports before new ones: a changed export is both, and needs its name and address
+        // free.
         self.remove_exports(difference).await?;
         self.add_exports(difference, source).await?;
-        // The first client finds everything.
+        // Last, so that the first client finds all exports.
         for serving in servers {
             self.registry.accept(&serving);
         }
@@ -201,6 +206,7 @@ impl Reconciliation<'_> {
         let silent: HashSet<_> = self.silent.iter().map(|(disk, _)| disk.as_str()).collect();
         for wanted in difference.new_exports.iter().filter(|wanted| !silent.contains(&*wanted.disk)) {
             let told = wanted.told(self.registry);
+            // Reported as if it were open: the old process still serves it.
             if source.puts_off(wanted, self.registry) {
                 self.uris.push(told.1);
                 continue;
@@ -213,7 +219,7 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    /// What the sandbox would keep from being opened, before anything is.
+    /// Fails if the sandbox would prevent an endpoint from opening. Runs before any step.
     fn check_doors(&self, difference: &Difference) -> anyhow::Result<()> {
         let Some(sandbox) = self.registry.sandbox() else { return Ok(()) };
         for wanted in &difference.new_exports {
@@ -224,7 +230,7 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    /// With where the file asks for an export, and for which.
+    /// Adds the export's place in the config file and its disk to an error.
     fn at(&self, wanted: &Wanted, error: anyhow::Error) -> anyhow::Error {
         if !self.is_of_a_file() {
             return error;
@@ -235,6 +241,7 @@ impl Reconciliation<'_> {
             Way::Own(door) => door.address(),
             Way::Nbd { endpoint, .. } => endpoint.to_string(),
         };
+        // Not named twice if the error already begins with the address.
         let at = match error.to_string().starts_with(&address) {
             true => String::new(),
             false => format!(" at {address}"),
@@ -242,7 +249,7 @@ impl Reconciliation<'_> {
         error.context(format!("{place}disk {}{at}", wanted.disk))
     }
 
-    /// The same of the first export at a server that is not there.
+    /// Place in the config of the first export at a server that does not run yet.
     fn place_of_first(&self, server: &settings::NbdServerSpec) -> String {
         let disk = server.exports.first().map(|export| &self.plan.disks[export.disk]);
         let Some(disk) = disk else { return "daemon".to_owned() };
@@ -264,8 +271,7 @@ impl Reconciliation<'_> {
         )
     }
 
-    /// The new servers, which accept no client yet. All addresses are bound before the first
-    /// client connects to one.
+    /// Binds the new servers. All addresses are bound before one of them accepts a client.
     fn bind(&self, difference: &Difference, source: &mut dyn Source) -> anyhow::Result<Vec<Rc<Serving>>> {
         if difference.new_servers.is_empty() {
             return Ok(Vec::new());
@@ -291,6 +297,8 @@ impl Reconciliation<'_> {
                 _ => listeners.with_context(|| self.place_of_first(planned))?,
             };
             let server = nbd::NbdServer::new(self.tls.clone(), assemble::terms(service, &self.registry.events));
+            // Reserves their numbers: the first export is the server's default even before it is
+            // added.
             server.reserve(planned.exports.iter().map(|export| export.name.clone()));
             let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
             serving.standard.set(planned.default_read_only);
@@ -299,7 +307,7 @@ impl Reconciliation<'_> {
         Ok(all)
     }
 
-    /// Puts in force what can be changed of a disk but its limits, shares and group.
+    /// Applies the settings of a disk that can change at run time, except limits, shares and group.
     async fn configure(&mut self, running: &Rc<RunningDisk>, planned: &DiskConfig) -> anyhow::Result<()> {
         let before = running.current_config();
         let (now, wanted) = (applied::of_disk_alone(&before), applied::of_disk_alone(planned));
@@ -307,6 +315,7 @@ impl Reconciliation<'_> {
             return Ok(());
         }
         let name = running.disk.name();
+        // Pushed first: a failure may leave some of these settings applied.
         self.done.push(Done::Configured(Rc::clone(running), Box::new(before)));
         configure(running, planned).await.with_context(|| format!("disk {name}"))?;
         self.set.insert(name.to_string());
@@ -314,7 +323,8 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    /// Limits, shares, reservations, groups and disks, together: nothing is awaited in between.
+    /// Applies limits, shares, reservations, groups and disks in one step without `await`, so that
+    /// no command sees or changes an intermediate state.
     fn seat(&mut self, difference: &Difference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
         let groups = self.make_groups(difference)?;
         let mut seats = Vec::new();
@@ -336,7 +346,7 @@ impl Reconciliation<'_> {
         for (index, image) in images {
             self.list_disk(&self.plan.disks[index], image)?;
         }
-        // The reservations may exceed what a device was measured to do.
+        // Reservations may exceed the measured capacity of a device.
         if self.occasion == Occasion::Retry { Ok(()) } else { self.registry.check_devices() }
     }
 
@@ -357,7 +367,7 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    /// True if a reservation in this group is left unmet where a cluster has no room for it.
+    /// True if a reservation in this group stays unmet instead of failing the change.
     fn leaves_unmet(&self, group: Option<&Arc<ThrottleGroup>>) -> bool {
         self.occasion == Occasion::Start && self.registry.shared_group(group).is_some()
     }
@@ -374,7 +384,7 @@ impl Reconciliation<'_> {
         let mut settings = planned.settings.to_group_settings();
         settings.share = self.kept(&planned.name, settings.share);
         if planned.cluster {
-            // What is in force of the cluster's limits is not the file's.
+            // The limits in force are the cluster's, not the file's.
             settings.limits = now.limits;
         }
         settings
@@ -386,12 +396,12 @@ impl Reconciliation<'_> {
         settings
     }
 
-    /// What found no room and is asked for again waits as before: a reload is not refused for it.
+    /// Keeps an unmet reservation unmet if it is unchanged, so that it does not fail a reload.
     fn kept(&self, name: &str, share: NodeShare) -> NodeShare {
         if self.registry.is_left_out(name, share) { promising_nothing(share) } else { share }
     }
 
-    /// The groups to put in force, with their indexes in the plan. New ones reserve nothing yet.
+    /// Groups to configure, with their indices in the plan. New groups have no reservation yet.
     fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Arc<ThrottleGroup>)>> {
         let kept = difference.kept_groups.iter();
         let kept = kept.map(|&index| Ok((index, self.registry.groups.get(&self.plan.groups[index].name)?)));
@@ -405,17 +415,20 @@ impl Reconciliation<'_> {
                 .with_context(|| format!("group {}", planned.name))?;
             self.registry.add_group(&group)?;
             if let Some(cluster) = self.registry.cluster().filter(|_| planned.cluster) {
+                // Sets the limits of the group from the cluster, before any disk enters it.
                 cluster.add_group(&group)?;
             }
             self.done.push(Done::GroupAdded(planned.name.clone()));
             self.told.push(applied::listed("group", &planned.name, "added"));
             groups.push((index, group));
         }
+        // In the order of the plan, which has parents before their members.
         groups.sort_unstable_by_key(|(index, _)| *index);
         Ok(groups)
     }
 
-    /// Puts those in force that differ from what is, and tells what of them was there before.
+    /// Applies the seats that differ from the running state, and records the changes of existing
+    /// ones.
     fn put(&mut self, difference: &Difference, seats: Vec<Seat>) -> anyhow::Result<()> {
         let new_groups = difference.new_groups.iter().map(|&index| self.plan.groups[index].name.as_str());
         let new_groups: HashSet<_> = new_groups.collect();
@@ -431,18 +444,19 @@ impl Reconciliation<'_> {
             }
         }
         self.set.extend(after.iter().map(|seat| seat.named().1));
-        // What is to go keeps no promise from those that stay.
+        // Objects that will be removed give up their reservations for those that stay.
         for seat in self.leaving(difference)? {
             after.push(seat.clone().without_promises());
             before.push(seat);
         }
+        // Pushed first: `seats::put` may fail halfway, and putting the previous seats undoes it.
         self.done.push(Done::Seated(before));
         seats::put(&after)?;
         self.told.extend(told);
         Ok(())
     }
 
-    /// The disks and groups that are removed in the end, as they are now.
+    /// Current seats of the disks and groups that will be removed.
     fn leaving(&self, difference: &Difference) -> anyhow::Result<Vec<Seat>> {
         let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.registry.disks.get(name)?.disk)));
         let group = |name: &String| Ok(Node::Group(self.registry.groups.get(name)?));
@@ -451,7 +465,8 @@ impl Reconciliation<'_> {
         nodes.map(|node| node.map(|node| Seat::now(&node))).collect()
     }
 
-    /// Removes a disk whose exports were removed before. Their last requests may be in flight.
+    /// Removes a disk whose exports are already removed. Their last requests may still be in
+    /// flight.
     async fn remove_old_disk(&self, name: &str) -> Result<(), Refused> {
         let exports = self.registry.exports.of_disk(name);
         if let Some(export) = exports.iter().find(|export| !export.is_ending()) {
@@ -461,12 +476,13 @@ impl Reconciliation<'_> {
         self.registry.remove_disk_and_exports(name, Removal::IfUnused).await
     }
 
-    /// Closes what the plan does not have any more and no client uses: disks and groups of the
-    /// difference, and servers of `before`, the plan that was in force.
+    /// Closes objects that the plan no longer contains and no client uses: disks and groups of the
+    /// difference, and servers of `before`, the previous plan.
     pub(crate) async fn clear(&mut self, difference: &Difference, before: &DesiredState) {
         let endpoints: HashSet<&ListenEndpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &before.servers {
             let Some(serving) = wanted::server(self.registry, &server.endpoint) else { continue };
+            // A server of the file stays while exports that clients added are at it.
             if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_some_at(&serving) {
                 self.registry.exports.remove_server(&serving);
                 serving.stop().await;
@@ -475,13 +491,13 @@ impl Reconciliation<'_> {
         for name in &difference.old_disks {
             match self.remove_old_disk(name).await {
                 Ok(()) => self.told.push(applied::listed("disk", name, "removed")),
-                Err(refused) => tracing::warn!("a disk that the config file does not have stays: {refused}"),
+                Err(refused) => tracing::warn!("a disk that the config file no longer has stays: {refused}"),
             }
         }
         for name in &difference.old_groups {
             match self.registry.remove_group(name) {
                 Ok(()) => self.told.push(applied::listed("group", name, "removed")),
-                Err(refused) => tracing::warn!("a group that the config file does not have stays: {refused}"),
+                Err(refused) => tracing::warn!("a group that the config file no longer has stays: {refused}"),
             }
         }
     }

@@ -1,16 +1,16 @@
-//! Recordings: what disks are asked and how long it takes, kept while the daemon runs.
+//! Recordings of the requests of disks and their latencies, made while the daemon runs.
 //!
 //! ```text
-//!   workers ─► block::recorder ─► engine, a thread of its own ─► sink: a file, in blocks
+//!   workers ─► block::recorder ─► engine, a dedicated thread ─► sink: a file, in blocks
 //!                                        ▲
 //!              names of disks and limits ┘ from the main thread
 //! ```
 //!
-//! A file is that of a client of the control socket, or one after the other in a directory that the
-//! daemon was given.
+//! A recording goes to a file of a client of the control socket, or to a series of files in the
+//! daemon's recording directory.
 //!
-//! Nothing here is on the way of a request: what a sink does not take in time is lost, counted and
-//! said. Without a sink there is no thread, and disks tell nobody anything.
+//! Never delays a request: records that a sink does not accept in time are dropped, counted and
+//! reported. Without a sink there is no thread, and disks produce no records.
 
 mod directory;
 mod engine;
@@ -44,25 +44,26 @@ use sink::Sink;
 
 use super::change::Change;
 
-/// A recording that runs.
+/// Recording in progress.
 pub struct Running {
-    /// Disks and groups that were asked for; all if empty.
+    /// Recorded disks and groups; all if empty.
     pub(crate) of: Vec<String>,
-    /// Where its files are, if it is the daemon's own.
+    /// Directory of its files, for the daemon's own recording.
     pub directory: Option<PathBuf>,
-    /// Whether somebody wants it for its own sake; else it is the page's.
+    /// False for the internal recording of the web page.
     is_listed: bool,
     /// Counters of the recording.
     pub progress: Arc<Progress>,
-    /// Closed once it has ended.
+    /// Closed after the recording has ended.
     ended: async_channel::Receiver<Infallible>,
 }
 
-/// Whether this daemon, with the rights that it has now, can record there, and no other does. `own`
-/// is where this one records, or one that it takes over from. Leaves nothing.
+/// Checks that this daemon, with its current rights, can record in the directory, and that no other
+/// daemon does. `own` is the current directory of this daemon or of the old process. Leaves no
+/// file.
 ///
 /// # Errors
-/// With what to do about it.
+/// The directory is unusable, with a remedy.
 pub fn check(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow::Result<()> {
     let cannot = || cannot_be_kept(record);
     directory::check(&record.directory).with_context(cannot)?;
@@ -75,24 +76,26 @@ pub fn check(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow:
     Ok(())
 }
 
-/// To follow a name and precede a reason.
+/// Text of an error; follows a name and precedes a reason.
 pub fn cannot_be_kept(record: &RecordingConfig) -> String {
     let directory = record.directory.display();
-    format!("record: {directory}: no recording can be kept there (name a directory that weir may write to)")
+    format!(
+        "record: {directory}: recordings cannot be written there (use a directory that weir can write to)"
+    )
 }
 
 /// Lookup of a disk by its name.
 type FindDisk = dyn Fn(&str) -> Option<Arc<Disk>>;
 
-/// All of them. Belongs to the main thread.
+/// All recordings of the daemon. Belongs to the main thread.
 pub struct Recordings {
-    /// All there are.
+    /// Returns all disks.
     disks: Box<dyn Fn() -> Vec<Arc<Disk>>>,
-    /// One of them by its name.
+    /// Returns a disk by its name.
     disk: Box<FindDisk>,
     /// True if there is a group of this name.
     has_group: Box<dyn Fn(&str) -> bool>,
-    /// While there is something for it to do.
+    /// Running while there are recordings.
     engine: RefCell<Option<Engine>>,
     running: RefCell<BTreeMap<u64, Rc<Running>>>,
     next: Cell<u64>,
@@ -101,7 +104,7 @@ pub struct Recordings {
 
 impl Recordings {
     /// Creates the set without recordings. `disks` returns all disks, `disk` one by its name, and
-    /// `has_group` whether there is a group of a name.
+    /// `has_group` whether a group of a name exists.
     pub(crate) fn of(
         disks: impl Fn() -> Vec<Arc<Disk>> + 'static,
         disk: impl Fn(&str) -> Option<Arc<Disk>> + 'static,
@@ -118,12 +121,12 @@ impl Recordings {
         })
     }
 
-    /// Records these disks, and those of these groups, to a file that was opened to be written,
-    /// until [`Recordings::end`] or until it takes no more. All disks where none is named, and
-    /// those that come later. Every request that comes once this has returned is in it, or lost.
+    /// Records these disks and the disks of these groups, or all current and later disks if `of` is
+    /// empty, to an open file, until [`Recordings::end`] or a write error. Every request that
+    /// arrives after the return is recorded or counted as dropped.
     ///
     /// # Errors
-    /// No thread to be had.
+    /// The thread cannot be started.
     pub(crate) async fn begin(self: &Rc<Self>, of: Vec<String>, file: OwnedFd) -> anyhow::Result<u64> {
         let progress = Arc::default();
         let sink = Sink::new(file, reactor::now(), Arc::clone(&progress));
@@ -136,16 +139,18 @@ impl Recordings {
             ended,
         })?;
         let (told, heard) = async_channel::bounded(1);
+        // The orders before it include the assignment of disks, so no request is missed from here
+        // on.
         self.send(|engine| engine.hear(told));
-        // Nothing is ever sent.
+        // Completes when the engine drops the sender; no value is ever sent.
         let _ = heard.recv().await;
         Ok(id)
     }
 
-    /// Records all disks for good, in this directory, which was [looked at](check) before.
+    /// Records all disks permanently in a directory that [`check`] accepted.
     ///
     /// # Errors
-    /// No thread to be had.
+    /// The thread cannot be started.
     pub fn keep(self: &Rc<Self>, record: &RecordingConfig) -> anyhow::Result<()> {
         let path = record.directory.clone();
         let directory = Directory::new(record.clone());
@@ -160,10 +165,10 @@ impl Recordings {
         self.add(Box::new(directory), running).map(drop)
     }
 
-    /// Has what all disks were asked lately in memory for good.
+    /// Keeps the recent requests of all disks in memory, permanently.
     ///
     /// # Errors
-    /// No thread to be had.
+    /// The thread cannot be started.
     pub fn remember(self: &Rc<Self>) -> anyhow::Result<Arc<Recent>> {
         let recent = Arc::<Recent>::default();
         let keeping = Keeping::new(Arc::clone(&recent), reactor::real_time());
@@ -196,7 +201,7 @@ impl Recordings {
         self.name(&(self.disks)());
         let this = Rc::downgrade(self);
         reactor::spawn(async move {
-            // Nothing is ever sent.
+            // Completes when the output is dropped; no value is ever sent.
             let _ = ended.recv().await;
             if let Some(this) = this.upgrade() {
                 this.forget(id);
@@ -205,7 +210,7 @@ impl Recordings {
         Ok(id)
     }
 
-    /// Records all disks in this directory from now on, or in none, and no longer where it did: see
+    /// Changes the recording directory; `None` ends the permanent recording. See
     /// [`Recordings::keep`].
     pub(crate) async fn keep_instead(self: &Rc<Self>, record: Option<&RecordingConfig>) {
         for (id, _) in self.running().iter().filter(|(_, running)| running.directory.is_some()) {
@@ -216,23 +221,25 @@ impl Recordings {
         }
     }
 
-    /// Those that run, for somebody.
+    /// Listed recordings in progress.
     pub fn running(&self) -> Vec<(u64, Rc<Running>)> {
         let running = self.running.borrow();
         let listed = running.iter().filter(|(_, running)| running.is_listed);
         listed.map(|(id, running)| (*id, Rc::clone(running))).collect()
     }
 
-    /// Ends one; returns when its file is whole, or takes no more. `None` where there is none.
+    /// Ends a recording; returns once its file is complete or failed. `None` if there is no such
+    /// recording.
     pub(crate) async fn end(&self, id: u64) -> Option<Rc<Running>> {
         let running = self.running.borrow().get(&id).cloned()?;
         self.send(|engine| engine.end(id));
+        // Returns an error when the engine drops the sender, which is the signal.
         let _ = running.ended.recv().await;
         self.forget(id);
         Some(running)
     }
 
-    /// Ends all.
+    /// Ends all recordings.
     pub async fn end_all(&self) {
         let all: Vec<_> = self.running.borrow().keys().copied().collect();
         for id in all {
@@ -240,7 +247,7 @@ impl Recordings {
         }
     }
 
-    /// Once it has ended; more than once is well, too.
+    /// Removes an ended recording. Idempotent: `end` and the background task both call it.
     fn forget(&self, id: u64) {
         let Some(running) = self.running.borrow_mut().remove(&id) else { return };
         let progress = &running.progress;
@@ -251,12 +258,13 @@ impl Recordings {
             Some(error) => tracing::warn!(id, requests, lost, bytes, "a recording has ended: {error}"),
         }
         self.name(&(self.disks)());
+        // Dropping the engine stops its thread; disks record nothing without it.
         if self.running.borrow().is_empty() {
             self.engine.take();
         }
     }
 
-    /// Disks and groups come, go and change.
+    /// Updates names, numbers and limits after a change of disks or groups.
     pub(crate) fn follow(&self, change: &Change) {
         let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
         if self.engine.borrow().is_none() {
@@ -264,7 +272,7 @@ impl Recordings {
         }
         match (self.disk)(name) {
             Some(disk) => self.name(&[disk]),
-            // A group may have moved, with all that are below it.
+            // A group may have moved, together with its descendants.
             None => {
                 let now = reactor::now();
                 let remove = |owner| self.send(|engine| engine.remove((owner, name.as_str().into()), now));
@@ -277,7 +285,7 @@ impl Recordings {
         }
     }
 
-    /// Records the limits of a group whose part of a cluster's limits may have changed, which is no
+    /// Records the limits of a group whose quota may have changed. A new quota causes no
     /// [`Change`].
     pub(crate) fn follow_quota(&self, group: &ThrottleGroup) {
         // The engine skips unchanged limits.
@@ -291,7 +299,7 @@ impl Recordings {
         }
     }
 
-    /// Tells disks as what they are recorded, and the engine who they are and for which sinks.
+    /// Assigns recording numbers to disks, and sends the engine their names, limits and sinks.
     fn name(&self, disks: &[Arc<Disk>]) {
         let running = self.running.borrow();
         let mut numbers = self.numbers.borrow_mut();
@@ -299,6 +307,8 @@ impl Recordings {
             let named = numbers.name(disk);
             let sinks = running.iter().filter(|(_, running)| named.is_one_of(&running.of));
             let sinks: Vec<u64> = sinks.map(|(id, _)| *id).collect();
+            // Enables recording on the workers at once, possibly before the engine knows the
+            // number: see `Order::Know`.
             disk.recording().set((!sinks.is_empty()).then_some(named.number));
             (named, sinks)
         });

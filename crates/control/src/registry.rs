@@ -1,18 +1,18 @@
-//! What runs: disks, groups, servers and exports, each by its name.
+//! The running objects by name: disks, groups, servers and exports.
 //!
 //! ```text
 //!   export ──► disk ──► group ──► group …
 //!      └──► server
 //! ```
 //!
-//! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space
-//! of names, and listings are in their order. Belongs to the main thread, and never holds a borrow
-//! across an await.
+//! An arrow is a use: an object in use cannot be removed. Disks and groups share one namespace, and
+//! listings are sorted by name. Belongs to the main thread, and never holds a borrow across an
+//! await.
 //!
 //! ```text
-//!   disks, groups, exports, objects, lifecycle    a struct each, with its own state
+//!   disks, groups, exports, objects, lifecycle    one struct each, with its own state
 //!   registry, exported, arrivals                  changes that concern several of them, or that
-//!                                                 listeners hear of
+//!                                                 notify listeners
 //! ```
 
 mod arrivals;
@@ -65,27 +65,28 @@ use super::{
 };
 use crate::events::{Deliveries, Events};
 
-/// Why the daemon ends.
+/// Reason for the end of the daemon.
 #[derive(Debug)]
 pub enum End {
-    /// A client of the control socket said `quit`.
+    /// A client of the control socket sent `quit`.
     Asked,
-    /// The last client has gone, and that was to be the end.
+    /// The last client disconnected, and the daemon was started to end then.
     Idle,
-    /// It can accept no more clients.
+    /// The daemon cannot accept clients any more.
     Broken(anyhow::Error),
 }
 
-/// Asks the daemon to end, once the main thread is free: answers before can still be sent.
+/// Requests the end of the daemon. Takes effect once the main thread is idle, so that pending
+/// replies are sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
-/// All that the daemon serves.
+/// All objects that the daemon serves.
 pub struct Registry {
-    /// The config file.
+    /// Path of the config file.
     pub config: Option<PathBuf>,
-    /// The config file as it was read last.
+    /// Config of the last successful start or reload.
     pub loaded: RefCell<Option<Rc<Loaded>>>,
-    /// The phases of the daemon's life.
+    /// Phase of the daemon's life.
     pub lifecycle: Lifecycle,
     /// Disks.
     pub disks: Disks,
@@ -93,7 +94,7 @@ pub struct Registry {
     pub groups: Groups,
     /// Exports and NBD servers.
     pub exports: Exports,
-    /// Secrets, credentials and rules, to which images and servers refer.
+    /// Secrets, credentials and rules that images and servers refer to.
     pub(crate) objects: Objects,
     devices: OnceCell<Devices>,
     cluster: OnceCell<Rc<ClusterMembership>>,
@@ -104,27 +105,27 @@ pub struct Registry {
     pub recordings: Rc<Recordings>,
     /// Events.
     pub events: Events,
-    /// Where events are handed on.
+    /// Counters of event deliveries.
     pub deliveries: OnceCell<Rc<Deliveries>>,
 }
 
-/// All disks of a registry, at any time.
+/// Returns a function that lists all disks of a registry.
 fn disks_of(registry: Weak<Registry>) -> impl Fn() -> Vec<Arc<Disk>> {
     move || registry.upgrade().map(|registry| registry.disks.block_disks()).unwrap_or_default()
 }
 
-/// Lookup of a disk by its name.
+/// Returns a function that looks up a disk by its name.
 fn disk_of(registry: Weak<Registry>) -> impl Fn(&str) -> Option<Arc<Disk>> {
     move |name| registry.upgrade()?.disks.find(name).map(|running| Arc::clone(&running.disk))
 }
 
-/// Lookup of a group by its name.
+/// Returns a function that looks up a group by its name.
 fn has_group_of(registry: Weak<Registry>) -> impl Fn(&str) -> bool {
     move |name| registry.upgrade().is_some_and(|registry| registry.groups.contains(name))
 }
 
 impl Registry {
-    /// Nothing yet, for a daemon that was configured by this file.
+    /// Empty registry of a daemon that this file configures.
     pub fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
         let new = Rc::new_cyclic(|this: &Weak<Self>| Self {
             config,
@@ -152,24 +153,25 @@ impl Registry {
         new
     }
 
-    /// Groups may be those of a cluster from now on.
+    /// Attaches the cluster, whose limits groups may have from now on.
     pub fn join(&self, cluster: Rc<ClusterMembership>) {
         let _ = self.cluster.set(cluster);
     }
 
-    /// None where it is in none.
+    /// The cluster; `None` if the daemon is in none.
     pub fn cluster(&self) -> Option<&Rc<ClusterMembership>> {
         self.cluster.get()
     }
 
-    /// The cluster, if a group's limits are its.
+    /// The cluster, if the group's limits are cluster-wide.
     pub(crate) fn cluster_of(&self, group: &str) -> Option<&Rc<ClusterMembership>> {
         self.cluster().filter(|cluster| cluster.has_group(group))
     }
 
-    /// Images that are opened from now on must lie in this directory, and all they name.
+    /// Confines images that are opened from now on, and all files that they refer to, to a
+    /// directory.
     pub fn confine(&self, root: Root) {
-        // Nobody widens it again.
+        // The first call wins, so the confinement can never be widened.
         let _ = self.image_root.set(root);
     }
 
@@ -177,22 +179,22 @@ impl Registry {
         self.image_root.get()
     }
 
-    /// From now on the daemon is in the sandbox.
+    /// Records that the daemon has entered the sandbox.
     pub fn enter(&self, sandbox: EnteredSandbox) {
         let _ = self.sandbox.set(sandbox);
     }
 
-    /// None where the daemon is in none.
+    /// The sandbox; `None` if the daemon has not entered it.
     pub(crate) fn sandbox(&self) -> Option<&EnteredSandbox> {
         self.sandbox.get()
     }
 
-    /// Whether disks can be given devices and files of this host.
+    /// True if the daemon can create devices and files of this host as exports.
     pub(crate) fn makes_devices(&self) -> bool {
         sandbox::makes_devices(self.sandbox())
     }
 
-    /// Fails where the sandbox keeps an image from being opened.
+    /// Fails if the sandbox prevents opening the image.
     pub(crate) async fn check_image(&self, image: &ImageLocation) -> anyhow::Result<()> {
         match (self.sandbox(), image.path()) {
             (Some(sandbox), Some(path)) => sandbox.check_image(path).await,
@@ -208,23 +210,24 @@ impl Registry {
     }
 
     pub(crate) fn tell(&self, change: &Change) {
-        // A copy, because a listener may add another.
+        // A copy: a listener may add another one.
         let listeners = self.listeners.borrow().clone();
         listeners.iter().for_each(|listener| listener(change));
     }
 
-    /// Reads what devices were measured to do from the state directory. Without it,
-    /// [`Registry::check_devices`] finds no device.
+    /// Reads measured capacities from the state directory. Without this call,
+    /// [`Registry::check_devices`] resolves no device.
     pub fn know_devices(&self, state: Option<&Path>) {
         self.devices.get_or_init(|| Devices::new(state));
     }
 
-    /// From now on finds, after each change, the devices below the disk or group that has changed,
-    /// once for each name of a turn. Called once.
+    /// After each change, resolves the devices of the changed disk or group, once per name and turn
+    /// of the executor. Must be called once.
     pub fn follow_devices(self: &Rc<Self>) {
         let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
             let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
+            // A nonempty set means that a task for this turn is already spawned.
             let is_due = !changed.borrow().is_empty();
             changed.borrow_mut().insert(name.clone());
             if is_due {
@@ -232,7 +235,7 @@ impl Registry {
             }
             let (registry, changed) = (Weak::clone(&registry), Rc::clone(&changed));
             reactor::spawn(async move {
-                // More come before anything else has its turn.
+                // Further changes of this turn are collected before the check runs.
                 reactor::yield_now().await;
                 let names = changed.take();
                 if let Some(registry) = registry.upgrade() {
@@ -243,22 +246,22 @@ impl Registry {
         });
     }
 
-    /// Finds the device of one disk, or those of a group. Fails if more is reserved than a device
-    /// was measured to do.
+    /// Resolves the devices of one disk or group. Fails if a reservation exceeds the measured
+    /// capacity of a device.
     pub(crate) fn check_device_of(&self, name: &str) -> anyhow::Result<()> {
         let Some(devices) = self.devices.get() else { return Ok(()) };
         let (disk, group) = (self.disks.find(name), self.groups.find(name));
         devices.follow(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
     }
 
-    /// Finds the devices below all disks. Fails if more is reserved than a device was measured to
-    /// do.
+    /// Resolves the devices of all disks. Fails if a reservation exceeds the measured capacity of a
+    /// device.
     pub fn check_devices(&self) -> anyhow::Result<()> {
         let devices = self.devices.get();
         devices.map_or(Ok(()), |devices| devices.refresh(self.disks.block_disks(), self.groups.all()))
     }
 
-    /// The devices below disks.
+    /// Devices with the disks that are stored on them.
     pub fn devices(&self) -> Vec<Listed> {
         self.devices.get().map(|devices| devices.list(self.disks.block_disks())).unwrap_or_default()
     }
@@ -282,13 +285,14 @@ impl Registry {
         if let Some(bell) = storage.resize_notifier() {
             let (bell, every) = (Arc::clone(bell), storage.poll_interval());
             let changes = look_at_changes(Rc::downgrade(self), name.clone(), bell, every);
+            // Only images in a Ceph cluster have a notifier.
             watches.push(reactor::spawn_joinable(changes));
         }
         self.disks.insert(name.clone(), disk, watches);
         self.tell(&Change::Listed { name });
     }
 
-    /// Takes a disk that is not exported off the list, and says so.
+    /// Removes a disk without exports from the list and notifies listeners.
     pub(crate) fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
         let disk = self.disks.get(name)?;
         if let Some(export) = self.exports.of_disk(name).first() {
@@ -299,20 +303,22 @@ impl Registry {
         Ok(disk)
     }
 
-    /// Removes a disk that nobody uses, and closes it.
+    /// Removes an unused disk, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.unlist_disk(name)?;
         let _closing = self.disks.closing(name);
         disk.close().await;
+        // The last reference: no request can reopen the files, so waiting for them terminates.
         if let Ok(disk) = Rc::try_unwrap(disk) {
             disk.until_free().await;
         }
         Ok(())
     }
 
-    /// Takes a disk that nobody uses out, to be put back as a part of another.
+    /// Removes an unused disk and returns it, for use as a node below another disk.
     pub(crate) fn take_disk(self: &Rc<Self>, name: &str) -> Result<RunningDisk, Refused> {
         let kept = match Rc::try_unwrap(self.unlist_disk(name)?) {
+            // A request in flight holds a reference; the disk is listed again and reported as busy.
             Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
             Ok(disk) => Rc::new(disk),
             Err(disk) => disk,
@@ -321,20 +327,22 @@ impl Registry {
         Err(Refused::Busy(name.to_owned()))
     }
 
-    /// Lets all disks go on that an error has stopped.
+    /// Resumes all disks that stopped at an error.
     pub(crate) fn resume(&self) {
         for running in self.disks.all() {
             running.disk.failures().resume();
         }
+        // QMP's RESUME follows only a STOP.
         if self.disks.stopped.replace(false) {
             self.tell(&Change::Resumed { all: true });
         }
     }
 
-    /// The same of one disk.
+    /// Resumes one disk that stopped at an error.
     pub(crate) fn resume_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.disks.get(name)?;
-        // It may stop again at once, and then that is told.
+        // Computed before the resume: the disk may stop again at once, which is reported
+        // separately.
         let is_stopped = |other: &Rc<RunningDisk>| other.disk.failures().stopped_by().is_some();
         let all = !self.disks.all().iter().any(|other| !Rc::ptr_eq(other, &disk) && is_stopped(other));
         if disk.disk.failures().resume() {
@@ -353,11 +361,13 @@ impl Registry {
 
     pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
         let group = self.groups.get(name)?;
+        // The counter avoids a pass over all disks for an empty group.
         if group.members() > 0
             && let Some(member) = self.members_of(&group).into_iter().next()
         {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
+        // An unavailable disk enters its group once it opens, so it counts as a member.
         if let Some(member) = self.disks.unavailable_member_of(name) {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
@@ -369,13 +379,13 @@ impl Registry {
         Ok(())
     }
 
-    /// Names of a group's members: disks first, each kind in its order. For several groups see
+    /// Names of a group's members: disks first, then groups, each sorted. For several groups see
     /// [`Registry::members`].
     pub(crate) fn members_of(&self, group: &Arc<ThrottleGroup>) -> Vec<String> {
         self.members().remove(&Arc::as_ptr(group)).unwrap_or_default()
     }
 
-    /// Names of the members of each group that has some, in one walk.
+    /// Names of the members of each non-empty group, collected in one pass.
     pub(crate) fn members(&self) -> HashMap<*const ThrottleGroup, Vec<String>> {
         let mut members: HashMap<_, Vec<_>> = HashMap::new();
         let mut add = |group: Option<&Arc<ThrottleGroup>>, name: &str| {

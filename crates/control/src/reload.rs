@@ -1,15 +1,16 @@
-//! The config file is read again, and its difference to what runs is applied as one change.
+//! Reload: reads the config file again, and applies its difference to the running state as one
+//! change.
 //!
 //! ```text
 //!   read ─► difference ─► open images, bind sockets      nothing has changed yet
 //!                              │
-//!        settings, groups, disks, exports                each can be undone, and is where one fails
+//!        settings, groups, disks, exports                each can be rolled back
 //!                              │
-//!        disks, groups and servers that are left over go     nobody uses them any more
+//!        removed disks, groups and servers are closed    no client uses them
 //! ```
 //!
-//! One at a time. A command at the control socket may come in between: what it has changed then is
-//! looked at again where it would do harm, and else the later wins.
+//! One reload at a time. A command at the control socket may come between two steps. Steps that it
+//! could harm check the running state again; otherwise the later change wins.
 
 mod renewed;
 mod unopened;
@@ -32,12 +33,11 @@ use super::{
     wanted,
 };
 
-/// Reads the config file again, and has run what it says. What has changed, in the order in which
-/// it was.
+/// Reads the config file again and applies it. Returns the changes in their order.
 ///
 /// # Errors
-/// What is wrong in the file, with its line and key; what cannot be changed while weir runs; what
-/// could not be done. Nothing has changed then.
+/// A mistake in the file, with line and key; a change that is impossible at run time; a failed
+/// step. Nothing has changed then.
 pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let reloading = async {
         let told = reload_for(registry).await;
@@ -47,13 +47,13 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     ChangeOrigin::reload_for_current().attribute(reloading).await
 }
 
-/// What [`reload`] would change, as it would tell it. Nothing changes.
+/// Dry run of [`reload`]: returns the changes that it would report. Changes nothing.
 ///
 /// # Errors
-/// What a reload would be refused for, as far as that shows before it is done.
+/// Reason for which a reload would fail, as far as that is visible before its effects.
 pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(registry)?;
-    let _turn = registry.lifecycle.turns.try_take().context("another reload is at work (try again)")?;
+    let _turn = registry.lifecycle.turns.try_take().context("another reload is in progress (try again)")?;
     let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
@@ -73,19 +73,20 @@ fn reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &Loaded, plan: &'a Des
 
 fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
     let loaded = registry.loaded.borrow().clone();
+    // During an upgrade the config is in force only after the old process has ended.
     let is_starting = loaded.is_none() && registry.config.is_some();
-    ensure!(!is_starting, "weir has not heard yet that the one it takes over from has ended (try again)");
+    ensure!(!is_starting, "an upgrade is in progress, and the old process has not ended yet (try again)");
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
-    ensure!(!registry.lifecycle.leaving.get(), "another weir is about to take over (try again)");
+    ensure!(!registry.lifecycle.leaving.get(), "an upgrade is in progress (try again)");
     Ok(loaded)
 }
 
-/// What of recordings is to change.
+/// Changes of the permanent recording.
 ///
 /// # Errors
-/// What is wanted cannot be kept.
+/// The new directory is unusable.
 async fn recorded(before: &DesiredState, (draft, after): (&ParsedConfig, &DesiredState)) -> anyhow::Result<Vec<Value>> {
     let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
@@ -100,13 +101,14 @@ async fn recorded(before: &DesiredState, (draft, after): (&ParsedConfig, &Desire
 
 async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(registry)?;
-    let _turn = registry.lifecycle.turns.try_take().context("another reload is at work (try again)")?;
+    let _turn = registry.lifecycle.turns.try_take().context("another reload is in progress (try again)")?;
     let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
     let mut work = reconciliation(registry, &loaded, &plan);
     work.reconcile(&difference, &mut Fresh).await?;
+    // From here on nothing is rolled back, so withheld events are sent.
     for done in std::mem::take(&mut work.done) {
         if let Done::ExportRemoved { gone: Some(gone), .. } = done {
             registry.tell(&gone);
@@ -116,7 +118,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
         registry.tell(&Change::SettingsChanged { name });
     }
     let mut of_unopened = unopened.told(registry);
-    // First: they may be planned for groups that go.
+    // First: unavailable disks may still refer to groups that are removed below.
     let whole = unopened.settle(registry);
     for (name, silent) in std::mem::take(&mut work.silent) {
         of_unopened.push(applied::listed("disk", &name, "unopened"));
@@ -126,6 +128,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     work.clear(&difference, &loaded.plan).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
+        // A changed or removed reservation replaces the unmet one.
         if !registry.is_left_out(name, settings.to_group_settings().share) {
             registry.forget_left_out(name);
         }
@@ -145,7 +148,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
         }
     }
     assemble::warn_of_remarks(&whole);
-    // Also of those that only exports keep that no file has.
+    // Includes servers without a config entry that only exports of clients keep open.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
     for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.default_read_only))) {
         if let Some(serving) = wanted::server(registry, endpoint) {
@@ -159,14 +162,15 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     Ok(told)
 }
 
-/// The file, without the disks that are on other hosts now, and what is told of these; and without
-/// those that are not open yet. On another thread: the file may lie on a network.
+/// Reads the file. The plan excludes disks that are on other hosts, returned as reports, and
+/// unavailable disks. On another thread: the file may be on a network file system.
 async fn read(
     registry: &Registry,
     loaded: &Loaded,
 ) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unopened::Said)> {
     let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
     let reading = reactor::run_blocking(move || {
+        // A pipe or device would block every later reload.
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
         ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
         let mistakes = Diagnostics::default();
@@ -181,9 +185,9 @@ async fn read(
     Ok((draft, plan, moved, unopened))
 }
 
-/// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where
-/// they are. One whose image is a file that nobody has locked is taken back; nothing keeps two
-/// hosts from writing to another image.
+/// Excludes disks that other hosts of the cluster have taken, as a start does, and reports their
+/// hosts. A disk is kept if its image is a file without a lock; for other images nothing prevents
+/// two hosts from writing.
 async fn leave_out_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Value> {
     let moved = registry.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
@@ -193,6 +197,7 @@ async fn leave_out_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Va
             Some(path) => {
                 let read_only = planned.read_only;
                 let is_free =
+                    // An unreadable file counts as in use: nothing is known about its lock.
                     move || fs::File::open(&path).is_ok() && storage::find_user(&path, read_only).is_none();
                 reactor::run_blocking(is_free).await
             }

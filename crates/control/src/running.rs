@@ -1,6 +1,6 @@
-//! A disk that runs, with what it was opened with and the names that it keeps from others.
+//! Running disk, with the options that it was opened with and the names that it reserves.
 //!
-//! Only data: who looks after it is the registry.
+//! Data only; the registry manages it.
 
 use std::{cell::Cell, path::absolute, rc::Rc, sync::Arc};
 
@@ -17,30 +17,30 @@ use storage::CacheMode;
 /// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);
 
-/// An open disk.
+/// Open disk.
 #[derive(Debug)]
 pub struct RunningDisk {
     /// The disk itself.
     pub disk: Arc<Disk>,
-    /// As it was configured. [`RunningDisk::current_config`] has what was changed since.
+    /// Config when it was added. [`RunningDisk::current_config`] includes later changes.
     pub config: DiskConfig,
-    /// Sizes of the metadata caches as they were configured last, not as the image has them.
+    /// Configured sizes of the metadata caches; the image may round them.
     pub(crate) caches: Cell<CacheSettings>,
-    /// An option of `blockdev-add` that is no key of a disk, and has a meaning on this host alone.
+    /// Option of `blockdev-add` that is no config key, and is valid on this host only.
     pub(crate) only_here: Option<&'static str>,
-    /// The nodes that `blockdev-add` named below the disk's own, topmost first.
+    /// Nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) below: Vec<NodeBelow>,
-    /// Of a node that `blockdev-add` has opened as it lies.
+    /// Options of the protocol node, for a node that `blockdev-add` opened without a format.
     pub(crate) storage: Option<Rc<StorageNode>>,
-    /// The arguments of each `blockdev-add` that made it, the lowest node's first; none where a
-    /// config file or a command line has it.
+    /// Arguments of each `blockdev-add` that created it, lowest node first; `None` for a disk of a
+    /// config file or command line.
     pub(crate) told: Option<Vec<Map<String, Value>>>,
-    /// A client of the control socket added it by its keys: no config has it.
+    /// True if a client of the control socket added it by keys and it is in no config file.
     pub(crate) added: bool,
 }
 
 impl RunningDisk {
-    /// A disk that runs as it was configured.
+    /// Disk that runs with the given config.
     pub(crate) fn new(disk: Disk, config: DiskConfig) -> Self {
         Self {
             disk: Arc::new(disk),
@@ -54,7 +54,7 @@ impl RunningDisk {
         }
     }
 
-    /// A disk without settings in a mebibyte of memory, for tests and fuzzing.
+    /// Disk of one MiB in memory without settings, for tests and fuzzing.
     pub(crate) fn in_memory(name: &str, group: Option<&Arc<ThrottleGroup>>) -> Self {
         let config = DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() };
         let image = image::open_raw("memory:1M", storage::OpenOptions::default());
@@ -62,7 +62,7 @@ impl RunningDisk {
         Self::new(Disk::new(name, image, DiskSettings::default(), group).expect("no settings"), config)
     }
 
-    /// The config with everything that can be changed at run time as it is now.
+    /// Config with the current values of all settings that can change at run time.
     pub(crate) fn current_config(&self) -> DiskConfig {
         let throttle = self.disk.throttle();
         let DiskSettings { limits, share, watermark } = throttle.settings();
@@ -75,9 +75,9 @@ impl RunningDisk {
         config
     }
 
-    /// The keys that are not at their defaults and that `which` selects, as they are now, with
-    /// absolute paths. A format that was probed is not among them: opened as explicitly raw, the
-    /// image would accept a header of another format from its guest.
+    /// Current values of the keys that differ from their defaults and that `which` selects, with
+    /// absolute paths. Excludes a probed format: the image, opened as explicitly raw, would accept
+    /// the header of another format from its guest.
     pub(crate) fn keys_now(&self, which: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
         let mut config = self.current_config();
         if let Ok(here) = absolute(".") {
@@ -89,21 +89,22 @@ impl RunningDisk {
         keys.filter_map(|key| Some((key.name.to_owned(), Value::from(&key.write(&config)?)))).collect()
     }
 
-    /// The keys that the new process of an upgrade receives. Exports are transferred by themselves,
-    /// each with its access rules.
+    /// Keys that the new process of an upgrade receives. Exports are transferred separately, with
+    /// their access rules.
     pub(crate) fn keys_of_upgrade(&self) -> Map<String, Value> {
         self.keys_now(|key| key.name != "export" && key.heading != "Access")
     }
 
-    /// The keys of qcow2 images, where the image is one, and all others.
+    /// True if the key applies to this image: keys of qcow2 do not apply to raw images.
     pub(crate) fn has_key(&self, name: &str) -> bool {
         let is_raw = matches!(self.disk.image(), image::Image::Raw(_));
         !is_raw || DiskConfig::key(name).is_none_or(|key| key.heading != "qcow2")
     }
 
-    /// Flushes and closes it. What fails is only logged: it would keep the disk for ever.
+    /// Flushes and closes the disk. Errors are only logged, or the disk could never be removed.
     pub(crate) async fn close(&self) {
         let disk = self.disk.name();
+        // Fails held requests, which would otherwise never complete.
         self.disk.failures().stop_waiting();
         let ending = async {
             if let Err(error) = self.disk.flush().await {
@@ -116,10 +117,10 @@ impl RunningDisk {
         self.disk.run_unless_unresponsive(ending).await;
     }
 
-    /// Waits until the files of a disk that was closed are free for other programs, for
-    /// [`TO_BE_FREE`] at most: a file system that does not answer keeps them open. The caller has
-    /// the last reference to the disk.
+    /// Waits until the files of a closed disk are free for other programs, at most [`TO_BE_FREE`]:
+    /// a file system that does not answer keeps them open. The caller must hold the last reference.
     pub(crate) async fn until_free(self) {
+        // Subscribed before the last reference is dropped.
         let (name, closed) = (Arc::clone(self.disk.name()), self.disk.closed());
         drop(self);
         if !closed.within(TO_BE_FREE).await {
@@ -128,35 +129,36 @@ impl RunningDisk {
     }
 }
 
-/// How `blockdev-add` opens the node that has the bytes.
+/// Options of `blockdev-add` for the protocol node, which stores the bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StorageNode {
     pub(crate) image: ImageLocation,
-    /// Whether the path must be a block device's (true) or a regular file's (false).
+    /// True if the path must be a block device, false if it must be a regular file.
     pub(crate) device: Option<bool>,
     pub(crate) cache: CacheMode,
     pub(crate) read_only: bool,
-    /// Open it read-only where it cannot be written.
+    /// Opens it read-only if it is not writable.
     pub(crate) auto_read_only: bool,
     pub(crate) force_share: bool,
     pub(crate) latency: Option<Duration>,
-    /// How long requests wait for an NBD server that has gone.
+    /// Time that requests wait for an NBD server that is disconnected.
     pub(crate) reconnect_delay: Duration,
-    /// How long it is tried to reach one at first.
+    /// Time limit of the first connection to an NBD server.
     pub(crate) open_timeout: Duration,
-    /// Another daemon may take it over: see `--handover`.
+    /// Another daemon may open it while this one runs: see `--handover`.
     pub(crate) handover: bool,
     pub(crate) discards: Discards,
     pub(crate) detect_zeroes: DetectZeroes,
 }
 
-/// A node below a disk, which has no life of its own but keeps its name from being given again.
+/// Node below a disk. It serves nothing itself, but reserves its name.
 #[derive(Clone, Debug)]
 pub struct NodeBelow {
     pub(crate) name: String,
-    /// It was a disk before another was put over it, and is one again when that goes.
+    /// True if it was a disk before an overlay was added, and becomes one again when the overlay is
+    /// removed.
     pub(crate) stays: bool,
-    /// It was closed, because what is above takes the bytes for another format: how to open it
-    /// again.
+    /// Options for opening it again. Set if it was closed because the node above uses another
+    /// format.
     pub(crate) closed: Option<Rc<StorageNode>>,
 }

@@ -1,5 +1,4 @@
-//! A place where clients connect: a server with its listening sockets, accepting on the main
-//! thread.
+//! NBD server with its listening sockets, accepting on the main thread.
 //!
 //! Ends in two steps, because the daemon closes all servers before it waits for the clients of any:
 //! [`Serving::close`], then [`Serving::stop`].
@@ -17,34 +16,35 @@ use settings::{ListenEndpoint, TlsConfig};
 
 use crate::listen::{self, Authority, Listener, Listening, SocketFile};
 
-/// An NBD server with its sockets.
+/// NBD server with its sockets.
 pub struct Serving {
-    /// What it was to listen at.
+    /// Configured endpoint.
     pub endpoint: ListenEndpoint,
-    /// By a client of the control socket: no config has it.
+    /// Set if a client of the control socket added it and it is in no config file.
     pub(crate) added: Cell<Option<Added>>,
-    /// For disks that are added and do not say where: whether they are read-only here.
+    /// Set for servers of disks without explicit exports: true if these are read-only here.
     pub standard: Cell<Option<bool>>,
     authorities: Vec<Authority>,
     /// The server.
     pub server: Arc<nbd::NbdServer>,
-    /// Those where nobody is let in yet.
+    /// Sockets that do not accept clients yet.
     closed: RefCell<Vec<Listener>>,
-    /// Dropping one ends the accepting and removes the socket's file.
+    /// Accepting sockets. Dropping one stops the accepting and removes its socket file.
     accepting: RefCell<Vec<Accepting>>,
-    /// The threads end, and the clients with them, once nobody holds these.
+    /// Keeps the worker threads alive; they end, and their clients with them, after the last
+    /// reference is dropped.
     workers: Rc<Vec<ReactorWorker>>,
 }
 
-/// What was said of a server that was added.
+/// Options of a server that a client added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Added {
     pub(crate) max_connections: usize,
-    /// It asks clients for TLS, with keys or rules that are objects of this daemon.
+    /// True if its TLS credentials or rules are objects of this daemon.
     pub(crate) has_objects: bool,
 }
 
-/// A socket where clients are let in.
+/// Accepting socket.
 struct Accepting {
     _task: JoinHandle<()>,
     file: Option<SocketFile>,
@@ -52,7 +52,7 @@ struct Accepting {
 }
 
 impl Serving {
-    /// Lets nobody in yet: clients that connect wait in the sockets' queues.
+    /// Server that does not accept yet: connecting clients wait in the backlog.
     pub fn new(
         server: Arc<nbd::NbdServer>,
         endpoint: ListenEndpoint,
@@ -72,7 +72,7 @@ impl Serving {
         })
     }
 
-    /// Lets clients in. Calls `broken` if accepting ends before it should.
+    /// Starts accepting. Calls `broken` if accepting ends with an error.
     pub(crate) fn accept(&self, broken: impl Fn(anyhow::Error) + Clone + 'static) {
         let accept = |Listener { socket, file, .. }| {
             let (server, workers, broken) =
@@ -86,26 +86,27 @@ impl Serving {
             });
             Accepting { _task: task, file, socket }
         };
+        // Idempotent: `closed` is empty after the first call.
         self.accepting.borrow_mut().extend(self.closed.take().into_iter().map(accept));
     }
 
-    /// Where it listens, as text: `unix:PATH` or `HOST:PORT`, the first where there are several.
+    /// Address as text: `unix:PATH` or `HOST:PORT`; the first of several.
     pub fn address(&self) -> String {
         self.authorities.first().map(Authority::to_string).unwrap_or_default()
     }
 
-    /// What a config file calls it; none where it has no words for it.
+    /// Address in the syntax of a config file; `None` for inherited sockets, which have none.
     pub(crate) fn written(&self) -> Option<String> {
         (self.endpoint != ListenEndpoint::Inherited).then(|| self.endpoint.absolute().to_string())
     }
 
-    /// Whether it is the one at this address, as text, however a path to its socket is spelled.
+    /// True if this server listens at the address, for any spelling of a socket's path.
     pub(crate) fn is_at(&self, address: &str) -> bool {
         let is_there = |at: &str| listen::is_same_place(at, address);
         is_there(&self.address()) || self.written().as_deref().is_some_and(is_there)
     }
 
-    /// Its sockets while it accepts, each with its file if it has made one.
+    /// Accepting sockets, with the paths of the socket files that weir created.
     pub(crate) fn sockets(&self) -> Vec<Listening> {
         let path = |file: &Option<SocketFile>| file.as_ref().map(|file| file.path().to_owned());
         let accepting = self.accepting.borrow();
@@ -114,18 +115,18 @@ impl Serving {
 
     pub(crate) fn uris(&self, export: &str, tls: &TlsConfig) -> Vec<String> {
         let mut uris: Vec<_> = self.authorities.iter().map(|authority| authority.uri(export, tls)).collect();
-        // A host name may stand for two addresses.
+        // A host name may have resolved to two addresses with equal URIs.
         uris.dedup();
         uris
     }
 
-    /// Lets nobody in any more, and removes the files of its sockets.
+    /// Stops accepting, and removes the socket files.
     pub fn close(&self) {
         self.closed.take();
         self.accepting.take();
     }
 
-    /// Lets every client finish what it has in flight; returns when the last is gone.
+    /// Drains all clients; returns after the last one has disconnected.
     pub async fn stop(&self) {
         self.close();
         self.server.stop().await;

@@ -1,24 +1,24 @@
-//! Another daemon goes on where this one stops, and no client sees it: an upgrade.
+//! Upgrade: a new process continues for the running one (`--takeover`), unnoticed by clients.
 //!
 //! ```text
-//!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
-//!   leaving     the daemon that runs: offers, stands still, ends; or goes on
-//!   devices     of that, devices and files of this host, on both sides
-//!   identity    whether a disk is the one that the other serves
-//!   added       what no config has, as it is told
-//!   again       the newcomer has that too
-//!   told        what they tell each other
-//!   counted     of that, what was counted
-//!   unsaved     of that, what is set, for the newcomer's log
-//!   channel     how that and descriptors pass between them
+//!   newcomer    new process, `weir serve --takeover`: asks, opens everything, serves
+//!   leaving     old process: offers, quiesces, ends; or resumes
+//!   devices     devices and files of this host, in both processes
+//!   identity    comparison of a disk with the one that the old process serves
+//!   added       objects that are in no config file: their description
+//!   again       the same objects, added by the new process
+//!   told        messages between the processes
+//!   counted     transferred counters
+//!   unsaved     transferred settings, for the log of the new process
+//!   channel     framing of messages and descriptors
 //! ```
 //!
-//! The newcomer asks at the control socket. All that can fail is tried while the old one serves;
-//! then the old one stands still for some milliseconds. Until it gives up its place in so many
-//! words it goes on, whatever becomes of the newcomer.
+//! The new process asks at the control socket. Steps that can fail are done while the old process
+//! still serves; then the old one is quiesced for some milliseconds. Until it has sent `Yours`, the
+//! old process can resume, whatever happens to the new one.
 //!
-//! Never decides what runs: the newcomer has its own config, and takes over what that has, and what
-//! clients of the control socket have added.
+//! Never decides what runs: the new process has its own config, and takes over the objects in it
+//! and those that clients of the control socket added.
 
 mod added;
 mod again;
@@ -41,23 +41,23 @@ pub(crate) use told::{Buckets, FORMAT};
 
 use super::registry::Registry;
 
-/// The command that asks for it.
+/// QMP command that requests an upgrade.
 pub(crate) const COMMAND: &str = "x-weir-takeover";
 
-/// What both call a place where clients connect, from whatever directory each sees it.
+/// Name by which both processes identify an endpoint; independent of the working directory.
 fn name(endpoint: &ListenEndpoint) -> String {
     endpoint.absolute().to_string()
 }
 
-/// The same of a place where figures are asked for, `metrics` or `http`.
+/// Name of the endpoint of an HTTP service, `metrics` or `http`.
 pub fn told_name(what: &str, address: &ListenAddress) -> String {
     format!("{what} at {address}")
 }
 
-/// What runs and is not here, with what to do about it.
+/// Text about an object of the old process that is missing here, with the remedy.
 fn remedied<T>(what: String, origin: &Origin<T>, registry: &Registry) -> String {
     let why = match origin {
-        Origin::Bound(why) => format!(", and cannot come along: {why}"),
+        Origin::Bound(why) => format!(", and cannot be transferred: {why}"),
         Origin::Config | Origin::Added(_) => String::new(),
     };
     let place = match &registry.config {
@@ -67,8 +67,8 @@ fn remedied<T>(what: String, origin: &Origin<T>, registry: &Registry) -> String 
     format!("{what}{why} (add it to {place}, or remove it first)")
 }
 
-/// For a disk that is handed over, and was held so that it stays in place while its rings stood
-/// still: lets it go once they hold it again. If they come later, they take it as ever.
+/// Releases a disk with handover that was held during the pause so that its image stayed open. By
+/// then its restarted virtqueues hold it. If they start later, they open it as usual.
 fn let_go_soon(disk: Arc<Disk>) {
     const RINGS_BEGIN: Duration = Duration::from_secs(1);
     reactor::spawn(async move {
@@ -77,14 +77,14 @@ fn let_go_soon(disk: Arc<Disk>) {
     });
 }
 
-/// Nanoseconds on a clock that all processes have.
+/// Nanoseconds of CLOCK_MONOTONIC, which all processes share.
 fn clock_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
     let now = now.map_or(Duration::ZERO, Into::into);
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// As the other reads what is told.
+/// Encodes and decodes a value, as in a transfer.
 #[cfg(test)]
 fn there_and_back<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
     serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()

@@ -1,5 +1,4 @@
-//! Turns of those of which only one may be at work: who reads the config file again, and who lists
-//! what it says.
+//! Asynchronous mutex of reloads and of tasks that list unavailable disks.
 
 use std::cell::Cell;
 
@@ -11,7 +10,7 @@ pub struct Turns {
     freed: Event,
 }
 
-/// While it is held, nobody else has one.
+/// Guard; releases the mutex when dropped.
 pub struct Turn<'a>(&'a Turns);
 
 impl Turns {
@@ -19,14 +18,15 @@ impl Turns {
         self.is_taken.get()
     }
 
-    /// None while somebody else has it.
+    /// Acquires the mutex; `None` if it is held.
     pub fn try_take(&self) -> Option<Turn<'_>> {
         (!self.is_taken.replace(true)).then(|| Turn(self))
     }
 
-    /// Waits until nobody else has it.
+    /// Waits for the mutex.
     pub(crate) async fn take(&self) -> Turn<'_> {
         loop {
+            // Registered before the attempt, or a release in between would be missed.
             let freed = self.freed.listen();
             if let Some(turn) = self.try_take() {
                 return turn;
@@ -60,6 +60,7 @@ mod tests {
             let waiting = Rc::clone(&turns);
             let waiting = reactor::spawn_joinable(async move { drop(waiting.take().await) });
             reactor::yield_now().await;
+            // The waiting task has run, and is blocked by the guard.
             assert!(!waiting.is_finished());
             drop(turn);
             waiting.await;

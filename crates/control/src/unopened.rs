@@ -1,6 +1,6 @@
-//! A disk of the config whose image is not open yet.
+//! Unavailable disk: in the config, but its image is not open yet.
 //!
-//! Only data: who opens it and lists it is `coming_up`.
+//! Data only; `coming_up` opens and lists it.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -11,18 +11,18 @@ use settings::{PlacedDisk, DesiredState};
 
 pub struct Unopened {
     name: String,
-    /// When it was begun to open it.
+    /// Time of the first attempt.
     pub(super) since: Instant,
-    /// What the config file says now: this disk, its group, its exports.
+    /// Current config, with the disk, its group and its exports.
     pub(super) plan: RefCell<Rc<DesiredState>>,
-    /// What was told of it last: why it could not be opened.
+    /// Last reported reason; another reason is reported again.
     pub(super) why: RefCell<Option<String>>,
-    /// Opens it.
+    /// Task that opens it.
     pub(super) task: RefCell<Option<JoinHandle<()>>>,
 }
 
 impl Unopened {
-    /// `name` is that of a disk of the plan.
+    /// `name` must be a disk of the plan.
     pub(super) fn new(name: &str, since: Instant, plan: Rc<DesiredState>) -> Self {
         Self {
             name: name.to_owned(),
@@ -33,7 +33,7 @@ impl Unopened {
         }
     }
 
-    /// Nobody opens it any more.
+    /// Stops the attempts.
     pub(super) fn give_up(&self) {
         self.task.take();
     }
@@ -51,7 +51,7 @@ impl Unopened {
         now - self.since
     }
 
-    /// For `weir status`.
+    /// Form in `weir status`.
     pub(super) fn status(&self, now: Instant) -> UnavailableDisk {
         UnavailableDisk {
             name: self.name.clone(),

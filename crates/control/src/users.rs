@@ -1,9 +1,8 @@
-//! Who uses a device of this host: where it is mounted, which devices lie on it, which processes
-//! have it open.
+//! Openers of a device of this host: mount points, devices on top of it, processes that have it
+//! open.
 //!
-//! It is what stands between `detach` and somebody's data, so a message can name them. Looks into
-//! /proc and /sys alone and never touches the device: a file that this very process serves over
-//! FUSE would wait for itself.
+//! `detach` refuses to remove a device in use, and names its openers. Reads only /proc and /sys and
+//! never opens the device: an access to a file that this process serves over FUSE would deadlock.
 
 use std::{
     collections::HashSet,
@@ -19,19 +18,19 @@ use nix::libc;
 use reactor::sanitize::sanitize;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
-/// Processes that a message names.
+/// Maximum number of processes in a message.
 const MOST_NAMED: usize = 5;
 
-/// Who uses a device.
+/// Openers of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Users {
-    /// Where it, or a partition of it, is mounted.
+    /// Mount points of the device and its partitions.
     pub mounts: Vec<PathBuf>,
-    /// Devices on it, such as `dm-0`, and loop devices.
+    /// Devices on top of it, such as `dm-0` and loop devices.
     pub holders: Vec<String>,
-    /// Who has it open, where [`Users::with_processes`] looked.
+    /// Processes that have it open; filled by [`Users::with_processes`].
     pub processes: Vec<Process>,
-    /// The kernel has it for itself, where [`Users::with_claims`] looked.
+    /// True if the kernel has claimed it; set by [`Users::with_claims`].
     pub claimed: bool,
     nodes: Vec<Node>,
     root: PathBuf,
@@ -41,20 +40,20 @@ pub struct Users {
 /// A process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number.
+    /// Process id.
     pub pid: u32,
-    /// Its name, as /proc shows it.
+    /// Name, as in /proc.
     pub name: String,
 }
 
-/// `weir (12)`.
+/// Form `weir (12)`.
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.name, self.pid)
     }
 }
 
-/// A block device: its name, and `MAJOR:MINOR`.
+/// Block device, with its name and `MAJOR:MINOR`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Node {
     name: String,
@@ -62,13 +61,13 @@ struct Node {
 }
 
 impl Users {
-    /// Of a block device's node in /dev, or of a file: mounts that this process sees, and devices.
+    /// Mounts that this process sees, and devices, on a block device's node in /dev or on a file.
     pub fn of(device: &Path) -> Self {
         Self::below(Path::new("/"), device)
     }
 
-    /// What keeps a mounted file system from being unmounted: mounts below its directory, and
-    /// other processes that work there, run something of it or have something of it open.
+    /// Users of a mounted file system that prevent its unmounting: mounts below its directory, and
+    /// other processes that have a working directory, an executable or an open file in it.
     pub fn inside(directory: &Path) -> Self {
         let mut users = Self::inside_below(Path::new("/"), directory);
         users.processes.retain(|process| process.pid != std::process::id());
@@ -88,12 +87,13 @@ impl Users {
         users
     }
 
-    /// Those for whose directory in /proc it holds.
+    /// Processes for whose directory in /proc the condition holds.
     fn processes_with(&self, holds: impl Fn(&Path) -> bool) -> Vec<Process> {
         let process = |directory: String| {
             let pid = directory.parse().ok()?;
             let process = self.root.join("proc").join(directory);
-            // They come and go, and other users' are not to be seen.
+            // Processes may end meanwhile, and those of other users may be unreadable; both are
+            // skipped.
             if !holds(&process) {
                 return None;
             }
@@ -102,16 +102,18 @@ impl Users {
         names_in(&self.root.join("proc")).into_iter().filter_map(process).collect()
     }
 
-    /// Whether the same devices are on it as then. A loop device that goes may be another's a
-    /// moment later, and with it its mounts.
+    /// True if the same devices are on top of it as before. A released loop device may belong to
+    /// another file a moment later, together with its mounts.
     pub fn are_of(&self, device: &Path) -> bool {
         Self::seen(&self.root, device).nodes == self.nodes
     }
 
-    /// The same where /proc and /sys are seen from `root`.
+    /// As [`Users::of`], with /proc and /sys below `root`.
     fn below(root: &Path, device: &Path) -> Self {
         loop {
             let users = Self::seen(root, device);
+            // Read again until two reads agree: devices may come and go between the files of /proc
+            // and /sys.
             if users.are_of(device) {
                 return users;
             }
@@ -128,10 +130,10 @@ impl Users {
                 users.file = Some(device.to_owned());
             }
         }
-        // Those that are found are looked at in their turn.
+        // A worklist: loop devices found here are examined in turn.
         let mut next = 0;
         while let Some(name) = users.nodes.get(next).map(|node| node.name.clone()) {
-            // They hold it open without claiming it, and are in no other list.
+            // Loop devices open their file without claiming it, so `holders` does not list them.
             users.add_loops_over(&Path::new("/dev").join(&name));
             let above = names_in(&users.block(&name).join("holders"));
             users.holders.extend(above);
@@ -141,9 +143,9 @@ impl Users {
         users
     }
 
-    /// Adds other processes that have it open, and mounts that only they see. Takes a while on a
-    /// host with many. This one is none of them: it may serve the very file that is its image, or
-    /// have been given the device by who started it.
+    /// Adds other processes that have it open, and mounts in their mount namespaces. Slow on a host
+    /// with many processes. Excludes this process: it may serve the image file itself, or have
+    /// inherited the device.
     #[must_use]
     pub fn with_processes(mut self) -> Self {
         let mut paths: Vec<_> =
@@ -153,12 +155,14 @@ impl Users {
         for directory in names_in(&self.root.join("proc")) {
             let Ok(pid) = directory.parse::<u32>() else { continue };
             let process = self.root.join("proc").join(&directory);
-            // They come and go, and other users' are not to be seen.
+            // Processes may end meanwhile, and those of other users may be unreadable; both are
+            // skipped.
             let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
             let mut open = open.map(|entry| entry.path());
             if pid != std::process::id() && open.any(|open| self.is_of_these(&open, &paths)) {
                 self.processes.push(Process { pid, name: name_of(&process) });
             }
+            // Each mount namespace is read once, by the first process in it.
             if fs::read_link(process.join("ns/mnt")).is_ok_and(|namespace| namespaces.insert(namespace)) {
                 for mount in self.mounts_in(&process.join("mountinfo")) {
                     if !self.mounts.contains(&mount) {
@@ -170,14 +174,15 @@ impl Users {
         self
     }
 
-    /// Whether an open file is one of these, or one of the devices by another node, as containers
-    /// have.
+    /// True if an open file is one of these paths, or one of the devices by another node, such as a
+    /// node in a container.
     fn is_of_these(&self, open: &Path, paths: &[PathBuf]) -> bool {
         let Ok(path) = fs::read_link(open) else { return false };
+        // Pipes and sockets have links such as `pipe:[1]`.
         if !path.is_absolute() || paths.contains(&path) {
             return path.is_absolute();
         }
-        // Asks nothing of who serves the file.
+        // STATX_DONT_SYNC: sends no request to the server of the file system.
         let known = statx(CWD, open, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
         known.is_ok_and(|known| {
             let number = format!("{}:{}", known.stx_rdev_major, known.stx_rdev_minor);
@@ -186,13 +191,14 @@ impl Users {
         })
     }
 
-    /// Adds whether the kernel has a block device for itself: a file system goes on writing to it
-    /// when its last mount is seen no more, and tells nobody when it is through. Opens the device,
-    /// which those that serve it have to let happen; never a file.
+    /// Checks whether the kernel has claimed a block device: a file system keeps writing to it for
+    /// a while after its last mount point has disappeared. Opens the device with O_EXCL, which its
+    /// server must be able to answer; never opens a file.
     #[must_use]
     pub fn with_claims(mut self) -> Self {
         let is_claimed = |node: &Node| {
             let path = self.root.join("dev").join(&node.name);
+            // O_EXCL without O_CREAT on a block device fails with EBUSY if it is claimed (open(2)).
             let open = fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(path);
             open.is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY))
         };
@@ -200,13 +206,13 @@ impl Users {
         self
     }
 
-    /// Adds processes that work in a file system on it, run something of it or have something of it
-    /// open: they have it still where it was unmounted lazily, and no list of mounts names it. Not
-    /// for file systems of several devices, which have a number of their own.
+    /// Adds processes that have a working directory, an executable or an open file in a file system
+    /// on it. After a lazy unmount no mount table lists the file system. Does not detect file
+    /// systems on several devices, which have a device number of their own.
     #[must_use]
     pub fn with_inmates(mut self) -> Self {
         let is_inside = |link: PathBuf| {
-            // Asks nothing of who serves the file.
+            // STATX_DONT_SYNC: sends no request to the server of the file system.
             let known = statx(CWD, link, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
             known.is_ok_and(|known| {
                 let number = format!("{}:{}", known.stx_dev_major, known.stx_dev_minor);
@@ -220,12 +226,12 @@ impl Users {
         self
     }
 
-    /// Whether nobody does.
+    /// True if the device has no users.
     pub fn is_empty(&self) -> bool {
         !self.claimed && self.is_only_claimed()
     }
 
-    /// Whether nobody does but the kernel, if that does.
+    /// True if the device has no users except possibly a claim of the kernel.
     pub fn is_only_claimed(&self) -> bool {
         self.mounts.is_empty() && self.holders.is_empty() && self.processes.is_empty()
     }
@@ -234,7 +240,7 @@ impl Users {
         self.root.join("sys/class/block").join(name)
     }
 
-    /// A device and its partitions.
+    /// Adds a device and its partitions.
     fn add_node(&mut self, name: &str) {
         let directory = self.block(name);
         let inside = names_in(&directory);
@@ -254,7 +260,7 @@ impl Users {
         }
     }
 
-    /// Loop devices over a file itself, by their names.
+    /// Names of the loop devices whose backing file this is.
     pub fn loops(file: &Path) -> Vec<String> {
         Self { root: PathBuf::from("/"), ..Self::default() }.loops_over(file)
     }
@@ -276,9 +282,11 @@ impl Users {
             let mut fields = line.split(|byte| *byte == b' ');
             let number = fields.nth(2)?;
             let point = fields.nth(1)?;
+            // Optional fields end with a single hyphen.
             let source = fields.skip_while(|field| *field != b"-").nth(2)?;
             let is_of = |node: &Node| {
-                // A file system of several devices has a number of its own.
+                // A file system on several devices has a separate device number; compare the
+                // source.
                 node.number.as_bytes() == number
                     || source.strip_prefix(b"/dev/") == Some(node.name.as_bytes())
             };
@@ -288,32 +296,31 @@ impl Users {
     }
 }
 
-/// A process has chosen its name itself.
+/// Name of a process, with control characters replaced: the process chose it.
 fn name_of(process: &Path) -> String {
     let name = fs::read(process.join("comm")).unwrap_or_default();
     sanitize(&String::from_utf8_lossy(name.trim_ascii_end()))
 }
 
-/// Whether something is mounted at this directory itself; its path begins at the root and has no
-/// links. Asks nothing of what is mounted, which may not answer.
+/// True if the directory is a mount point; the path must be absolute and free of links. Does not
+/// access the mounted file system, which may not answer.
 ///
 /// # Errors
-/// If there is no /proc.
+/// /proc is not mounted.
 pub fn is_mount_point(directory: &Path) -> io::Result<bool> {
     let mounts = fs::read("/proc/self/mountinfo")?;
     let point = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);
     Ok(mounts.split(|byte| *byte == b'\n').filter_map(point).any(|point| point == directory))
 }
 
-/// Whether a process stands still, until somebody continues it (`SIGCONT`) or has seen enough of it
-/// with a debugger.
+/// True if a process is stopped by a signal (until `SIGCONT`) or by a debugger.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // Behind the name, which may have spaces: proc_pid_stat(5).
+    // The state follows the name, which may contain spaces: proc_pid_stat(5).
     stat.rsplit_once(") ").is_some_and(|(_, behind)| behind.starts_with(['T', 't']))
 }
 
-/// To where a process, by its directory in /proc, works, what it runs and what it has open.
+/// Links in a process's directory in /proc: working directory, root, executable and open files.
 fn links_of(process: &Path) -> impl Iterator<Item = PathBuf> {
     let links = ["cwd", "root", "exe"].map(|name| process.join(name));
     let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
@@ -327,7 +334,7 @@ fn names_in(directory: &Path) -> Vec<String> {
     names
 }
 
-/// Spaces and the like are three octal digits behind a backslash.
+/// Decodes the octal escapes of mount tables, such as `\040` for a space.
 fn unescaped(text: &[u8]) -> PathBuf {
     let mut plain = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -340,7 +347,7 @@ fn unescaped(text: &[u8]) -> PathBuf {
     PathBuf::from(std::ffi::OsString::from_vec(plain))
 }
 
-/// `mounted at /mnt; held by dm-0; open in dd (12)`.
+/// Form `mounted at /mnt; held by dm-0; open in dd (12)`.
 impl fmt::Display for Users {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mounts: Vec<_> = self.mounts.iter().map(|point| point.display().to_string()).collect();
@@ -367,7 +374,7 @@ mod tests {
 
     use super::*;
 
-    /// A host with a disk of two partitions, a loop device over a file, and two processes.
+    /// Host with a disk of two partitions, a loop device over a file, and two processes.
     fn host() -> tempfile::TempDir {
         let host = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {
@@ -414,6 +421,7 @@ mod tests {
         assert_eq!(users(), "mounted at /mnt/with space, /mnt/btrfs");
         let users = || Users::inside_below(host.path(), Path::new("/mnt/btrfs")).to_string();
         assert_eq!(users(), "");
+        // A working directory prevents unmounting as an open file does.
         symlink("/mnt/btrfs/work", process.join("cwd")).unwrap();
         assert_eq!(users(), "open in dd (12)");
         fs::remove_file(process.join("cwd")).unwrap();
@@ -425,7 +433,7 @@ mod tests {
     #[test]
     fn who_works_in_a_file_system_is_known_by_its_device() {
         let host = host();
-        // The host itself lies on this one.
+        // The device number of the directory that holds the model of the host.
         let number = nix::sys::stat::stat(host.path()).unwrap().st_dev;
         let number = format!("{}:{}", nix::sys::stat::major(number), nix::sys::stat::minor(number));
         fs::write(host.path().join("sys/class/block/loop4/dev"), number).unwrap();
@@ -441,7 +449,7 @@ mod tests {
         let claimed = Users { claimed: true, ..Users::default() };
         assert!(!claimed.is_empty() && claimed.is_only_claimed());
         assert!(claimed.to_string().starts_with("claimed by the kernel"));
-        // There is no such node.
+        // The device node does not exist.
         assert!(!Users::below(host().path(), Path::new("/dev/ublkb0")).with_claims().claimed);
     }
 

@@ -1,4 +1,4 @@
-//! An export as the config file or the command line has it, and how it comes to run.
+//! Export of a config file or command line, and the steps that add it to the running state.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -18,7 +18,7 @@ use super::{
     serving::Serving,
 };
 
-/// An export that a plan has.
+/// Planned export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     /// Name of the disk.
@@ -27,7 +27,7 @@ pub struct Wanted {
     pub(crate) way: Way,
 }
 
-/// How clients are to reach it.
+/// Planned endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Nbd { endpoint: ListenEndpoint, name: String, description: String, access: AccessRules, bitmaps: Vec<String> },
@@ -35,7 +35,7 @@ pub(crate) enum Way {
 }
 
 impl Wanted {
-    /// All that a plan has, those over NBD first.
+    /// All exports of a plan, NBD exports first.
     pub fn all(plan: &DesiredState) -> Vec<Self> {
         Self::of(&plan.disks, &plan.servers, &plan.exports)
     }
@@ -75,7 +75,7 @@ impl Wanted {
         nbd.chain(own).collect()
     }
 
-    /// Whether this export is the one, and not on its way out.
+    /// True if the running export is this one and is not ending.
     fn is(&self, export: &RunningExport) -> bool {
         let is_there = match (&self.way, &export.door) {
             (Way::Nbd { endpoint, name, .. }, registry::Door::Nbd(serving, _)) => {
@@ -87,7 +87,7 @@ impl Wanted {
         is_there && !export.is_ending()
     }
 
-    /// Whether the other is for the same name at the same server, or behind the same door.
+    /// True if both exports have the same name at the same server, or the same endpoint.
     pub(crate) fn is_at(&self, other: &Self) -> bool {
         match (&self.way, &other.way) {
             (
@@ -95,6 +95,7 @@ impl Wanted {
                 Way::Nbd { endpoint: other_endpoint, name: other_name, .. },
             ) => (endpoint, name) == (other_endpoint, other_name),
             (Way::Own(door), Way::Own(other)) => {
+                // Devices without an address, such as automatically numbered ones, never coincide.
                 let place = (door.path(), door.inherited_name());
                 place != (None, None) && place == (other.path(), other.inherited_name())
             }
@@ -102,7 +103,7 @@ impl Wanted {
         }
     }
 
-    /// The keys by which another differs that is for the same disk at the same place.
+    /// Keys by which an export of the same disk at the same endpoint differs.
     pub(crate) fn differences(&self, other: &Self) -> Vec<String> {
         let mut keys = Vec::new();
         let mut add = |key: &str, differs: bool| keys.extend(differs.then(|| key.to_owned()));
@@ -120,7 +121,8 @@ impl Wanted {
                 add("bitmap", bitmaps != other_bitmaps);
             }
             (Way::Own(door), Way::Own(other)) => {
-                // As on the command line: the place, and each key that is not as it is by itself.
+                // Compared in the syntax of the command line: the address, then each non-default
+                // key.
                 let said = |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
                 let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
                 for word in one.symmetric_difference(&other) {
@@ -135,10 +137,11 @@ impl Wanted {
         keys
     }
 
-    /// Has it run, at a server that runs or behind a door of its own.
+    /// Adds it to the running state, at a running server or at its own endpoint.
     pub async fn add(&self, registry: &Rc<Registry>) -> anyhow::Result<Rc<RunningExport>> {
         let id = match &self.way {
             Way::Nbd { endpoint, name, .. } => {
+                // An export may have the empty name, but no export the empty id.
                 let name = if name.is_empty() { &self.disk } else { name };
                 registry.exports.free_id(name, &serving(registry, endpoint)?.address())
             }
@@ -147,7 +150,7 @@ impl Wanted {
         self.add_by(registry, id).await
     }
 
-    /// The same, by an id that nobody has.
+    /// As [`Wanted::add`], with a free id.
     pub(crate) async fn add_by(
         &self,
         registry: &Rc<Registry>,
@@ -174,7 +177,7 @@ impl Wanted {
         Ok(registry.exports.get(&id)?)
     }
 
-    /// Has a door of its own open, by this id, and made of what another daemon had.
+    /// Opens a separate endpoint under this id, with transferred state of the old process.
     pub(crate) async fn add_as(
         &self,
         registry: &Rc<Registry>,
@@ -185,13 +188,14 @@ impl Wanted {
         registry.add_door(id, registry.disks.get(&self.disk)?, self.read_only, door, Some(taken)).await
     }
 
-    /// Whether a door of its own lets nobody write.
+    /// True if clients of the endpoint cannot write.
     pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
         let of_door = matches!(&self.way, Way::Own(door) if door.read_only());
         Ok(self.read_only || of_door || registry.disks.get(&self.disk)?.disk.image().is_read_only())
     }
 
-    /// What clients ask for, and where: of a door of its own the disk, and the door.
+    /// Export name and address for reports; for a separate endpoint, the disk's name and the
+    /// address.
     pub fn told(&self, registry: &Registry) -> (String, String) {
         match &self.way {
             Way::Nbd { endpoint, name, .. } => {
@@ -208,7 +212,7 @@ impl Wanted {
     }
 }
 
-/// The exports that there were at one moment, to find those in that are wanted.
+/// Running exports at one moment, indexed to find planned ones.
 pub(crate) struct Running(HashMap<String, Vec<Rc<RunningExport>>>);
 
 impl Running {
@@ -226,11 +230,11 @@ impl Running {
     }
 }
 
-/// How clients call an export that runs.
+/// URIs by which clients reach a running export.
 pub fn uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
     let entrance = match &export.door {
         registry::Door::Nbd(serving, _) => {
-            // The config's TLS is that of its own servers.
+            // The config's TLS mode applies to servers of the config only.
             let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
             return serving.uris(&export.name, if is_plain { &TlsConfig::Off } else { tls });
         }
@@ -238,12 +242,12 @@ pub fn uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
     };
     let address = entrance.address();
     vec![match &export.said {
-        // Where the machine listens, only weir is to connect.
+        // The front end listens, and only weir connects: there is no URI for clients.
         Some(ExportTarget::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
         Some(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(_), .. })) => {
             address.replacen("unix:", "vhost-user:", 1)
         }
-        // Of one that was passed, the kernel knows where it is.
+        // The path of a passed socket is known to the kernel only.
         Some(ExportTarget::VhostUserBlk(_)) => match entrance.machine().and_then(Machine::path) {
             Some(path) => format!("vhost-user:{}", path.display()),
             None => address.to_owned(),

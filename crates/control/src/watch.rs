@@ -1,17 +1,16 @@
-//! Watches what runs, and tells of what happens to it: the one place where events are made, but for
-//! clients of NBD and virtual machines, whom their servers tell of. Who is held back by limits is
-//! told to the log alone.
+//! Watches the running state and records events. The only other sources of events are the servers
+//! of NBD and vhost-user clients. Throttling by limits is only logged.
 //!
 //! ```text
 //!   each second   disks, groups, devices ─► events::judge ─┐
 //!   each change   Registry::tell, by events::actor ───────┴─► Events::tell
 //! ```
 //!
-//! A look takes a few hundred nanoseconds for each disk, on the main thread. While all threads
-//! sleep, and nothing is under way that time alone could change, nobody looks: an idle daemon does
-//! not wake up.
+//! A sample takes a few hundred nanoseconds per disk, on the main thread. While all threads sleep
+//! and no condition can change by time alone, no samples are taken, so an idle daemon does not wake
+//! up.
 //!
-//! Never takes a lock that is held for longer, and never asks the kernel for more than a device's
+//! Never takes a lock that is held for longer, and never reads more from the kernel than a device's
 //! statistics.
 
 mod conditions;
@@ -43,15 +42,16 @@ use super::{
 use crate::events::{Kind, News};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// A storage that has not answered for so long is told of.
+/// Age of a request at which its storage is reported as not answering.
 const LATE: Duration = Duration::from_secs(10);
 
-/// Looks each second in which somebody does something, and at each change, until this is dropped,
-/// or the registry is. The exports `in_use` have users that came from another daemon, which are no
-/// news.
+/// Samples every second while there is activity, and at each change, until the handle or the
+/// registry is dropped. The exports `in_use` have openers from before an upgrade, which are not
+/// reported.
 pub fn watch(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> JoinHandle<()> {
     let watch =
         Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(registry), ..Watch::default() }));
+    // The first sample of a limit, reservation or watermark is only a baseline.
     watch.borrow_mut().look(registry);
     watch.borrow_mut().adopt(registry);
     let (listening, listener) = (Rc::downgrade(registry), Rc::downgrade(&watch));
@@ -67,25 +67,26 @@ pub fn watch(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> JoinHandle<()
     })
 }
 
-/// Until there is nothing to look at any more; `look` says whether all is still.
+/// Samples until `look` returns `None`; `look` returns true if no condition can change by time
+/// alone.
 async fn look_on(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
     loop {
         reactor::sleep_until(reactor::now() + SECOND).await;
         let looked = reactor::now();
-        // Before the look: whoever wakes up after it may have been missed.
+        // Created before the sample: a wake-up during the sample must not be missed.
         let somebody_wakes = reactor::next_wake_up();
         if !look()? {
             continue;
         }
         somebody_wakes.await;
         if reactor::now() - looked > SECOND {
-            // What begins now is measured from here.
+            // Activity that begins now is measured from this sample on.
             look()?;
         }
     }
 }
 
-/// What a name is of.
+/// Kind of the object that a name belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Of {
     Disk,
@@ -115,18 +116,18 @@ struct Watch {
     devices: Devices,
     stopped: BTreeSet<String>,
     backing_changed: BTreeSet<String>,
-    /// Disks whose storage, in a cluster or at a server, owes an answer; whether that was told.
+    /// Disks with an overdue request at a remote storage; true if that was reported.
     unanswered: BTreeMap<String, bool>,
-    /// What a reload has changed that is at work.
+    /// Disks and groups that a reload in progress has changed.
     put_off: Vec<String>,
     held_back: HeldBack,
-    /// Devices and files of this host that are used, by their exports' ids.
+    /// Devices and files of this host in use, by their exports' ids.
     used: BTreeMap<String, InUse>,
-    /// Of these, those that are seen first have not come now.
+    /// Exports that were in use before an upgrade; their first sample causes no event.
     in_use: BTreeSet<String>,
 }
 
-/// A device or a file of this host that is used: a device by the kernel, a file by who has it open.
+/// Device or file of this host in use: a device by the kernel, a file by its openers.
 struct InUse {
     disk: String,
     kind: &'static str,
@@ -152,7 +153,7 @@ fn answers(disk: &str) -> News {
 }
 
 impl Watch {
-    /// What is there already is no news.
+    /// Records the existing objects without events.
     fn adopt(&mut self, registry: &Registry) {
         for running in registry.disks.all() {
             let settings = Settings::of_disk(&running);
@@ -163,7 +164,7 @@ impl Watch {
         }
     }
 
-    /// Whether nothing has to be looked at again before somebody wakes up.
+    /// Takes a sample. Returns true if no condition can change until some thread wakes up.
     fn look(&mut self, registry: &Registry) -> bool {
         let now = reactor::now();
         let events = &registry.events;
@@ -174,7 +175,7 @@ impl Watch {
             if !running.disk.image().has_changed_below() {
                 self.backing_changed.remove(name);
             } else if self.backing_changed.insert(name.to_owned()) {
-                let message = format!("somebody changed a file below the image of disk {name}");
+                let message = format!("another program changed a backing file of disk {name}");
                 events.tell(News::new(Kind::BackingFileChanged, message).of_disk(name));
             }
         }
@@ -186,15 +187,17 @@ impl Watch {
         self.conditions.are_still() && self.devices.are_still() && is_told
     }
 
-    /// Whether no storage that is far away owes an answer, but for those of which that was told.
+    /// Reports remote storage that does not answer. Returns true if all overdue storage was
+    /// reported.
     fn look_for_answers(&mut self, registry: &Registry) -> bool {
         let mut before = std::mem::take(&mut self.unanswered);
         for running in registry.disks.all() {
             let storage = running.disk.image().storage();
+            // Only storage at a server or in a Ceph cluster tracks the age of its requests.
             let Some(age) = storage.oldest_request().filter(|_| storage.is_remote()) else { continue };
             let name = running.disk.name().to_string();
             let was_told = before.remove(&name).unwrap_or(false);
-            // Of one that was told, others may be waited for still.
+            // After a report, other requests of the disk may still be pending.
             let is_late = age >= LATE;
             if is_late && !was_told {
                 let seconds = age.as_secs();
@@ -214,7 +217,8 @@ impl Watch {
         self.unanswered.values().all(|is_told| *is_told)
     }
 
-    /// Devices and files come and go seldom: who comes and goes within a second is not seen.
+    /// Reports changes in the use of devices and files. A use shorter than the sampling interval is
+    /// not seen.
     fn look_at_devices(&mut self, registry: &Registry) {
         let now = reactor::now();
         let mut before = std::mem::take(&mut self.used);
@@ -226,6 +230,7 @@ impl Watch {
             }
             let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
             let seen = before.remove(&export.id).unwrap_or(InUse { disk, kind, clients: 0, since: now });
+            // The flag is consumed even if no event follows.
             if clients > seen.clients && !self.in_use.remove(&export.id) {
                 registry.events.tell(seen.news(Kind::ClientIn, &export.id).with("connections", clients));
             } else if clients < seen.clients {
@@ -240,7 +245,7 @@ impl Watch {
 
     fn follow(&mut self, registry: &Registry, change: &Change) {
         match change {
-            // It may be undone, and then nothing has happened.
+            // A reload may still be rolled back; events follow when it is final.
             Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
                 self.put_off.push(name.clone());
             }
@@ -271,13 +276,14 @@ impl Watch {
         let (kind, of) = match (&before, &now) {
             (None, Some((of, _))) => (added(*of), *of),
             (Some((of, _)), None) => (removed(*of), *of),
-            // It was put back as it was.
+            // Removed and added again, for example by a roll-back: no event.
             _ => {
                 self.known.extend(now.map(|now| (name.to_owned(), now)));
                 return;
             }
         };
         self.known.extend(now.map(|now| (name.to_owned(), now)));
+        // A later disk of this name starts in the running state.
         self.stopped.remove(name);
         let verb = if before.is_none() { "added" } else { "removed" };
         let news = by(News::new(kind, format!("{} {name} was {verb}", of.name())));
@@ -315,8 +321,7 @@ impl Watch {
         let is_stopped =
             registry.disks.get(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
         if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
-            let message =
-                format!("disk {disk} has stopped at an error: {reason} (`weir resume` lets it go on)");
+            let message = format!("disk {disk} has stopped at an error: {reason} (`weir resume` resumes it)");
             let news = News::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
             registry.events.tell(news.with("reason", reason));
         }
@@ -330,7 +335,7 @@ impl Watch {
             std::mem::take(&mut self.stopped).into_iter().partition(goes_on);
         self.stopped.extend(stopped);
         for name in resumed {
-            let news = by(News::new(Kind::DiskResumed, format!("disk {name} goes on")));
+            let news = by(News::new(Kind::DiskResumed, format!("disk {name} was resumed")));
             registry.events.tell(news.of_disk(&name));
         }
     }
@@ -350,12 +355,12 @@ const fn removed(of: Of) -> Kind {
     }
 }
 
-/// Whether the config file is at work, being read again.
+/// True if the current change is made by a reload.
 fn is_reload() -> bool {
     matches!(actor::current_actor(), Some(actor::ChangeOrigin::Reload(_)))
 }
 
-/// Who is at work, if anybody is.
+/// Adds the actor of the current change, or the daemon itself.
 fn by(news: News) -> News {
     let who = actor::current_actor().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
     news.with("by", who)

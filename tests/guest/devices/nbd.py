@@ -165,7 +165,7 @@ class Nbd(Device):
         """)
         return [
             contains("weir", parts["ended"], "it ended"),
-            contains("what it says", parts["ended"], "the device has gone"),
+            contains("what it says", parts["ended"], "the device was removed"),
         ]
 
     def refused(self):

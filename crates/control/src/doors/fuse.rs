@@ -1,4 +1,4 @@
-//! The door of a disk that is seen as a file of this host.
+//! FUSE endpoint: a disk as a file of this host.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -10,10 +10,11 @@ use super::{Entrance, Host, Taken, Terms, attended};
 
 attended!(FuseExportServer, counters, count_on);
 
-/// Mounts over the file; who opens it waits until it is served.
+/// Mounts over the file. A process that opens it blocks until the server runs.
 pub(super) async fn open(settings: &FuseConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
+    // A transferred mount keeps its descriptor, so openers notice nothing.
     let (mount, standing) = match terms.taken.take() {
         Some(Taken::Fuse(QuiescedFuseFile { mount, standing })) => {
             (FuseMount::adopt(mount, standing.owner), Some(standing))

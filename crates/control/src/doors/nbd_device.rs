@@ -1,4 +1,4 @@
-//! The door of the kernel's NBD client: a block device, served over pairs of sockets.
+//! Endpoint of the kernel's NBD client: a block device, served over socket pairs.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -9,12 +9,12 @@ use settings::NbdDeviceConfig;
 
 use super::{Entrance, Host, Taken, Terms, attended, identity};
 
-// It counts nothing that lasts.
+// No counters to restore: all of them are current values.
 attended!(NbdDeviceServer, counters, |_, _| {}, leave);
 
 pub(super) async fn open(settings: &NbdDeviceConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
-    // No more than workers bring nothing, and no fewer than one is checked.
+    // More connections than workers gain nothing; the kernel needs at least one.
     let standard = workers.len().clamp(1, 64) as u16;
     let export = NbdDeviceExport {
         id: (*id).into(),

@@ -1,4 +1,4 @@
-//! The door of this host: a block device of the kernel's ublk driver.
+//! ublk endpoint: a block device of the kernel's ublk driver.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::{Entrance, Host, Taken, Terms, attended};
 
 attended!(UblkServer, counters, count_on, leave);
 
-/// Makes the device, or takes over the one that an earlier weir has left with this image.
+/// Creates the device, or recovers the orphaned device that an earlier process left for this image.
 pub(super) async fn open(settings: &UblkConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
     let disk = &running.disk;
@@ -24,6 +24,7 @@ pub(super) async fn open(settings: &UblkConfig, terms: &Terms<'_>) -> anyhow::Re
     };
     let server = match terms.taken.take() {
         Some(Taken::Ublk) => UblkServer::recover(export, workers).await?,
+        // Adopts an orphaned device of this image, if there is one, so that its openers continue.
         _ => UblkServer::open(export, workers).await?,
     };
     let address = server.path().display().to_string();
@@ -70,10 +71,11 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &UblkConfig) 
         read_only: read_only || settings.read_only || disk.image().is_read_only(),
         discard: settings.discard,
         write_zeroes: settings.write_zeroes,
-        // Of the others each write is durable, whatever the kernel says.
+        // In cache modes without a write cache every write is durable, so the kernel needs no
+        // flushes.
         write_cache: settings.write_cache && cache.has_write_cache(),
         block_bytes: settings.block_bytes,
-        // File systems take it for the size of a sector, and know none above a page.
+        // File systems use this as their sector size, and support none above a page.
         physical_block_bytes: best.min(4096),
         optimal_io_bytes: best.max(4096),
         discard_granularity_bytes: best,

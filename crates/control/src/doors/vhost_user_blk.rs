@@ -1,4 +1,4 @@
-//! The door of a virtual machine: a socket, and what a guest is offered there.
+//! vhost-user-blk endpoint of a virtual machine: its socket, and the device that the guest sees.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::listen;
 
 attended!(VhostUserServer, counters, count_on);
 
-/// Binds its socket, and lets nobody in yet.
+/// Binds the socket. Clients are not accepted yet.
 pub(super) fn open(settings: &VhostUserBlkConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
@@ -65,7 +65,7 @@ fn count_on(server: &VhostUserServer, before: &ExportCounters) {
 }
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlkConfig) -> VhostUserOffer {
-    // Of the others each write is durable, whatever the guest says.
+    // In cache modes without a write cache every write is durable, so the guest needs no flushes.
     let write_cache = settings.write_cache && cache.has_write_cache();
     let standard = VhostUserOffer::default();
     let sizes = disk.image().block_size();
@@ -79,7 +79,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk
         queue_size: settings.queue_size,
         block_bytes: settings.block_bytes,
         write_cache,
-        // File systems take it for the size of a sector, and know none above a page.
+        // File systems use this as their sector size, and support none above a page.
         physical_block_bytes: best.min(4096),
         optimal_io_bytes: if best > 4096 { best } else { 0 },
         discard_alignment_bytes: best,

@@ -1,4 +1,4 @@
-//! How many events were handed on, and how many were not. Belongs to the main thread.
+//! Counters of deliveries of events. Belongs to the main thread.
 
 use std::cell::Cell;
 
@@ -9,24 +9,24 @@ pub struct Deliveries {
     pub delivered: Cell<u64>,
     /// Events whose delivery failed.
     pub failed: Cell<u64>,
-    /// Left out, because others waited.
+    /// Events skipped because the queue was full.
     pub skipped: Cell<u64>,
 }
 
 impl Deliveries {
-    /// Delivered, failed, skipped.
+    /// The counters in the order delivered, failed, skipped.
     pub fn numbers(&self) -> [u64; 3] {
         [&self.delivered, &self.failed, &self.skipped].map(Cell::get)
     }
 
-    /// Counts on from what another daemon has counted.
+    /// Adds the counters of the old process.
     pub(crate) fn count_on(&self, [delivered, failed, skipped]: [u64; 3]) {
         Self::add(&self.delivered, delivered);
         Self::add(&self.failed, failed);
         Self::add(&self.skipped, skipped);
     }
 
-    /// Adds to a counter.
+    /// Adds to a counter, saturating.
     pub fn add(count: &Cell<u64>, more: u64) {
         count.set(count.get().saturating_add(more));
     }

@@ -1,6 +1,6 @@
-//! How often something may happen: so many at once, and so many a second; the others are counted.
+//! Rate limit with a burst (a leaky bucket); events beyond it are counted.
 //!
-//! Time is an argument.
+//! Never reads a clock: time is an argument.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -11,9 +11,9 @@ const SECOND_NS: u64 = 1_000_000_000;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Gate {
     burst: u64,
-    /// Between two, in the long run.
+    /// Interval between two events at the sustained rate.
     each_ns: u64,
-    /// What has been used of the burst, as time until it is there again.
+    /// Level of the bucket, as the time until it is empty.
     used_ns: u64,
     at: Instant,
     left_out: u64,
@@ -24,20 +24,24 @@ impl Gate {
         Self { burst, each_ns: SECOND_NS / per_second, used_ns: 0, at: Instant::ZERO, left_out: 0 }
     }
 
-    /// Whether one more may be: how many were left out since the last. Else it is left out.
+    /// Admits one event and returns the number of events dropped since the last admitted one;
+    /// `None` drops and counts this event.
     pub(super) fn pass(&mut self, now: Instant) -> Option<u64> {
         self.pass_within(self.burst, now)
     }
 
-    /// What is used now of the burst.
+    /// Level of the bucket at `now`.
     fn used_at(&self, now: Instant) -> u64 {
         self.used_ns.saturating_sub(now.nanos_since(self.at))
     }
 
-    /// The same where no more than so many of its burst may be used.
+    /// As [`Gate::pass`], with a smaller burst.
     fn pass_within(&mut self, burst: u64, now: Instant) -> Option<u64> {
         self.used_ns = self.used_at(now);
+        // Callers of several threads may arrive slightly out of order; time never runs backwards
+        // here.
         self.at = self.at.max(now);
+        // One event must fit: at `burst - 1` intervals the level is full after this one.
         if self.used_ns > (burst - 1) * self.each_ns {
             self.left_out += 1;
             return None;
@@ -47,14 +51,14 @@ impl Gate {
     }
 }
 
-/// Disks whose shares are known at a time. With more, those that come have none.
+/// Maximum number of disks with a share. Further disks have no share while all of these are active.
 const MOST_SHARES: usize = 4096;
-/// What a disk has for itself, as a part of the burst and of what passes in a second.
+/// Divisors of burst and rate for the share of one disk.
 const PART_OF_BURST: u64 = 8;
 const PART_OF_RATE: u64 = 10;
 
-/// A gate in which each disk has a share. Past that, it has of the gate what others leave: no more
-/// than half of the burst, so that they have the other half.
+/// Rate limit in which each disk has a share. Beyond its share a disk may use only half of the
+/// common burst, so that other disks keep the rest.
 #[derive(Clone, Debug)]
 pub(super) struct SharedGate {
     all: Gate,
@@ -66,7 +70,7 @@ impl SharedGate {
         Self { all: Gate::new(burst, per_second), shares: HashMap::new() }
     }
 
-    /// As [`Gate::pass`], for something about this disk, or about none.
+    /// As [`Gate::pass`], for an event about this disk, or about none.
     pub(super) fn pass(&mut self, disk: Option<&Arc<str>>, now: Instant) -> Option<u64> {
         let burst = self.all.burst;
         match disk.is_none_or(|disk| self.is_within_share(disk, now)) {
@@ -78,6 +82,7 @@ impl SharedGate {
     fn is_within_share(&mut self, disk: &Arc<str>, now: Instant) -> bool {
         if !self.shares.contains_key(disk) {
             if self.shares.len() >= MOST_SHARES {
+                // Only then, and not on every call: the scan is linear.
                 self.shares.retain(|_, share| share.used_at(now) > 0);
             }
             if self.shares.len() >= MOST_SHARES {
@@ -88,6 +93,7 @@ impl SharedGate {
             let share = Gate { burst, each_ns, used_ns: 0, at: now, left_out: 0 };
             self.shares.insert(Arc::clone(disk), share);
         }
+        // A new share starts empty, so a disk has its full burst at once.
         self.shares.get_mut(disk).is_some_and(|share| share.pass(now).is_some())
     }
 }
@@ -102,8 +108,7 @@ mod tests {
         let (noisy, quiet) = (Arc::from("noisy"), Arc::from("quiet"));
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let mut told = [0_u64; 2];
-        // An hour of a machine that comes and goes each millisecond, and of one that does so each
-        // ten seconds.
+        // One hour: one guest reconnects every millisecond, another every ten seconds.
         for ms in 0..3_600_000 {
             told[0] += u64::from(gate.pass(Some(&noisy), at(ms)).is_some());
             if ms % 10_000 == 5000 {
@@ -122,6 +127,7 @@ mod tests {
             gate.pass(Some(&disk.to_string().into()), now);
         }
         assert_eq!(gate.shares.len(), MOST_SHARES);
+        // By then all shares are empty, and the next disk evicts them.
         let later = Instant::from_nanos(1000 * SECOND_NS);
         assert!(gate.pass(Some(&"late".into()), later).is_some());
         assert_eq!(gate.shares.len(), 1, "of those that are silent nothing is kept");

@@ -1,14 +1,14 @@
-//! Whether something has come to be so, or no longer is: what has to hold for a while either way,
-//! so that a disk at its limit is one event and not a thousand.
+//! Hysteresis for conditions: a change counts only after it has lasted for a while, so that a disk
+//! at its limit causes one event and not a thousand.
 //!
 //! ```text
 //!   over     ███████████ █ ██████                 a sample each second
-//!   between            █  █                       neither: what was so still is
+//!   between            █  █                       neither: the state does not change
 //!   under  ██                    ████████████
 //!               ▲ begins, after `on`        ▲ ends, after `off` without a break
 //! ```
 //!
-//! Pure: time is an argument, and so is everything that was measured.
+//! Pure: time and all measurements are arguments.
 
 use policy::{
     counter,
@@ -17,16 +17,16 @@ use policy::{
     watermark::MeasuredCapacity,
 };
 
-/// Part of a second, in percent, in which work waited for a limit: from which on it is hit, and
-/// below which it is not.
+/// Percentage of time in which requests waited for a limit: a limit counts as hit from the first
+/// value on, and as released below the second.
 const HIT_PERCENT: u64 = 50;
 const RELEASED_PERCENT: u64 = 10;
-/// What a device has at a time, and the part of what it was measured to do, in percent: the alert
-/// `WeirDeviceSlow` has the same.
+/// Queue length of a busy device, and the percentage of its measured capacity below which it counts
+/// as slow. The alert `WeirDeviceSlow` uses the same values.
 const BUSY_QUEUE: f64 = 4.0;
 const SLOW_PERCENT: u64 = 50;
 
-/// How long each has to be so.
+/// How long a condition must last before it counts as begun (`on`) or ended (`off`).
 pub(crate) const LIMITS: Patience = Patience { on: Duration::from_secs(2), off: Duration::from_secs(10) };
 pub(crate) const RESERVATIONS: Patience =
     Patience { on: Duration::from_secs(1), off: Duration::from_secs(10) };
@@ -39,7 +39,7 @@ pub(crate) struct Patience {
     off: Duration,
 }
 
-/// What one sample says.
+/// One sample, compared with the thresholds of its condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sample {
     Over,
@@ -47,30 +47,31 @@ pub(crate) enum Sample {
     Under,
 }
 
-/// What a sample has changed.
+/// Change of a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     Begins,
-    /// It was so for that long.
+    /// The condition held for this long.
     Ends(Duration),
 }
 
-/// Something that is so or not.
+/// Condition with hysteresis.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Condition {
-    /// Since when it is so; none: it is not.
+    /// Start of the condition; `None` while it does not hold.
     holds: Option<Instant>,
-    /// Since when samples say otherwise.
+    /// Time of the first of the samples that contradict the state.
     doubted: Option<Instant>,
 }
 
 impl Condition {
-    /// Whether it is not so, and nothing says otherwise.
+    /// True if the condition does not hold and no sample contradicts that.
     pub(crate) fn is_settled(&self) -> bool {
         self.holds.is_none() && self.doubted.is_none()
     }
 
     pub(crate) fn observe(&mut self, sample: Sample, patience: Patience, now: Instant) -> Option<Turn> {
+        // `Between` contradicts neither state; it only restarts the delay.
         let otherwise = if self.holds.is_some() { Sample::Under } else { Sample::Over };
         if sample != otherwise {
             self.doubted = None;
@@ -83,7 +84,8 @@ impl Condition {
         }
         self.doubted = None;
         match self.holds.take() {
-            // The time until it was believed is not a part of it.
+            // Ends at the first contradicting sample: the time of `off` is not part of the
+            // condition.
             Some(began) => Some(Turn::Ends(since - began)),
             None => {
                 self.holds = Some(since);
@@ -93,9 +95,10 @@ impl Condition {
     }
 }
 
-/// Percent of the time between two looks in which work waited here for a limit; 0 if the counter
-/// fell.
+/// Percentage of the time between two samples in which requests waited for a limit; 0 if the
+/// counter decreased.
 pub(crate) fn limited_percent(before: &ThrottleSummary, now: &ThrottleSummary, elapsed: Duration) -> u64 {
+    // 128 bits: nanoseconds of a long interval times 100 exceed 64 bits.
     let limited = u128::from(counter::growth(before.limited_ns, now.limited_ns).unwrap_or(0));
     u64::try_from(limited * 100 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX).min(100)
 }
@@ -108,7 +111,7 @@ pub(crate) fn limit(percent: u64) -> Sample {
     }
 }
 
-/// None where nothing has been judged since, and something waits: that may still go either way.
+/// `None` if no interval was judged since the last sample while requests wait: undecided yet.
 pub(crate) fn reservation(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<Sample> {
     let (ReservationTimes { met_ns, missed_ns }, after) = (before.kept.unwrap_or_default(), now.kept?);
     if after.missed_ns > missed_ns {
@@ -120,28 +123,29 @@ pub(crate) fn reservation(before: &ThrottleSummary, now: &ThrottleSummary) -> Op
     }
 }
 
-/// What a device did between two looks.
+/// Throughput of a device between two samples.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Done {
-    /// Requests and bytes a second, by direction.
+    /// Requests and bytes per second, by direction.
     pub(crate) iops: [u64; 2],
     pub(crate) bps: [u64; 2],
-    /// Requests in flight, on average.
+    /// Average number of requests in flight.
     pub(crate) queue: f64,
 }
 
-/// Percent of what a device was measured to do that it has done, the larger of both units; none
-/// where it was not measured.
+/// Percentage of the measured capacity in use, the larger of IOPS and bytes; `None` if the capacity
+/// was not measured.
 pub(crate) fn done_percent(capacity: &MeasuredCapacity, done: &Done) -> Option<u64> {
     let part = |done: [u64; 2], can: [u64; 2]| {
         let parts = [0, 1].map(|way| (done[way] * 100).checked_div(can[way]));
+        // Reads and writes share the device, so their parts add up.
         (parts != [None; 2]).then(|| parts.into_iter().flatten().sum::<u64>())
     };
     let operations = part(done.iops, [capacity.read_iops, capacity.write_iops]);
     operations.max(part(done.bps, [capacity.read_bps, capacity.write_bps]))
 }
 
-/// Slow is who has much to do, and does less than it can.
+/// Slow: the queue is long and the throughput is far below the capacity.
 pub(crate) fn device(percent: u64, queue: f64) -> Sample {
     if queue > BUSY_QUEUE && percent < SLOW_PERCENT { Sample::Over } else { Sample::Under }
 }
@@ -154,7 +158,7 @@ mod tests {
         Instant::from_nanos(seconds * 1_000_000_000)
     }
 
-    /// What a sample each second says, and after which second something changed.
+    /// Feeds one sample per second; returns the second of each change.
     fn turns(samples: &[(Sample, u64)], patience: Patience) -> Vec<(u64, Turn)> {
         let (mut condition, mut at, mut turns) = (Condition::default(), 0, Vec::new());
         for &(sample, seconds) in samples {
@@ -169,7 +173,7 @@ mod tests {
     #[test]
     fn a_disk_at_its_limit_for_an_hour_is_one_event_and_one_at_its_end() {
         use Sample::{Between, Over, Under};
-        // It has pauses of some seconds, and seconds in which it is hardly held.
+        // Includes pauses of some seconds, and seconds with little throttling.
         let mut samples = vec![(Under, 10)];
         for _ in 0..360 {
             samples.extend([(Over, 5), (Under, 3), (Between, 2)]);
@@ -200,7 +204,7 @@ mod tests {
             [limit(50), limit(49), limit(10), limit(9)],
             [Sample::Over, Sample::Between, Sample::Between, Sample::Under]
         );
-        // It was given again, and counts anew.
+        // The disk was replaced, and its counter restarted.
         assert_eq!(limited_percent(&brief(9), &brief(1), Duration::from_secs(1)), 0);
     }
 

@@ -1,7 +1,7 @@
-//! What an event is: its kind, what it is about, and how it is said to programs.
+//! Event types, and the form of an event in JSON.
 //!
-//! Kinds and their words are the same in the log, over QMP, over HTTP and for `on-event`;
-//! `docs/events.md` has a line for each, and a test holds it to that.
+//! Names are the same in the log, over QMP, over HTTP and for `on-event`; `docs/events.md`
+//! documents each type, and a test compares both.
 
 use std::{
     sync::Arc,
@@ -10,10 +10,10 @@ use std::{
 
 use serde_json::{Map, Value, json};
 
-/// Bytes of a message, and of one value of the data: what a client said may be in them.
+/// Maximum length in bytes of a message and of a value of the data; both may quote client input.
 const MOST_TEXT: usize = 512;
 
-/// How much it matters.
+/// Severity of an event type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Severity {
     Info,
@@ -33,7 +33,7 @@ impl Severity {
 
 macro_rules! kinds {
     ($($kind:ident $name:literal $severity:ident)+) => {
-        /// What has happened.
+        /// Event type.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Kind {
             $(#[doc = $name] $kind,)+
@@ -99,7 +99,7 @@ kinds! {
     PromiseMade "promise_made" Info
 }
 
-/// One that is about to be told: see [`Events::tell`](super::Events::tell).
+/// Event without number and time; [`Events::tell`](super::Events::tell) adds them.
 #[derive(Clone, Debug)]
 pub struct News {
     pub(super) kind: Kind,
@@ -111,7 +111,7 @@ pub struct News {
 }
 
 impl News {
-    /// With a message for people: a sentence without its period that stands by itself.
+    /// Event with a message for people: one self-contained sentence without a full stop.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -131,7 +131,7 @@ impl News {
         Self { group: Some(name.into()), ..self }
     }
 
-    /// Adds to its data; null says nothing.
+    /// Adds a value to the data; null is ignored.
     pub fn with(mut self, key: &'static str, value: impl Into<Value>) -> Self {
         match value.into() {
             Value::Null => {}
@@ -141,7 +141,7 @@ impl News {
         self
     }
 
-    /// So many like it were left out by whoever tells, since the last.
+    /// Adds the number of similar events that the producer dropped since the last one.
     pub(crate) fn after(self, left_out: u64) -> Self {
         Self { left_out, ..self }
     }
@@ -167,24 +167,25 @@ fn shortened(mut text: String) -> String {
     text
 }
 
-/// Something that has happened.
+/// Recorded event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Rises from event to event; also from one daemon to the next, unless the clock was set back.
+    /// Sequence number; rises within and across processes, unless the clock was set back.
     pub id: u64,
-    /// Since the Epoch.
+    /// Milliseconds since the Epoch.
     pub(crate) time_ms: u64,
     pub(crate) kind: Kind,
     pub(crate) disk: Option<Arc<str>>,
     pub(crate) group: Option<Arc<str>>,
-    /// For people.
+    /// Text for people.
     pub(crate) message: String,
-    /// For programs; `left-out` counts those of this kind that were not told before it.
+    /// Values for programs; `left-out` is the number of dropped events of this type before this
+    /// one.
     pub(crate) data: Map<String, Value>,
 }
 
 impl Event {
-    /// As in QMP, the log and over HTTP.
+    /// JSON form in QMP, the log and HTTP.
     pub fn to_json(&self) -> Value {
         let mut told = json!({
             "id": self.id,
@@ -202,7 +203,7 @@ impl Event {
         told
     }
 
-    /// What [`Event::to_json`] has told; none where it is of a kind that is not known.
+    /// Parses [`Event::to_json`]; `None` if the event type is unknown.
     pub(crate) fn from_json(told: &Value) -> Option<Self> {
         let named = |key: &str| told.get(key).and_then(Value::as_str).map(Arc::from);
         Some(Self {

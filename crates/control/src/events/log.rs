@@ -1,4 +1,4 @@
-//! Events in the log: a line each, at target `weir::events`, few of a kind at a time.
+//! Logs events, one line each, at target `weir::events`, with a rate limit for each event type.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -10,12 +10,12 @@ use super::{
     kind::{Kind, Severity},
 };
 
-/// Of each kind, in which each disk has a share. Who wants all of them asks for events, and does
-/// not read a log.
+/// Burst for each event type, in which each disk has a share. Consumers that need all events read
+/// the event stream instead of the log.
 const BURST: u64 = 10;
 const PER_SECOND: u64 = 1;
 
-/// Writes what comes from now on. Ends when dropped.
+/// Logs each later event. Ends when the handle is dropped.
 pub fn log(events: &Events) -> JoinHandle<()> {
     let gates = Rc::new(RefCell::new(vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()]));
     events.each(move |event| {
@@ -28,7 +28,7 @@ pub fn log(events: &Events) -> JoinHandle<()> {
 }
 
 fn line(event: &Event, left_out: u64) {
-    // A macro for each: a level is part of where a line is written.
+    // A macro: `tracing` needs the level as a constant of the call site.
     macro_rules! line {
         ($level:ident) => {
             tracing::$level!(

@@ -1,11 +1,11 @@
-//! Clients of NBD and virtual machines, as their servers tell of them.
+//! Events about NBD clients and virtual machines, as reported by their servers.
 //!
-//! A machine is a client of its disk from its first ring on, when firmware or a driver starts,
-//! until its connection ends. Programs that only test the socket or read the configuration are not
-//! clients, and neither is a front end that connects days before its driver starts. A machine that
-//! arrives by a takeover is not reported again. What one guest or process can repeat at will (a
-//! rejected connection, a broken ring) is reported once per second and disk, with a count of the
-//! rest.
+//! A virtual machine counts as a client from the start of its first virtqueue, when firmware or a
+//! driver starts, until its connection ends. Programs that only test the socket or read the
+//! configuration are not clients, and neither is a front end that connects days before its driver
+//! starts. A machine that arrives by an upgrade is not reported again. Events that one guest or
+//! process can cause at any rate (a rejected connection, a broken ring) are reported once per
+//! second and disk, with a count of the rest.
 
 use export::{
     nbd::{NbdClientInfo, ClientObserver},
@@ -34,8 +34,9 @@ fn about(kind: Kind, message: String, visit: &NbdClientInfo) -> News {
     news.with("address", json!(visit.address)).with("name", json!(visit.name))
 }
 
-/// `client 7 of 192.0.2.1`.
+/// Text for messages: `client 7 of 192.0.2.1`.
 fn shown(visit: &NbdClientInfo) -> String {
+    // Verified by TLS, so it identifies a client better than its address.
     let of = match (&visit.name, visit.address) {
         (Some(name), _) => format!(" ({name})"),
         (None, Some(address)) => format!(" of {address}"),
@@ -91,7 +92,7 @@ fn of_machine(disk: &str, happening: &FrontEndEvent<'_>) -> News {
 }
 
 fn named(process: Option<&PeerProcess>) -> String {
-    process.map_or_else(|| "a machine".to_owned(), PeerProcess::to_string)
+    process.map_or_else(|| "a virtual machine".to_owned(), PeerProcess::to_string)
 }
 
 fn told(process: Option<&PeerProcess>) -> Value {

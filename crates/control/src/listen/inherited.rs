@@ -1,8 +1,8 @@
 //! Sockets that the service manager (systemd's `LISTEN_FDS`) or `nbdinfo [ … ]` passed. Each has a
 //! number, and may have a name (`LISTEN_FDNAMES`).
 //!
-//! Whoever starts weir may also leave a socket open without a word, as for QEMU: then its number is
-//! all there is.
+//! The parent process may also leave a socket open without announcing it, as for QEMU. Such a
+//! socket is named by its number only.
 
 use std::{
     env, fs,
@@ -27,37 +27,38 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 
 use super::{Authority, Listener};
 
-/// The number of the first one (`sd_listen_fds(3)`).
+/// Number of the first passed descriptor (`sd_listen_fds(3)`).
 const FIRST: usize = 3;
 
-/// Those sockets, until they are taken.
+/// Passed sockets that no endpoint uses yet.
 pub struct Inherited {
     sockets: ListenFd,
-    /// By place; a socket that was taken has none.
+    /// Names by index; `None` for a socket that is in use.
     names: Vec<Option<String>>,
-    /// Places of those that are not for everybody.
+    /// Indices of sockets that are requested by name, and therefore excluded from `listeners`.
     kept: Vec<usize>,
-    /// One that came later, for whoever asks for it by its name.
+    /// Socket passed at run time, with its name.
     later: Option<(String, OwnedFd)>,
-    /// Of another daemon, for doors of virtual machines.
+    /// Sockets of the old process, for vhost-user endpoints.
     adopted: Vec<(String, Listener)>,
-    /// Descriptors that were open at the start, and that nobody has said anything of.
+    /// Descriptors that were open at the start without being announced.
     left_open: Vec<RawFd>,
 }
 
 impl Inherited {
-    /// Takes them out of the environment, so that no child takes them for its own. To be called
-    /// once, before other threads start.
+    /// Reads the sockets and removes the variables from the environment, so that no child uses
+    /// them. Must run once, before other threads start.
     pub fn take() -> Self {
         let said = env::var("LISTEN_FDNAMES").unwrap_or_default();
         let sockets = ListenFd::from_env();
         let mut said = said.split(':').map(str::to_owned);
         let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
+        // Scanned before weir opens descriptors, which would be indistinguishable.
         let left_open = open_from(FIRST + sockets.len());
         Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new(), left_open }
     }
 
-    /// Of nobody.
+    /// Empty set.
     pub fn none() -> Self {
         Self {
             sockets: ListenFd::empty(),
@@ -69,19 +70,20 @@ impl Inherited {
         }
     }
 
-    /// How many have not been taken.
+    /// Number of sockets that are not in use.
     pub fn count(&self) -> usize {
         self.names.iter().flatten().count()
     }
 
-    /// Takes all that are left and not kept.
+    /// Takes all remaining sockets that are not reserved.
     pub(crate) fn listeners(&mut self) -> anyhow::Result<Vec<Listener>> {
         let mut free = (0..self.names.len()).collect::<Vec<_>>();
+        // Sockets reserved by name stay for their endpoints.
         free.retain(|index| self.names[*index].is_some() && !self.kept.contains(index));
         free.into_iter().map(|index| self.listener(index)).collect()
     }
 
-    /// Keeps the one of this name, or of this number, for whoever asks for it so.
+    /// Reserves the socket with this name or number for a later [`Inherited::named`].
     pub fn keep(&mut self, name: &str) -> anyhow::Result<()> {
         if self.adopted.iter().any(|(known, _)| known.strip_prefix("fd:") == Some(name)) {
             return Ok(());
@@ -94,7 +96,7 @@ impl Inherited {
         Ok(())
     }
 
-    /// Takes the one of this name, or of this number.
+    /// Takes the socket with this name or number.
     pub(crate) fn named(&mut self, name: &str) -> anyhow::Result<Listener> {
         if let Some((_, socket)) = self.later.take_if(|(known, _)| known == name) {
             return of_socket(socket, &format!("fd:{name}"));
@@ -109,31 +111,32 @@ impl Inherited {
         }
     }
 
-    /// Where it is among those that were left open.
+    /// Index among the unannounced descriptors.
     fn place_left_open(&self, number: &str) -> Option<usize> {
         let number: RawFd = number.parse().ok()?;
         self.left_open.iter().position(|open| *open == number)
     }
 
-    /// One more, in the place of the last that came so.
+    /// Adds a socket passed at run time; replaces an unused one.
     pub(crate) fn add(&mut self, name: &str, socket: OwnedFd) {
         self.later = Some((name.to_owned(), socket));
     }
 
-    /// One that another daemon has, for whoever asks for it by its whole name.
+    /// Adds a socket of the old process, under its full name.
     pub(crate) fn adopt(&mut self, name: &str, listener: Listener) {
         self.adopted.push((name.to_owned(), listener));
     }
 
-    /// Takes it.
+    /// Takes a socket of the old process.
     pub(crate) fn adopted(&mut self, name: &str) -> Option<Listener> {
         let at = self.adopted.iter().position(|(known, _)| known == name)?;
         Some(self.adopted.remove(at).1)
     }
 
-    /// A name that several have means the first that is left.
+    /// Index of a passed socket; for a name that several have, the first unused one.
     fn find(&self, name: &str) -> anyhow::Result<usize> {
         let index = self.names.iter().position(|known| known.as_deref() == Some(name));
+        // A name takes precedence over a number of the same text.
         let by_number = || {
             let index = name.parse::<usize>().ok()?.checked_sub(FIRST)?;
             self.names.get(index)?.is_some().then_some(index)
@@ -156,6 +159,8 @@ impl Inherited {
                 Some(path) => Authority::of_unix(path),
                 None => Authority::Unnamed(index),
             };
+            // The type is probed by trial: `listenfd` checks the socket's family and keeps it on a
+            // mismatch.
             (OwnedFd::from(unix), authority)
         } else if let Ok(Some(tcp)) = self.sockets.take_tcp_listener(index) {
             let address = tcp.local_addr()?;
@@ -168,19 +173,19 @@ impl Inherited {
     }
 }
 
-/// The descriptors that are open, from this number on.
+/// Open descriptors with this number or a higher one.
 fn open_from(first: usize) -> Vec<RawFd> {
     let Ok(list) = fs::read_dir("/proc/self/fd") else { return Vec::new() };
     let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
     let mut open: Vec<RawFd> = list.filter_map(number).collect();
-    // The list itself was one of them.
+    // Excludes the descriptor of the directory itself, which is closed by now.
     open.retain(|number| fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());
     open.retain(|number| usize::try_from(*number).is_ok_and(|number| number >= first));
     open
 }
 
-/// A descriptor of this process that nobody here owns. Sent to ourselves it is one that somebody
-/// owns.
+/// Takes ownership of an unowned descriptor without `unsafe`: sending it over a socket pair yields
+/// an owned duplicate, and the original is closed.
 fn take_over(number: RawFd) -> io::Result<OwnedFd> {
     let (one, other) = UnixStream::pair()?;
     let passed = [ControlMessage::ScmRights(&[number])];
@@ -193,11 +198,12 @@ fn take_over(number: RawFd) -> io::Result<OwnedFd> {
         _ => None,
     });
     let owned = descriptor.ok_or_else(|| io::Error::other("it did not come"))?;
+    // Closed only after the duplicate has arrived.
     close(number)?;
     Ok(owned)
 }
 
-/// A socket that is bound; it listens from now on, as QEMU has it.
+/// Turns a bound socket into a listener. Calls `listen` if necessary, as QEMU does.
 fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
     let kind = getsockopt(&socket, SockType)
         .map_err(|_| anyhow!("{name}: is no socket (pass one that is bound)"))?;
@@ -222,7 +228,7 @@ fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
     Ok(Listener { socket, authority, file: None })
 }
 
-/// By its number, as whoever passes it counts, and by its name.
+/// Number as the passing process counts, and the name.
 fn called(index: usize, name: Option<&str>) -> String {
     let name = name.map(|name| format!(" ({name})")).unwrap_or_default();
     format!("fd:{}{name}", index + FIRST)

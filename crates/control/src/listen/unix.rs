@@ -1,5 +1,5 @@
-//! Unix sockets as files. The file outlives a process that was killed: a socket that nobody serves
-//! is replaced. Whether anybody does is found by connecting.
+//! Unix sockets as files. The file outlives a killed process; a stale socket file is replaced.
+//! Connecting tells whether a process serves it.
 
 use std::{
     fs::{self, File, Permissions},
@@ -31,18 +31,18 @@ use storage::PassedFiles;
 
 use super::Others;
 
-/// The file of a socket made here; removed when this is dropped, if it is still the same.
+/// Socket file, removed on drop if it is still the same file.
 #[derive(Debug)]
 pub struct SocketFile {
     pub(super) path: PathBuf,
     /// Device and inode.
     identity: Option<(u64, u64)>,
-    /// Another daemon has made it.
+    /// Set if the old process created the file.
     passed: Option<PassedFiles>,
 }
 
 impl SocketFile {
-    /// Of another daemon, until that has given up its place.
+    /// File of the old process, which keeps owning it until the upgrade is final.
     pub(super) fn adopt(path: &Path, passed: &PassedFiles) -> Self {
         Self { path: path.to_owned(), identity: identity(path), passed: Some(passed.clone()) }
     }
@@ -55,7 +55,8 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Another daemon may have taken the path over meanwhile.
+        // A later daemon may have replaced the file; its socket must stay.
+        // A file of the old process stays until this process has settled the upgrade.
         let is_ours = self.passed.as_ref().is_none_or(PassedFiles::is_owner);
         if is_ours && self.identity.is_some() && identity(&self.path) == self.identity {
             let _ = fs::remove_file(&self.path);
@@ -67,11 +68,12 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Listens at `path`, in the place of a socket that nobody serves. Until its file has the owner and
-/// the mode that it is to have, only the daemon's own user may connect.
+/// Listens at `path` and replaces a stale socket. Only the daemon's own user may connect until the
+/// file has its configured owner and mode.
 pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixListener, SocketFile)> {
     let listener = match bind_private(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            // The lock covers the check and the removal: see `turn`.
             let _turn = turn(path);
             remove_stale(path)?;
             bind_private(path)
@@ -91,7 +93,7 @@ pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixLi
 
 fn bind_private(path: &Path) -> io::Result<UnixListener> {
     let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-    // Linux gives the file the mode that the socket has when it is bound, less the umask.
+    // Linux derives the file's mode from the socket's mode at bind time, minus the umask.
     fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)?;
     socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
     socket::listen(&socket, Backlog::MAXCONN)?;
@@ -99,15 +101,18 @@ fn bind_private(path: &Path) -> io::Result<UnixListener> {
 }
 
 impl SocketFile {
-    /// Sets owner and mode of the file, and of no other that has come to be in its place.
+    /// Sets owner and mode of the file. Goes through an O_PATH descriptor, so that a file which
+    /// another user put in its place is not affected.
     fn give(&self, access: &SocketAccess) -> anyhow::Result<()> {
         let how =
             fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&self.path);
-        let held = how.context("the socket cannot be looked at")?;
-        let metadata = held.metadata().context("the socket cannot be looked at")?;
+        let held = how.context("the socket cannot be examined")?;
+        let metadata = held.metadata().context("the socket cannot be examined")?;
+        // Compared through the descriptor, so the file cannot be exchanged after the check.
         if Some((metadata.dev(), metadata.ino())) != self.identity {
-            bail!("somebody else has put something in its place (choose a directory of weir's own)");
+            bail!("another process has replaced it (choose a directory that only weir can write to)");
         }
+        // fchmod(2) rejects O_PATH descriptors; the link in /proc leads to the same file.
         let path = format!("/proc/self/fd/{}", held.as_raw_fd());
         if let Some(owner) = &access.owner {
             let (user, group) = ids(owner)?;
@@ -144,7 +149,7 @@ fn ids(owner: &FileOwner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
 fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
     let directory = directory_of(path).display();
     match error.kind() {
-        // Such as /proc: it takes no files.
+        // Some directories, such as /proc, accept no files.
         ErrorKind::NotFound if directory_of(path).is_dir() => {
             anyhow!("no socket can be made in {directory} (choose another directory)")
         }
@@ -156,9 +161,9 @@ fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
     }
 }
 
-/// The directory, locked while this is held: of two that find the same stale socket, the second
-/// would remove the first's new one. Who does not get it goes on, because anybody who can read the
-/// directory can keep it locked.
+/// Lock of the directory, for the time of a replacement: without it, the second of two processes
+/// that find a stale socket would remove the new socket of the first. Returns `None` if the lock is
+/// not available, and the caller continues: any reader of the directory can hold it indefinitely.
 fn turn(path: &Path) -> Option<Flock<File>> {
     let lock = || {
         let directory = File::open(directory_of(path))?;
@@ -167,46 +172,46 @@ fn turn(path: &Path) -> Option<Flock<File>> {
     super::patiently(lock).ok()
 }
 
-/// What would keep anybody from listening at `path`, without trying: the directory, and what lies
-/// there.
+/// Reports what would prevent listening at `path` without trying it: permissions of the directory,
+/// or an existing file.
 pub(super) fn check(path: &Path, others: Others) -> anyhow::Result<()> {
     let writable = unistd::access(directory_of(path), AccessFlags::W_OK | AccessFlags::X_OK);
     writable.map_err(|errno| refused(path, &errno.into()))?;
     match (path.exists(), others) {
         (false, _) => Ok(()),
         (true, Others::MayHave) => check_is_socket(path),
-        // Not of the type that weir's are: the kernel says no (EPROTOTYPE of unix(7)) without a
-        // word to who listens. The sandbox makes no others than those.
+        // A datagram socket: connecting it to weir's stream socket fails with EPROTOTYPE (unix(7)),
+        // and the listener does not notice. The sandbox permits only this socket type.
         (true, Others::AreInTheWay) => check_is_stale(path, SockType::Datagram),
     }
 }
 
-/// Fails where there is no such user or group.
+/// Fails if the user or group does not exist.
 pub(super) fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
     ids(owner).map(drop)
 }
 
 fn check_is_socket(path: &Path) -> anyhow::Result<()> {
-    let metadata = fs::symlink_metadata(path).context("cannot be looked at")?;
+    let metadata = fs::symlink_metadata(path).context("cannot be examined")?;
     if !metadata.file_type().is_socket() {
-        bail!("something that is not a socket is there already (remove it, or choose another path)");
+        bail!("a file that is not a socket exists there (remove it, or choose another path)");
     }
     Ok(())
 }
 
 fn remove_stale(path: &Path) -> anyhow::Result<()> {
     check_is_stale(path, SockType::Stream)?;
-    fs::remove_file(path).context("an old socket is there and cannot be removed")
+    fs::remove_file(path).context("a stale socket is there and cannot be removed")
 }
 
-/// Asks with a socket of this type.
+/// Probes with a socket of type `by`.
 fn check_is_stale(path: &Path, by: SockType) -> anyhow::Result<()> {
     check_is_socket(path)?;
     let unserved = || if is_served(path, by)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
     match super::patiently(unserved) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
-            bail!("in use: somebody listens there already (choose another path, or stop who does)")
+            bail!("in use: another process listens there (stop it, or choose another path)")
         }
         Err(error) => Err(untold(&error)),
     }
@@ -214,19 +219,22 @@ fn check_is_stale(path: &Path, by: SockType) -> anyhow::Result<()> {
 
 fn untold(error: &io::Error) -> anyhow::Error {
     let why = match error.raw_os_error() {
-        // The sandbox calls nobody.
-        Some(libc::ENOSYS) => "sandboxed daemon cannot tell whether anybody listens there",
-        _ => return anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"),
+        // The sandbox rejects connect(2).
+        Some(libc::ENOSYS) => "sandboxed daemon cannot check whether a process listens there",
+        _ => {
+            return anyhow!("a socket is there already, and whether it is in use cannot be checked: {error}");
+        }
     };
-    anyhow!("a socket is there already, and a {why} (remove it if nobody does, or choose another path)")
+    anyhow!("a socket is there already, and a {why} (remove it if none does, or choose another path)")
 }
 
-/// Whether some process has the socket at `path`.
+/// True if a process serves the socket at `path`.
 fn is_served(path: &Path, by: SockType) -> io::Result<bool> {
+    // Nonblocking: connecting to a full backlog would wait.
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let socket = socket(AddressFamily::Unix, by, flags, None)?;
     match connect(socket.as_raw_fd(), &UnixAddr::new(path)?) {
-        // EAGAIN: the queue of those who wait to be accepted is full, so there is one.
+        // EAGAIN: the backlog is full, so the socket has a listener.
         Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Ok(true),
         Err(Errno::ECONNREFUSED) => Ok(false),
         Err(errno) => Err(errno.into()),
@@ -295,6 +303,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
+        // All four find the stale socket; one replaces it, and the rest find the new one in use.
         let had: Vec<_> = std::thread::scope(|scope| {
             let tries: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&path))).collect();
             tries.into_iter().filter_map(|one| one.join().unwrap().ok()).collect()
@@ -311,7 +320,7 @@ mod tests {
         let error = open(&path).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "in use: somebody listens there already (choose another path, or stop who does)"
+            "in use: another process listens there (stop it, or choose another path)"
         );
         UnixStream::connect(&path).unwrap();
     }
@@ -322,7 +331,7 @@ mod tests {
         let path = directory.path().join("s");
         fs::write(&path, "precious").unwrap();
         let error = open(&path).unwrap_err().to_string();
-        assert!(error.starts_with("something that is not a socket is there already"), "{error}");
+        assert!(error.starts_with("a file that is not a socket exists there"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
     }
 
@@ -331,7 +340,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (listener, file) = open(&path).unwrap();
-        // The old inode stays alive, so that the new socket cannot get its number.
+        // The old inode stays in use, so that the new socket cannot get its number.
         fs::rename(&path, directory.path().join("old")).unwrap();
         let _theirs = UnixListener::bind(&path).unwrap();
         drop((listener, file));
@@ -358,7 +367,7 @@ mod tests {
         let theirs = UnixListener::bind(&path).unwrap();
         check(&path, Others::MayHave).unwrap();
         let error = check(&path, Others::AreInTheWay).unwrap_err().to_string();
-        assert!(error.starts_with("in use: somebody listens there already"), "{error}");
+        assert!(error.starts_with("in use: another process listens there"), "{error}");
         theirs.set_nonblocking(true).unwrap();
         assert_eq!(theirs.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         drop(theirs);

@@ -1,4 +1,5 @@
-//! NBD URIs as clients take them (NetworkBlockDevice/nbd, doc/uri.md), to be pasted from the log.
+//! NBD URIs in the form that clients accept (NetworkBlockDevice/nbd, doc/uri.md), for copying from
+//! the log.
 
 use std::{
     fmt,
@@ -9,14 +10,14 @@ use std::{
 use nbd::uri::encoded;
 use settings::TlsConfig;
 
-/// The part of a URI that says how to reach a server.
+/// Authority of a URI: the address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Authority {
-    /// A Unix socket: its path.
+    /// Path of a Unix socket.
     Unix(PathBuf),
     /// A TCP address.
     Tcp(String),
-    /// A socket without a name: an inherited one's number.
+    /// Number of an inherited socket without a name.
     Unnamed(usize),
 }
 
@@ -25,12 +26,13 @@ impl Authority {
         Self::Unix(path.to_owned())
     }
 
-    /// A TCP port of a host, which is an IPv6 address without brackets, another address, or a name.
+    /// Authority of a TCP port. The host is a name, an IPv4 address or an IPv6 address without
+    /// brackets.
     pub(super) fn of_tcp(host: &str, port: u16) -> Self {
         Self::Tcp(if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
     }
 
-    /// Encrypted where the server takes nothing else.
+    /// URI of an export; `nbds` if the server requires TLS.
     pub(crate) fn uri(&self, export: &str, tls: &TlsConfig) -> String {
         let scheme = if matches!(tls, TlsConfig::Required(_)) { "nbds" } else { "nbd" };
         let export = encoded(export.as_bytes());

@@ -1,4 +1,4 @@
-//! The host where a disk goes.
+//! Target of a migration.
 
 use std::{fs, os::unix::net::UnixListener, path::Path, rc::Rc, sync::Arc};
 
@@ -17,7 +17,7 @@ use crate::{
     serving::Serving,
 };
 
-/// Has disks that other hosts offer, from now on and until this is dropped.
+/// Receives disks that other hosts offer, until the handle is dropped.
 pub fn receive(registry: &Rc<Registry>) -> Option<reactor::JoinHandle<()>> {
     let cluster = Rc::clone(registry.cluster()?);
     let registry = Rc::downgrade(registry);
@@ -41,47 +41,48 @@ async fn hear(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, offered:
         reply(cluster, &offered, said).await;
         return;
     }
-    // It may be heard of twice, where etcd was away in between.
+    // An offer may arrive twice after an interruption of etcd.
     if !registry.disks.moving.borrow_mut().insert(disk.clone()) {
         return;
     }
     let taken = take(registry, cluster, &offered).await;
     registry.disks.moving.borrow_mut().remove(disk);
     match taken {
-        Ok(Ok(())) => tracing::info!(%disk, %from, "the disk is here now"),
+        Ok(Ok(())) => tracing::info!(%disk, %from, "the disk was migrated here"),
         Ok(Err(why)) => {
-            tracing::warn!(%disk, %from, "the disk stays where it was: {why}");
-            // Its host waits for an answer if the offer is there yet.
+            tracing::warn!(%disk, %from, "the disk stays on its host: {why}");
+            // The source waits for an answer while the offer exists.
             reply(cluster, &offered, MigrationReply::Refused(why)).await;
         }
         Err(why) => {
-            tracing::warn!(%disk, %from, "the disk cannot come here: {why:#}");
+            tracing::warn!(%disk, %from, "the disk cannot be migrated here: {why:#}");
             reply(cluster, &offered, MigrationReply::Refused(format!("{why:#}"))).await;
         }
     }
 }
 
 async fn reply(cluster: &ClusterMembership, offered: &ReceivedOffer, said: MigrationReply) {
-    // Where nobody hears it, the other host has no answer in time, and goes on.
+    // Without this reply the source runs into its time limit and resumes the disk.
     let _ = cluster.step(MigrationStep::Reply { offered: Box::new(offered.clone()), said }).await;
 }
 
-const UNREADABLE: &str = "what is offered cannot be read";
+const UNREADABLE: &str = "the offer cannot be parsed";
 
 fn read(offered: &ReceivedOffer) -> anyhow::Result<MovedDisk> {
     serde_json::from_value(offered.offer.described.clone()).context(UNREADABLE)
 }
 
-/// Whether the disk could be here, as far as can be known while the other host has it.
+/// Checks whether this host can serve the disk, as far as possible while the source has it open.
 async fn look(registry: &Rc<Registry>, offered: &ReceivedOffer) -> anyhow::Result<()> {
     let described = &read(offered)?;
     registry.check_name(&offered.disk)?;
     check_exports(registry, described)?;
     let (mut planned, group) = check(registry, &offered.disk, described).await?;
-    // The other host writes to it.
+    // The source is still writing to the image.
     (planned.read_only, planned.force_share) = (true, true);
     let image = Assembly::beside(registry).open(&planned).await?;
-    // What is promised of the cluster's limits is so at the other host, until it gives the disk.
+    // The cluster counts the reservation for the source until the disk is handed over; booking it
+    // here as well would count it twice.
     let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
     let closed = match is_promised_twice {
         true => image.close().await,
@@ -90,7 +91,7 @@ async fn look(registry: &Rc<Registry>, offered: &ReceivedOffer) -> anyhow::Resul
     closed.context("its image")
 }
 
-/// What needs no image, and no client.
+/// Checks that need neither the image nor its endpoints.
 async fn check(
     registry: &Rc<Registry>,
     disk: &str,
@@ -101,7 +102,7 @@ async fn check(
         let group = registry.groups.get(&there.name)?;
         ensure!(
             registry.cluster_of(&there.name).is_some() == there.cluster,
-            "group {}: its limits are the cluster's on one of both hosts alone (have the same group on both)",
+            "group {}: its limits are cluster-wide on only one of both hosts (configure the same group on both)",
             there.name
         );
         Ok(group)
@@ -112,13 +113,14 @@ async fn check(
 }
 
 fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Result<()> {
-    ensure!(!registry.lifecycle.leaving.get(), "another weir is about to take over there (try again)");
+    ensure!(!registry.lifecycle.leaving.get(), "an upgrade is in progress there (try again)");
     if let Some(serving) = serving(registry, described)? {
         for name in &described.exports {
+            // Includes exports that are ending: their names are still in use at the server.
             let is_there = registry.exports.all().iter().any(|export| {
                 export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
-            ensure!(!is_there, "export {name}: there is one of this name at {} already", serving.address());
+            ensure!(!is_there, "export {name}: an export of this name exists at {}", serving.address());
         }
     }
     for door in described.doors()? {
@@ -128,18 +130,19 @@ fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Resu
     Ok(())
 }
 
-/// Whether a socket can be made in the directory of this one, which the other host may have.
+/// Checks that a socket can be created in this directory. Uses another name, as the source may be
+/// on the same host and have the socket.
 fn try_beside(socket: &Path) -> anyhow::Result<()> {
     let mut trial = socket.as_os_str().to_owned();
     trial.push(".try");
     let made = UnixListener::bind(&trial);
-    made.with_context(|| format!("no socket can be made beside {}", socket.display()))?;
-    // One that stays is in nobody's way.
+    made.with_context(|| format!("no socket can be created in the directory of {}", socket.display()))?;
+    // A remaining file is harmless.
     let _ = fs::remove_file(&trial);
     Ok(())
 }
 
-/// Where it is to be exported over NBD, if it is.
+/// NBD server for the exports of the disk; `None` if it has no NBD exports.
 fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<Rc<Serving>>> {
     if described.exports.is_empty() {
         return Ok(None);
@@ -148,36 +151,36 @@ fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<
     let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
     match (&described.listen, &*servers) {
         (Some(address), []) => {
-            bail!(
-                "nobody listens at {address} there, nor for NBD anywhere (start weir there with --nbd {address})"
-            )
+            bail!("that host has no NBD server (start weir there with --nbd {address})")
         }
         (Some(address), _) => {
             let found = servers.iter().find(|serving| serving.is_at(address));
-            let missing = || anyhow!("nobody listens at {address} there, but at {}", addresses());
+            let missing =
+                || anyhow!("no NBD server listens at {address} there (its servers: {})", addresses());
             Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
         }
         (None, []) => bail!(
-            "it is exported over NBD, and that host listens nowhere for that (start weir there with --nbd ADDRESS, or detach the export here)"
+            "it is exported over NBD, and that host has no NBD server (start weir there with --nbd ADDRESS, or detach the export here)"
         ),
         (None, _) => match &*registry.exports.standard_servers() {
             [only] => Ok(Some(Rc::clone(only))),
-            _ => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
+            _ => bail!("that host has several NBD servers: {} (select one with --nbd ADDRESS)", addresses()),
         },
     }
 }
 
-/// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
-/// Nobody reaches it yet.
+/// Opens the image, which the source has closed, and adds the disk with its bucket levels. No
+/// client reaches it yet.
 pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) -> anyhow::Result<()> {
     let (planned, group) = check(registry, disk, described).await?;
     let image = Assembly::beside(registry).open(&planned).await?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
+    // Before the disk is listed, so that it never starts with full buckets after a migration.
     if let Some(filled) = &described.filled {
         let filled = running.disk.throttle().restore_levels(&filled.filled()?);
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
-    // What is put in between is of this move.
+    // `add_disk` rejects names of migrating disks; here the caller is the migration.
     registry.disks.moving.borrow_mut().remove(disk);
     let added = registry.add_disk(running);
     registry.disks.moving.borrow_mut().insert(disk.to_owned());
@@ -189,8 +192,8 @@ pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedD
     Ok(())
 }
 
-/// Waits until etcd says whether the offer stands: this daemon may have slept since it heard of it,
-/// and an image at an NBD server has no lock that keeps two hosts apart.
+/// Waits until etcd confirms that the offer still stands. This daemon may have been suspended since
+/// it received the offer, and an image at an NBD server has no lock that excludes the source.
 async fn check_offer(cluster: &ClusterMembership, offered: &ReceivedOffer) -> Result<(), String> {
     loop {
         match cluster.step(MigrationStep::Check { offered: Box::new(offered.clone()) }).await {
@@ -201,7 +204,8 @@ async fn check_offer(cluster: &ClusterMembership, offered: &ReceivedOffer) -> Re
     }
 }
 
-/// Whether it is here now; if not, etcd says why.
+/// Takes the disk: opens it, claims it in etcd and exports it. The inner error is the reason for
+/// which etcd rejected the claim.
 async fn take(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
@@ -220,6 +224,7 @@ async fn take(
     }
     let mut is_open = true;
     let listed = super::is_listed(registry, disk).await;
+    // Open before the claim: once claimed, the disk must be served here.
     loop {
         match cluster.step(MigrationStep::Claim { offered: Box::new(offered.clone()), listed }).await {
             Some(StepOutcome::Done(_)) => break,
@@ -229,7 +234,7 @@ async fn take(
                 }
                 return Ok(Err(why));
             }
-            // Nobody knows whose it is: the other host may have it again, and needs the image.
+            // The outcome is unknown: the source may own the disk again, and then needs the image.
             Some(StepOutcome::Disconnected(_)) | None => {
                 if std::mem::take(&mut is_open) {
                     registry.remove_disk(disk).await?;
@@ -242,19 +247,19 @@ async fn take(
         match open(registry, disk, &described).await {
             Ok(()) => is_open = true,
             Err(why) => {
-                tracing::error!(%disk, "the disk has come here, and cannot be opened: {why:#}");
+                tracing::error!(%disk, "the disk was migrated here, but cannot be opened: {why:#}");
                 reactor::sleep_until(reactor::now() + PAUSE).await;
             }
         }
     }
     cluster.set_moved(disk, None);
     export(registry, disk, &described).await;
-    // Where etcd does not hear of it, it keeps a key too many.
+    // If etcd does not receive this step, only an unused key remains.
     let _ = cluster.step(MigrationStep::Settle { offered: Box::new(offered.clone()) }).await;
     Ok(Ok(()))
 }
 
-/// Lets clients have it.
+/// Exports the disk. Errors are logged: the disk belongs to this host by now.
 async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
     let nbd = match serving(registry, described) {
         Ok(serving) => serving
@@ -262,7 +267,7 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
             .flat_map(|serving| described.exports.iter().map(move |name| (Rc::clone(&serving), name)))
             .collect(),
         Err(error) => {
-            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+            tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
             Vec::new()
         }
     };
@@ -279,14 +284,14 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
             bitmaps: [].into(),
         };
         if let Err(error) = registry.add_export(&serving, new) {
-            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+            tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }
     let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
     for door in doors {
         let id = registry.exports.free_id(disk, &door.address());
         if let Err(error) = registry.add_door(id, Rc::clone(&running), read_only, &door, None).await {
-            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+            tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }
 }

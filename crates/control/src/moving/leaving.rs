@@ -1,4 +1,4 @@
-//! The host that has a disk which is to go.
+//! Source of a migration.
 
 use std::{cell::Cell, rc::Rc};
 
@@ -16,22 +16,22 @@ use crate::{
     serving::Serving,
 };
 
-/// What is asked for.
+/// Parameters of a migration.
 #[derive(Clone, Debug)]
 pub(crate) struct Wish {
     pub(crate) disk: String,
-    /// The host where it is to go.
+    /// Target host.
     pub(crate) to: String,
-    /// Where it is to be exported there over NBD.
+    /// Address of the NBD server at the target.
     pub(crate) listen: Option<String>,
-    /// Disconnect its clients.
+    /// Disconnects clients.
     pub(crate) force: bool,
 }
 
-/// Moves a disk. Goes on though whoever asked for it leaves.
+/// Migrates a disk. Continues if the caller is dropped.
 ///
 /// # Errors
-/// Why it is here still, or again.
+/// Reason why the disk is still, or again, on this host.
 pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<Value> {
     let cluster = registry.cluster().cloned();
     let cluster = cluster.context(
@@ -44,17 +44,18 @@ pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<
         wish.to
     );
     registry.disks.get(&wish.disk)?;
+    // Reserves the name on this host until the end of the task below, also across its removal.
     let is_first = registry.disks.moving.borrow_mut().insert(wish.disk.clone());
-    ensure!(is_first, "disk {}: it is on its way already (wait for that)", wish.disk);
+    ensure!(is_first, "disk {}: it is already being migrated (wait for that)", wish.disk);
     let (done, outcome) = async_channel::bounded(1);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
         let moved = move_away(&registry, &cluster, &wish).await;
         registry.disks.moving.borrow_mut().remove(&wish.disk);
         if let Err(error) = &moved {
-            tracing::warn!(disk = wish.disk, to = wish.to, "the disk stays: {error:#}");
+            tracing::warn!(disk = wish.disk, to = wish.to, "the disk was not migrated: {error:#}");
         }
-        // Whoever asked may have gone.
+        // The caller may be gone; the task must still finish.
         let _ = done.try_send(moved.with_context(|| format!("disk {}", wish.disk)));
     });
     outcome.recv().await.context("the daemon ends")?
@@ -64,10 +65,11 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
     let running = registry.disks.get(&wish.disk)?;
     ensure!(
         !running.below.iter().any(|node| node.stays),
-        "it lies on another node (`blockdev-del` takes it off)"
+        "it is above another node (`blockdev-del` removes it)"
     );
     let exports = registry.exports.of_disk(&wish.disk);
     let described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
+    // Early, for a quick answer; `remove_exports` checks again atomically.
     if !wish.force {
         check_unused(&exports).await?;
     }
@@ -80,7 +82,7 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
     let ask = || MigrationStep::Offer { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
     let until = reactor::now() + APPEARS;
     let mut asked = cluster.step(ask()).await;
-    // A host that has just been started joins at any moment.
+    // A host that was just started may join the cluster any moment.
     let may_come = |asked: &Option<StepOutcome>| match asked {
         Some(StepOutcome::Absent(_)) => true,
         Some(StepOutcome::Disconnected(_)) => cluster.is_joining(),
@@ -93,7 +95,7 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
     let revision = match asked {
         Some(StepOutcome::Done(revision)) => revision,
         Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => bail!("{why}"),
-        Some(StepOutcome::Disconnected(why)) => bail!("etcd cannot be asked: {why}"),
+        Some(StepOutcome::Disconnected(why)) => bail!("etcd is unreachable: {why}"),
         None => bail!("etcd does not answer in time (try again)"),
     };
     let answered = reactor::timeout(PATIENCE, answers.recv()).await;
@@ -103,21 +105,22 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
         }
         Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
         _ => Err(anyhow!(
-            "{} does not answer in {} s (is its weir older than this one, or stopped?)",
+            "{} does not answer within {} s (is its weir older than this one, or stopped?)",
             wish.to,
             PATIENCE.as_secs()
         )),
     };
     if given.is_err() {
-        // Where this is not heard, the offer goes with this host's lease, and nobody takes it.
+        // If this fails, the offer expires with this host's lease before the target can claim it.
         let _ = withdraw(cluster, wish, number).await;
     }
+    // From here on the disk belongs to the target.
     let taken = given?;
     cluster.set_moved(&wish.disk, Some(&wish.to));
     let listed_there = taken.as_ref().and_then(|answer| answer.listed);
     let listed_here = super::is_listed(registry, &wish.disk).await;
-    // Then clients reach it there. Where that is not heard of in time, it has moved all the same,
-    // and the next start forgets it.
+    // Wait until the target has exported the disk. Without that message the migration still
+    // succeeded; the next start removes the key.
     let settled = async { taken.is_some_and(|answer| answer.settled) || settled(&answers).await };
     if reactor::timeout(PATIENCE, settled).await == Ok(true) && listed_here == Some(false) {
         let _ = cluster.step(MigrationStep::Forget { disk: wish.disk.clone() }).await;
@@ -131,7 +134,7 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
     Ok(told)
 }
 
-/// An export that was removed, to be put back.
+/// Removed export, with the parameters for adding it again.
 enum Removed {
     Nbd(Rc<Serving>, NewExport),
     Own { id: String, door: settings::ExportTarget, read_only: bool },
@@ -160,14 +163,14 @@ async fn put_back(registry: &Rc<Registry>, disk: &str, removed: Vec<Removed>) {
             },
         };
         if let Err(error) = put {
-            tracing::error!(disk, "an export of a disk that did not move cannot be put back: {error:#}");
+            tracing::error!(disk, "an export cannot be restored after a failed migration: {error:#}");
         }
     }
 }
 
 /// Removes the exports of a disk, and returns what puts them back. If requests of their clients are
-/// in flight for longer than [`PATIENCE`], the disk stays, and the exports are put back once they
-/// have ended.
+/// in flight for longer than [`PATIENCE`], the disk stays, and the exports are added again once the
+/// requests complete.
 async fn remove_in_time(
     registry: &Rc<Registry>,
     disk: &str,
@@ -177,6 +180,7 @@ async fn remove_in_time(
 ) -> anyhow::Result<Vec<Removed>> {
     let is_abandoned = Rc::new(Cell::new(false));
     let (registry, name, is_late) = (Rc::clone(registry), disk.to_owned(), Rc::clone(&is_abandoned));
+    // Not cancelled by the time limit: the removal completes in the background.
     let removing = reactor::spawn_detached(async move {
         registry.remove_exports(&exports, removal).await?;
         drop(exports);
@@ -192,7 +196,7 @@ async fn remove_in_time(
             is_abandoned.set(true);
             let patience_s = PATIENCE.as_secs();
             bail!(
-                "requests of its clients have been in flight for {patience_s} s (see to its storage; its exports come back when they end)"
+                "requests of its clients have been in flight for {patience_s} s (check its storage; its exports are restored when the requests end)"
             )
         }
     }
@@ -201,7 +205,7 @@ async fn remove_in_time(
 async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
     for export in exports {
         let unused = export.check_unused().await;
-        unused.context("clients use it (disconnect them, or say --force)")?;
+        unused.context("clients use it (disconnect them, or use --force)")?;
     }
     Ok(())
 }
@@ -210,8 +214,9 @@ async fn withdraw(cluster: &ClusterMembership, wish: &Wish, number: u64) -> Opti
     cluster.step(MigrationStep::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
 }
 
-/// Stops serving it, and gives it to the other host, which is ready; or has it again. What the
-/// other said when it took it, if that was heard.
+/// Stops serving the disk and hands it over to the target, which is ready; on failure the disk is
+/// served here again. Returns the target's answer, or `None` if the target owns the disk but its
+/// answer was lost.
 async fn give(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
@@ -221,15 +226,17 @@ async fn give(
     answers: &async_channel::Receiver<MigrationAnswer>,
 ) -> anyhow::Result<Option<MigrationAnswer>> {
     let running = registry.disks.get(&wish.disk)?;
-    // As it is now: it may have been changed meanwhile.
+    // Described again: settings may have changed since the offer.
     let mut described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
     let there = exports.iter().filter(|export| !export.is_ending());
     let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
     let removal = if wish.force { Removal::Hard } else { Removal::IfUnused };
     let removed = remove_in_time(registry, &wish.disk, exports, removal, removed).await?;
+    // With the exports gone, nothing writes after this flush.
     let flushed = running.disk.flush().await;
+    // After the last request, so that the levels include its charge.
     described.filled = running.disk.throttle().bucket_levels().map(Into::into);
-    // From here on nothing may leave before it is known whose the disk is.
+    // From here on no request may reach the image until the owner of the disk is known.
     let ready = flushed
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))
@@ -255,7 +262,7 @@ async fn give(
             };
             let until = reactor::now() + PATIENCE;
             let mut done = cluster.step(step()).await;
-            // Etcd may have been cut off before it did it, or after.
+            // No answer: the transaction may have been applied or not. It is idempotent.
             while done.is_none() && reactor::now() < until {
                 reactor::sleep_until(reactor::now() + PAUSE).await;
                 done = cluster.step(step()).await;
@@ -267,7 +274,7 @@ async fn give(
                     Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
                         format!("{} refuses it: {why}", wish.to)
                     }
-                    _ => format!("{} does not take it in {} s", wish.to, PATIENCE.as_secs()),
+                    _ => format!("{} has not claimed it within {} s", wish.to, PATIENCE.as_secs()),
                 },
             }
         }
@@ -280,7 +287,7 @@ async fn give(
     Err(anyhow!("{why}; it is served here again"))
 }
 
-/// What is said after that the host is ready.
+/// First answer after "ready".
 async fn end(answers: &async_channel::Receiver<MigrationAnswer>) -> Option<MigrationAnswer> {
     loop {
         let answer = answers.recv().await.ok()?;
@@ -290,7 +297,7 @@ async fn end(answers: &async_channel::Receiver<MigrationAnswer>) -> Option<Migra
     }
 }
 
-/// Whether it is heard that the other host has all of it.
+/// Waits for the message that the target has completed the migration; false if the channel closes.
 async fn settled(answers: &async_channel::Receiver<MigrationAnswer>) -> bool {
     while let Ok(answer) = answers.recv().await {
         if answer.settled {
@@ -306,7 +313,7 @@ enum Whose {
     Theirs,
 }
 
-/// Has the disk again, unless it is the other host's by now.
+/// Opens the disk here again, unless the target has claimed it.
 async fn take_back(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
@@ -314,7 +321,8 @@ async fn take_back(
     described: &MovedDisk,
     why: &str,
 ) -> Whose {
-    tracing::warn!(disk = wish.disk, to = wish.to, "the disk is taken back: {why}");
+    tracing::warn!(disk = wish.disk, to = wish.to, "migration failed, resuming the disk here: {why}");
+    // The withdrawal is a transaction: either it or the target's claim succeeds.
     loop {
         match withdraw(cluster, wish, number).await {
             Some(StepOutcome::Done(_)) => break,
@@ -322,17 +330,17 @@ async fn take_back(
             Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
         }
     }
-    // The other host may have the image open for a moment yet.
+    // The target may keep the image open for a moment longer.
     while let Err(error) = arriving::open(registry, &wish.disk, described).await {
-        tracing::error!(disk = wish.disk, "the disk is taken back, and cannot be opened: {error:#}");
+        tracing::error!(disk = wish.disk, "migration failed, and the disk cannot be opened again: {error:#}");
         reactor::sleep_until(reactor::now() + PAUSE).await;
     }
     Whose::Ours
 }
 
-/// Drawn for each move.
+/// Random number that identifies a migration.
 fn number() -> anyhow::Result<u64> {
     let mut bytes = [0; 8];
-    openssl::rand::rand_bytes(&mut bytes).context("no random number is to be had")?;
+    openssl::rand::rand_bytes(&mut bytes).context("no random number is available")?;
     Ok(u64::from_le_bytes(bytes))
 }

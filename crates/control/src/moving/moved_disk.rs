@@ -1,7 +1,7 @@
-//! What a disk is, for another host: its keys as they stand in a config file, read there by the
-//! same rules, and what is in its buckets.
+//! Description of a disk for another host: its keys as in a config file, read there by the same
+//! rules, and its bucket levels.
 //!
-//! What of a disk means something on one host alone is refused by name, rather than lost.
+//! A property that is valid on one host only is rejected by name instead of being lost.
 
 use std::{
     path::{Path, absolute},
@@ -24,14 +24,14 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct MovedDisk {
-    /// Of its section in a config file.
+    /// Keys of its table in a config file.
     keys: Map<String, Value>,
     pub(super) group: Option<GroupThere>,
-    /// Over NBD, by their names.
+    /// Names of its NBD exports.
     pub(super) exports: Vec<String>,
-    /// Where it is exported over NBD; none: where the host listens.
+    /// NBD address at the target; `None` for the target's only server.
     pub(super) listen: Option<String>,
-    /// Sockets for virtual machines, as the command line has them.
+    /// vhost-user sockets, in the syntax of the command line.
     doors: Vec<String>,
     pub(super) filled: Option<Buckets>,
 }
@@ -39,15 +39,15 @@ pub(crate) struct MovedDisk {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct GroupThere {
     pub(super) name: String,
-    /// Its limits are the cluster's.
+    /// True if its limits are cluster-wide.
     pub(super) cluster: bool,
 }
 
 impl MovedDisk {
-    /// As it runs here.
+    /// Describes a running disk.
     ///
     /// # Errors
-    /// What of it would be lost on another host.
+    /// A property of the disk would be lost on another host.
     pub(super) fn of(
         registry: &Registry,
         running: &RunningDisk,
@@ -63,7 +63,7 @@ impl MovedDisk {
             cluster: registry.cluster_of(group.name()).is_some(),
         });
         let (mut names, mut doors) = (Vec::new(), Vec::new());
-        // The user has removed the ones that are ending.
+        // Exports that are ending were removed by the user.
         for export in exports.iter().filter(|export| !export.is_ending()) {
             match &export.door {
                 Door::Nbd(..) => {
@@ -71,12 +71,12 @@ impl MovedDisk {
                     let NewExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
                     ensure!(
                         access.allows_all() && bitmaps.is_empty() && description.is_empty(),
-                        "export {}: who may have it, its description and its bitmaps do not move (remove them first)",
+                        "export {}: its access rules, description and bitmaps cannot be migrated (remove them first)",
                         export.id
                     );
                     ensure!(
                         !export.read_only || opened.is_read_only(),
-                        "export {}: that it is read-only does not move (remove it first)",
+                        "export {}: a read-only export of a writable disk cannot be migrated (remove it first)",
                         export.id
                     );
                     names.push(name.clone());
@@ -84,31 +84,35 @@ impl MovedDisk {
                 Door::Own(..) => doors.push(door(export)?),
             }
         }
+        // One name at two servers here becomes one export at the target's server.
         names.dedup();
         Ok(Self { keys, group, exports: names, listen, doors, filled: None })
     }
 
-    /// The disk of this name that it stands for, by the rules of a config file.
+    /// Disk config for this description, checked by the rules of a config file.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// First mistake of the description.
     pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
         ensure!(!self.keys.contains_key("export"), "export: is not transferred as a key");
         let mistakes = Diagnostics::default();
+        // Relative paths were made absolute by the source, so the base directory has no effect.
         let disk = config::disk_from_json(name, &self.keys, Path::new("/"), &mistakes);
         let disk = mistakes.finish_first(disk)?.context("no disk")?;
         let planned = CheckedDisk::new(disk, &[], &TlsConfig::Off, Diagnostics::default());
         Ok(planned.map_err(|all| all.into_iter().next().expect("a mistake"))?.disk)
     }
 
+    /// Parses the vhost-user sockets.
+    ///
     /// # Errors
-    /// One that is none, or lies anywhere.
+    /// A text is no endpoint, or its path is relative.
     pub(super) fn doors(&self) -> anyhow::Result<Vec<DoorKind>> {
         let read = |text: &String| {
             let door: VhostUserBlkConfig = text.parse().map_err(anyhow::Error::msg)?;
             ensure!(
                 matches!(&door.socket, VhostUserSocket::Path(path) if path.is_absolute()),
-                "{text}: is no whole path"
+                "{text}: is no absolute path"
             );
             Ok(DoorKind::VhostUserBlk(door))
         };
@@ -120,33 +124,33 @@ fn check(running: &RunningDisk) -> anyhow::Result<()> {
     let storage = running.disk.image().storage();
     ensure!(
         !storage.is_memory(),
-        "its data is in memory of this process (only what other hosts reach can move)"
+        "its data is in this process's memory (only storage that other hosts reach can be migrated)"
     );
     ensure!(
         running.disk.failures().stopped_by().is_none(),
-        "an error has stopped it (`weir resume` lets it go on)"
+        "it has stopped at an error (`weir resume` resumes it)"
     );
     ensure!(!storage.has_lost_writes(), "writes to its image were lost (restart weir, and check the image)");
     ensure!(
         !running.disk.has_handover(),
-        "handover: the machine that uses it takes it along by itself (have the disk with handover on both hosts)"
+        "handover: it moves with its virtual machine (configure the disk with handover on both hosts)"
     );
     ensure!(
         running.below.is_empty(),
-        "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
+        "it consists of several nodes of blockdev-add, which cannot be migrated (add it with `weir disk add`)"
     );
     let config = &running.config;
     let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == TransferPolicy::HostOnly);
     let stays = stays.find(|key| !key.is_default(config)).map(|key| key.name);
     if let Some(key) = stays.or(running.only_here) {
-        bail!("{key}: does not move to another host (have the disk in the config file there instead)");
+        bail!("{key}: cannot be migrated (add the disk to the config file there instead)");
     }
     Ok(())
 }
 
 fn door(export: &RunningExport) -> anyhow::Result<String> {
     let Some(DoorKind::VhostUserBlk(door)) = &export.said else {
-        bail!("export {}: devices of this host do not move (`weir detach` removes one)", export.id);
+        bail!("export {}: devices of this host cannot be migrated (`weir detach` removes one)", export.id);
     };
     let VhostUserSocket::Path(path) = &door.socket else {
         bail!("export {}: its socket was passed to this daemon, and cannot be opened elsewhere", export.id);

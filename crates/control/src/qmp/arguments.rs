@@ -1,8 +1,8 @@
-//! A command's arguments, read key by key, each with its full name.
+//! Arguments of a command, read key by key, each with its full name.
 //!
-//! Reading takes a value out; a key that is left at the end is an error. `"100"` is no integer and
-//! `1` no boolean, as in QEMU; but of arguments that were written as `key=value` ([`keyval`]),
-//! where everything is text.
+//! Reading removes a value; a remaining key is an error. As in QEMU, `"100"` is no integer and `1`
+//! no boolean, except in arguments that were written as `key=value` ([`keyval`]), which are all
+//! text.
 //!
 //! [`keyval`]: super::keyval
 
@@ -15,13 +15,13 @@ use super::{descriptors::Passed, error::Error, json::shown};
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Arguments {
-    /// Empty for the command's own arguments, else the object's name with a dot.
+    /// Empty for the command's own arguments, otherwise the object's name with a dot.
     prefix: String,
     members: Map<String, Value>,
     asked: Vec<String>,
-    /// Numbers and booleans are text.
+    /// True if numbers and booleans are text.
     written: bool,
-    /// Descriptors of whoever sent them.
+    /// Descriptors that the client passed.
     passed: Option<Rc<Passed>>,
 }
 
@@ -30,32 +30,33 @@ impl Arguments {
         Self { members, ..Self::default() }
     }
 
-    /// Those of a command line's `key=value`s.
+    /// Arguments of a command line, `key=value`.
     pub(super) fn written(members: Map<String, Value>) -> Self {
         Self { members, written: true, ..Self::default() }
     }
 
-    /// The same, of a client who may have passed descriptors.
+    /// Adds the descriptors that the client passed.
     pub(super) fn of_client(self, passed: &Rc<Passed>) -> Self {
         Self { passed: Some(Rc::clone(passed)), ..self }
     }
 
-    /// Descriptors of who sent them; none where nobody could.
+    /// Descriptors that the client passed; empty for arguments without a client.
     pub(super) fn passed(&self) -> Rc<Passed> {
         self.passed.clone().unwrap_or_default()
     }
 
-    /// All that was sent; none of what a command line has.
+    /// All arguments as sent; `None` for those of a command line.
     pub(crate) fn sent(&self) -> Option<Map<String, Value>> {
         (!self.written).then(|| self.members.clone())
     }
 
-    /// The full name of a key, as errors have it: `limits.iops-total`.
+    /// Full name of a key for errors: `limits.iops-total`.
     pub(crate) fn name_of(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)
     }
 
     fn take(&mut self, key: &str) -> Option<Value> {
+        // Remembered for suggestions in `finish`.
         self.asked.push(key.to_owned());
         self.members.remove(key)
     }
@@ -75,13 +76,13 @@ impl Arguments {
         self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
     }
 
-    /// Whether a value is there and a string, for keys that take one or a number.
+    /// True if the value is a string, for keys that accept a string or a number.
     pub(crate) fn is_text(&self, key: &str) -> bool {
         let text = self.members.get(key).and_then(Value::as_str);
         text.is_some_and(|text| !self.written || text.parse::<u64>().is_err())
     }
 
-    /// Whether a value is there and `null`, which is taken out then.
+    /// Removes a value if it is `null`; returns true in that case.
     pub(crate) fn take_null(&mut self, key: &str) -> bool {
         let is_null = self.members.get(key).is_some_and(Value::is_null);
         if is_null {
@@ -104,7 +105,7 @@ impl Arguments {
         }
     }
 
-    /// One of `words`: its place there.
+    /// Index of the value in `words`.
     pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, Error> {
         let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
         match words.iter().position(|known| *known == word) {
@@ -113,7 +114,7 @@ impl Arguments {
         }
     }
 
-    /// To be [finished](Arguments::finish) like this one.
+    /// Nested object, which must be [finished](Arguments::finish) as well.
     pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -126,7 +127,7 @@ impl Arguments {
         }
     }
 
-    /// An array of objects, each to be [finished](Arguments::finish) like this one.
+    /// Array of objects, each of which must be [finished](Arguments::finish) as well.
     pub(crate) fn objects(&mut self, key: &str) -> Result<Vec<Self>, Error> {
         let items: Vec<Value> = self.optional(key)?.unwrap_or_default();
         let name = self.name_of(key);
@@ -141,12 +142,13 @@ impl Arguments {
         items.into_iter().enumerate().map(object).collect()
     }
 
-    /// The name of something, or an object that describes it; `expected` is QMP's type.
+    /// Name of an object, or an object that describes it. `expected` is QMP's type for errors.
     pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
         match self.members.get(key) {
             Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
             Some(Value::Object(_)) => Ok(self.object(key)?.map(Reference::Description)),
             Some(_) => Err(Error::wrong_type(&self.name_of(key), expected)),
+            // Registers the key as known.
             None => self.optional::<String>(key).map(|_| None),
         }
     }
@@ -185,10 +187,10 @@ pub(crate) enum Reference {
 }
 
 pub(crate) trait Read: Sized {
-    /// `name` is the full one.
+    /// `name` is the full name for errors.
     fn read(name: &str, value: Value) -> Result<Self, Error>;
 
-    /// What a text means that is to be read as this; one that means nothing stays a text.
+    /// Converts text to this type; unconvertible text stays text.
     fn of_text(value: Value) -> Value {
         value
     }
@@ -209,7 +211,7 @@ impl Read for bool {
     }
 
     fn of_text(value: Value) -> Value {
-        // As QEMU's `qapi_bool_parse`.
+        // The words of QEMU's `qapi_bool_parse`.
         match value.as_str() {
             Some("on" | "yes" | "true" | "y") => Value::Bool(true),
             Some("off" | "no" | "false" | "n") => Value::Bool(false),

@@ -1,5 +1,5 @@
-//! The caches of qcow2 images as arguments and answers, with the names of QEMU's `blockdev-add`.
-//! What a change leaves out stays as it is; 0 is the default.
+//! Cache sizes of qcow2 images as arguments and results, with the names of QEMU's `blockdev-add`.
+//! A change keeps omitted values; 0 is the default.
 
 use std::time::Duration;
 
@@ -79,7 +79,7 @@ pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2Imag
     }
 }
 
-/// The L2 cache and the refcount cache.
+/// Status of the L2 cache and the refcount cache.
 pub(super) fn status(qcow2: &Qcow2Image) -> (CacheStatus, CacheStatus) {
     let l2 = qcow2.cache_statistics();
     let refcounts = qcow2.refcount_statistics();

@@ -1,11 +1,11 @@
-//! What a command is, and the way from its name to its execution.
+//! Commands: their trait, and the dispatch by name.
 //!
 //! ```text
 //!   name ─► Entry ─► Command::read ─► Arguments::finish ─► Command::run
-//!                    all wrong input ends here ┘              └ changes what runs
+//!                    all wrong input ends here ┘              └ changes the running state
 //! ```
 //!
-//! Reading and running are apart so that no command can act on arguments of which some are wrong.
+//! Reading and running are separate, so that no command acts on partially wrong arguments.
 
 use std::rc::Rc;
 
@@ -20,20 +20,20 @@ use super::{
 };
 use crate::registry::Registry;
 
-/// A command of the protocol, with its arguments as its fields.
+/// Command of the protocol, with its arguments as fields.
 pub(crate) trait Command: Sized + 'static {
     const NAME: &'static str;
 
-    /// What it leaves of the arguments is refused.
+    /// Reads the arguments. Remaining ones are an error.
     fn read(arguments: &mut Arguments) -> Result<Self, Error>;
 
-    /// Does it: all, or nothing where it fails.
+    /// Executes the command. A failed command has changed nothing.
     fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Value, Error>> + 'static;
 }
 
-/// A command that serializes its answer by itself.
+/// Command that serializes its result itself.
 ///
-/// For answers that describe all disks: a tree of [`Value`]s of ten thousand disks costs several
+/// For results that describe all disks: a tree of [`Value`]s of ten thousand disks costs several
 /// times the processor time and the memory of their text.
 pub(crate) trait TextCommand: Sized + 'static {
     const NAME: &'static str;
@@ -91,7 +91,7 @@ impl Execute for Commands {
             && !name.starts_with("x-weir-query-")
         {
             return Err(Error::generic(
-                "Another weir is about to take over; nothing is changed (try again; the log names its process, which may be stopped, and has a minute)",
+                "An upgrade is in progress; no changes are accepted (try again; the log names the new process, which has a minute)",
             ));
         }
         if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {

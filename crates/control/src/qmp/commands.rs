@@ -1,7 +1,7 @@
-//! The commands, one file a subject. A new one is a line in the table here, and a section of
+//! The commands, one file per subject. A new one needs a line in this table, and a section of
 //! `docs/reference/qmp.md`, which a test compares with it.
 
-/// Defines a command without arguments: its type, its name, and what answers it.
+/// Defines a command without arguments by its type, its name and its result.
 macro_rules! query {
     ($type:ident, $name:literal, |$registry:pat_param| $answer:expr) => {
         #[derive(Debug)]
@@ -49,7 +49,7 @@ mod weir;
 
 use super::{command::Entry, session};
 
-/// Every command that needs a negotiated session.
+/// Commands that need a negotiated session.
 pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<process::Quit>(),
     Entry::of::<process::QueryVersion>(),
@@ -99,7 +99,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<takeover::TakeOver>(),
 ];
 
-/// The names of all commands, the one that negotiates included.
+/// Names of all commands, including the one that negotiates.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     std::iter::once(session::NEGOTIATE).chain(TABLE.iter().map(|entry| entry.name))
 }

@@ -1,5 +1,5 @@
-//! The control sockets of a daemon: connects what runs, the commands that change it, and the server
-//! that clients speak to. Changes become events here.
+//! Control sockets of a daemon: connects the registry, the commands and the server. Changes become
+//! QMP events here.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -19,10 +19,10 @@ use crate::{
     registry::Registry,
 };
 
-/// The control sockets.
+/// Control sockets.
 pub struct Control {
     server: Rc<Server>,
-    /// Dropping one ends the accepting and removes the socket's file.
+    /// Accepting tasks. Dropping one stops the accepting and removes its socket file.
     accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
     registry: Rc<Registry>,
     _telling: JoinHandle<()>,
@@ -41,9 +41,10 @@ impl Control {
             let (server, address) = (Rc::clone(&server), authority.to_string());
             let socket = Fd::from(socket);
             let path = file.as_ref().map(|file| file.path().to_owned());
+            // An upgrade transfers control sockets with a path.
             registry.lifecycle.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
             let accepting = reactor::spawn_joinable(async move {
-                // The disks are served on: a daemon that cannot be steered is better than none.
+                // Not fatal: the disks stay in service without control sockets.
                 if let Err(error) = server.listen(socket).await {
                     tracing::error!(address, %error, "QMP clients cannot be accepted any more (restart weir)");
                 }
@@ -54,7 +55,8 @@ impl Control {
         Self { server, accepting, registry: Rc::clone(registry), _telling: telling }
     }
 
-    /// Lets nobody in any more, tells every client why, and returns when the last is gone.
+    /// Stops accepting, reports the reason to every client, and returns after the last has
+    /// disconnected.
     pub async fn stop(&self, ending: Ending) {
         self.accepting.take();
         self.registry.lifecycle.control.take();
@@ -70,7 +72,7 @@ fn tell(events: &Events, change: &Change) {
             events.emit(
                 "BLOCK_IO_ERROR",
                 json!({
-                    // No device of a guest's is known here; QEMU says as much of such.
+                    // weir has no guest device; QEMU uses an empty path for a node without one.
                     "qom-path": "",
                     "device": disk,
                     "node-name": disk,
@@ -83,7 +85,7 @@ fn tell(events: &Events, change: &Change) {
         }
         Change::Stopped => events.emit("STOP", Value::Null),
         Change::Resumed { all: true } => events.emit("RESUME", Value::Null),
-        // QEMU has no event for it.
+        // QEMU has no event for these.
         Change::Listed { .. } | Change::Reloaded | Change::Resumed { all: false } => {}
         Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
     }

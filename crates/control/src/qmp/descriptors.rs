@@ -1,13 +1,13 @@
-//! Descriptors that clients of a control socket pass beside their commands (SCM_RIGHTS of unix(7)):
-//! how they arrive, and where they are kept until something is opened with them.
+//! Descriptors that clients of a control socket pass with their commands (SCM_RIGHTS of unix(7)):
+//! their reception, and their storage until they are used.
 //!
 //! ```text
-//!   recvmsg ─► arrived ── getfd ──► named, of this client alone ─► a socket to listen at
-//!                  └───── add-fd ─► a set, of all clients: control/fdsets.rs
+//!   recvmsg ─► arrived ── getfd ──► by name, for this client only ─► a socket to listen at
+//!                  └───── add-fd ─► a set, for all clients: control/fdsets.rs
 //! ```
 //!
-//! As in QEMU, what arrives is for the command that it comes with: what no command has taken is
-//! closed when more arrive, or the client goes. Names go with their client.
+//! As in QEMU, descriptors belong to the command that they come with: unused ones are closed when
+//! more arrive or the client disconnects. Named ones are closed when the client disconnects.
 //!
 //! Never opens anything by itself.
 
@@ -24,21 +24,21 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 
 use super::{error::Error, json::shown};
 
-/// Descriptors that may come at once, as in QEMU (`TCP_MAX_FDS`). The kernel closes the others.
+/// Maximum number of descriptors at once, as in QEMU (`TCP_MAX_FDS`). The kernel closes the excess.
 const MOST_AT_ONCE: usize = 16;
-/// Names of one client.
+/// Maximum number of named descriptors of one client.
 const MOST_KEPT: usize = 256;
-/// Bytes of a name.
+/// Maximum length of a name in bytes.
 const MOST_TEXT: usize = 1024;
 
-/// What one client has passed.
+/// Descriptors passed by one client.
 #[derive(Debug, Default)]
 pub(crate) struct Passed {
     arrived: RefCell<VecDeque<PassedFd>>,
     named: RefCell<BTreeMap<String, PassedFd>>,
 }
 
-/// No two are alike.
+/// Identity: two sets are never equal.
 impl PartialEq for Passed {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
@@ -46,7 +46,7 @@ impl PartialEq for Passed {
 }
 
 impl Passed {
-    /// Receives as `recv(2)` does, and keeps what comes beside the bytes.
+    /// Receives as `recv(2)` does, and stores passed descriptors.
     pub(super) async fn receive(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.receive_once(socket, bytes) {
@@ -60,6 +60,7 @@ impl Passed {
     fn receive_once(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_AT_ONCE))];
         let mut beside = RecvAncillaryBuffer::new(&mut space);
+        // Close-on-exec, or a child process would inherit them.
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let received = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(bytes)], &mut beside, flags);
         let mut arrived = VecDeque::new();
@@ -69,18 +70,19 @@ impl Passed {
             }
         }
         if !arrived.is_empty() {
+            // Closes unused descriptors of an earlier message.
             self.arrived.replace(arrived);
         }
         Ok(received?.bytes)
     }
 
-    /// The descriptor that came with a command.
+    /// Takes the descriptor that came with a command.
     pub(super) fn next(&self) -> Result<PassedFd, Error> {
         let next = self.arrived.borrow_mut().pop_front();
         next.ok_or_else(|| Error::generic("No file descriptor supplied via SCM_RIGHTS"))
     }
 
-    /// Gives a descriptor a name. Another that has it is closed.
+    /// Gives a descriptor a name. An older one of this name is closed.
     pub(super) fn name(&self, name: &str, descriptor: PassedFd) -> Result<(), Error> {
         check_text("fdname", name)?;
         if name.starts_with(|first: char| first.is_ascii_digit()) {
@@ -94,12 +96,12 @@ impl Passed {
         Ok(())
     }
 
-    /// Takes the one of this name, which has it no longer.
+    /// Takes the descriptor with this name.
     pub(super) fn take(&self, name: &str) -> Option<PassedFd> {
         self.named.borrow_mut().remove(name)
     }
 
-    /// The same, for who needs one.
+    /// As [`Passed::take`]; a missing descriptor is an error.
     pub(super) fn find(&self, name: &str) -> Result<PassedFd, Error> {
         let not_found = || Error::generic(format!("File descriptor named '{}' not found", shown(name)));
         self.take(name).ok_or_else(not_found)

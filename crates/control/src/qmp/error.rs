@@ -1,5 +1,4 @@
-//! What a command is refused with: one of QMP's classes, and a sentence in QEMU's own words that
-//! names the key and the rule.
+//! Error of a command: a class of QMP, and a sentence in QEMU's wording with the key and the rule.
 
 use std::fmt;
 
@@ -8,15 +7,15 @@ use serde_json::{Value, json};
 use super::json::shown;
 use crate::registry::Refused;
 
-/// QMP's `QapiErrorClass`, as far as weir has a use for it.
+/// QMP's `QapiErrorClass`, as far as weir uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
     Generic,
-    /// No command has this name, or not now.
+    /// No command has this name, or the session is not negotiated.
     CommandNotFound,
     /// No disk, group or object has this name.
     DeviceNotFound,
-    /// It is there, and not in a state to do this.
+    /// The object exists, but its state does not permit the operation.
     DeviceNotActive,
 }
 
@@ -69,7 +68,7 @@ impl Error {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
 
-    /// What a command is refused with for an error of the daemon.
+    /// Error of a command for an error of the daemon.
     pub(crate) fn of(error: anyhow::Error) -> Self {
         match error.downcast::<Refused>() {
             Ok(refused) => refused.into(),
@@ -82,7 +81,7 @@ impl Error {
     }
 }
 
-/// What does not exist has a class of its own, as clients expect it.
+/// Unknown names have a class of their own, which clients rely on.
 impl From<Refused> for Error {
     fn from(refused: Refused) -> Self {
         match refused {

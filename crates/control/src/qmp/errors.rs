@@ -1,5 +1,5 @@
-//! What is done about errors of disks, as arguments and answers. Where a command is QEMU's, the
-//! names have `x-weir-` before them: QEMU sets them at a guest's device.
+//! Error policies of disks as arguments and results. Commands of QEMU have them with the prefix
+//! `x-weir-`: QEMU sets them for the guest's device.
 
 use block::disk::{ErrorPolicies, Failures, OnError};
 use reactor::error::Error as DiskError;
@@ -38,7 +38,7 @@ impl PolicyChanges {
     }
 }
 
-/// A `BlockDeviceIoStatus`; as in QEMU, nothing where no error can change it.
+/// `BlockDeviceIoStatus`; as in QEMU, `None` if no error policy can change it.
 pub(super) fn io_status(failures: &Failures) -> Option<&'static str> {
     match failures.stopped_by() {
         Some(DiskError::NO_SPACE) => Some("nospace"),

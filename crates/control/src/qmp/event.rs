@@ -1,7 +1,7 @@
-//! What clients are told without asking.
+//! QMP events.
 //!
-//! An event goes to every client that has negotiated, behind earlier answers. Never waits: the
-//! [outbox](super::outbox) deals with clients that do not read.
+//! An event goes to every client with a negotiated session, after pending replies. Never waits: the
+//! [outbox](super::outbox) handles clients that do not read.
 
 use std::{
     cell::RefCell,
@@ -13,16 +13,17 @@ use serde_json::{Value, json};
 
 use super::outbox::Outbox;
 
-/// Clones speak to the same clients.
+/// Clients with a negotiated session. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Events(Rc<RefCell<Vec<Weak<Outbox>>>>);
 
 impl Events {
-    /// `data` may be `null`.
+    /// Sends an event to all of them; `data` may be `null`.
     pub(crate) fn emit(&self, name: &str, data: Value) {
         let event = at(SystemTime::now(), name, data);
         let mut listeners = self.0.borrow_mut();
         listeners.retain(|listener| {
+            // A dropped outbox belongs to a disconnected client.
             let Some(outbox) = listener.upgrade() else { return false };
             outbox.push_event(&event);
             true
@@ -34,7 +35,7 @@ impl Events {
     }
 }
 
-/// A clock before 1970 is taken for 1970: no client knows that QMP's seconds may be -1.
+/// Times before 1970 count as 1970: clients do not expect negative seconds, which QMP permits.
 fn at(time: SystemTime, name: &str, data: Value) -> Value {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let timestamp = json!({ "seconds": since.as_secs(), "microseconds": since.subsec_micros() });

@@ -1,5 +1,5 @@
-//! What the fuzz targets, and tests, do with bytes of a client, and what has to hold whatever they
-//! are. Commands work on disks in memory, on a simulated reactor.
+//! Harness of fuzz targets and tests for bytes of a client, with the properties that hold for any
+//! input. Commands run on disks in memory, on a simulated reactor.
 
 use std::rc::Rc;
 
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::registry::{Registry, RunningDisk};
 
-/// Commands that reach beyond the process: they open files and listen on sockets.
+/// Commands with effects outside the process: they open files and listen on sockets.
 const OUTSIDE: [&str; 6] = [
     "blockdev-add",
     "block-export-add",
@@ -27,10 +27,11 @@ const OUTSIDE: [&str; 6] = [
     "nbd-server-stop",
     "x-weir-add-disk",
 ];
-/// The longest error that may come of any input: a client's own text is repeated in parts only.
+/// Maximum length of an error for any input: client text is quoted in part only.
 const MAX_ERROR_BYTES: usize = 4096;
 
-/// Bytes to values: the same ones however they are cut. The first byte says where to cut.
+/// Checks that bytes parse to the same values however they are split. The first byte sets the size
+/// of the pieces.
 pub fn qmp_stream(data: &[u8]) {
     let Some((&piece, text)) = data.split_first() else { return };
     let whole = items(text, text.len().max(1));
@@ -38,7 +39,7 @@ pub fn qmp_stream(data: &[u8]) {
     assert_eq!(whole, cut, "in pieces of {piece}");
     for item in &whole {
         match item {
-            // What was understood is understood again, as the same.
+            // Serializing and parsing a value again yields the same value.
             Item::Value(value) => assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value)),
             Item::Broken(why) => assert!(why.len() < MAX_ERROR_BYTES, "{} bytes", why.len()),
         }
@@ -57,7 +58,8 @@ fn items(text: &[u8], piece: usize) -> Vec<Item> {
     items
 }
 
-/// A conversation: every request gets one well-formed answer, and what runs stays consistent.
+/// Checks that every request of a session has one well-formed reply, and that the running state
+/// stays consistent.
 pub fn qmp_session(data: &[u8]) {
     let text = [br#"{"execute":"qmp_capabilities"}"#, data].concat();
     reactor::sim::run(0, async move {
@@ -84,7 +86,7 @@ async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Resul
     commands.execute(name, arguments)?.await
 }
 
-/// Two disks, one in a group within a group, with limits everywhere.
+/// Two disks, one in a nested group.
 fn registry() -> Rc<Registry> {
     let registry = Registry::new(None, Rc::new(|_| ()));
     let outer = ThrottleGroup::new("outer", GroupSettings::default(), None).expect("no settings");
@@ -98,8 +100,8 @@ fn registry() -> Rc<Registry> {
     registry
 }
 
-/// One of `return` and `error`, an `id` perhaps, nothing else; an error of a known class that is
-/// not too long.
+/// Checks for exactly one of `return` and `error`, an optional `id`, and nothing else; an error has
+/// a known class and a bounded length.
 fn check_answer(answer: &Value) {
     let members = answer.as_object().expect("an object");
     assert!(members.keys().all(|key| ["return", "error", "id"].contains(&key.as_str())), "{answer}");
@@ -112,7 +114,7 @@ fn check_answer(answer: &Value) {
     assert!(!description.is_empty() && description.len() < MAX_ERROR_BYTES, "{answer}");
 }
 
-/// Whatever was done to it, limits obey their rules and every question has an answer.
+/// Checks that limits are valid and every query succeeds.
 async fn check_registry(registry: &Rc<Registry>, commands: &Commands) {
     for group in registry.groups.all() {
         group.settings().limits.validate().expect("limits in force are valid");
@@ -138,14 +140,14 @@ mod tests {
 
     use super::*;
 
-    /// Pieces of conversations, right ones and wrong ones.
+    /// Fragments of sessions, valid and invalid.
     const MARKS: [&str; 18] = [
         "{", "}", "[", "]", ",", ":", "\"", "\\", " ", "\n", "\u{1}", "null", "true", "1", "-1", "1.5",
         "1e99", "é",
     ];
     const WORDS: [&str; 5] =
         ["18446744073709551615", "\"execute\":", "\"arguments\":", "\"id\":7", "{\"execute\":\""];
-    /// Whole requests, one a line.
+    /// Complete requests, one per line.
     const REQUESTS: &str = r#"
 {"execute":"query-block"}
 {"execute":"quit"}

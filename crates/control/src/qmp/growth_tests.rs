@@ -1,4 +1,5 @@
-//! Work of commands as the number of disks and groups grows, counted in entries that walks visit.
+//! Cost of commands as the number of disks and groups grows, counted in entries visited by full
+//! passes over the registry.
 
 use std::rc::Rc;
 
@@ -17,8 +18,8 @@ fn disk(number: usize, group: &str) -> Value {
     json!({ "name": format!("disk{number}"), "keys": { "image": "null:1M", "format": "raw", "group": group } })
 }
 
-/// Entries that walks visit while `count` groups with a disk each are added, and then by a query of
-/// the status.
+/// Entries visited while `count` groups with one disk each are added, and then by a query of the
+/// status.
 fn visited(count: usize) -> (u64, u64) {
     reactor::sim::run(1, async move {
         let registry = Registry::new(None, Rc::new(|_| ()));

@@ -1,14 +1,14 @@
-//! Names that clients give: ids as QEMU has them, and names that a config file could hold as well.
+//! Names given by clients: ids by QEMU's rule, and names by the rule of the config file.
 
 use super::{error::Error, json::shown};
 
-/// Bytes of a name, as in the config file: what the NBD protocol can carry.
+/// Maximum length of a name in bytes, as in the config file: the limit of the NBD protocol.
 const MAX_NAME_BYTES: usize = 4096;
 
-/// What [`is_well_formed`] asks for.
+/// Text of the rule that [`is_well_formed`] checks.
 pub(super) const RULE: &str = "(a letter, then letters, digits, '-', '.' and '_')";
 
-/// An id as QEMU's `id_wellformed` has it: a letter, then letters, digits, `-`, `.` and `_`.
+/// QEMU's rule for ids (`id_wellformed`): a letter, then letters, digits, `-`, `.` and `_`.
 pub(super) fn is_well_formed(id: &str) -> bool {
     let mut bytes = id.bytes();
     bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic())
@@ -22,7 +22,7 @@ pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
     Err(Error::rule(key, format!("expects an identifier {RULE}, not '{}'", shown(id))))
 }
 
-/// A name that can be shown in a line and given on a command line.
+/// Rule for names: printable on one line, and usable on a command line.
 pub(super) fn check_name(key: &str, name: &str) -> Result<(), Error> {
     if name.is_empty() {
         return Err(Error::rule(key, "is empty"));

@@ -1,5 +1,5 @@
-//! JSON text to a value, stricter than `serde_json` alone: a key that an object holds twice is an
-//! error. [`stream`](super::stream) has bounded the length and depth of a message.
+//! JSON parser, stricter than `serde_json` alone: a duplicate key in an object is an error.
+//! [`stream`](super::stream) has bounded the length and depth of a message.
 
 use std::fmt;
 
@@ -10,8 +10,8 @@ pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     serde_json::from_slice::<Strict>(text).map(|strict| strict.0).map_err(|error| error.to_string())
 }
 
-/// The whole number that was written with a fraction or an exponent: in JSON `10`, `10.0` and `1e1`
-/// are one. `None` where it is not whole, or too large to tell it from the next.
+/// Converts a float to an integer if it is one: in JSON `10`, `10.0` and `1e1` are equal. `None`
+/// for fractions, and for values beyond 2⁵³, where adjacent integers are not distinguishable.
 pub fn whole(number: f64) -> Option<i64> {
     const MOST: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
     (number.fract() == 0.0 && number.abs() < MOST).then_some(number as i64)
@@ -51,6 +51,7 @@ impl<'de> Visitor<'de> for Reader {
     }
 
     fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Value, E> {
+        // Clients that only have doubles send `10.0` for an integer.
         let number = whole(value).map(Number::from).or_else(|| Number::from_f64(value));
         number.map(Value::Number).ok_or_else(|| E::custom("number out of range"))
     }
@@ -70,6 +71,7 @@ impl<'de> Visitor<'de> for Reader {
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
         let mut object = Map::new();
         while let Some(key) = entries.next_key::<String>()? {
+            // `serde_json` would keep the last value silently.
             if object.contains_key(&key) {
                 return Err(A::Error::custom(format_args!("duplicate key '{}'", shown(&key))));
             }
@@ -82,8 +84,9 @@ impl<'de> Visitor<'de> for Reader {
 
 const MAX_SHOWN: usize = 100;
 
-/// What an error shows of a client's text.
+/// Excerpt of a client's text for an error.
 pub(super) fn shown(text: &str) -> String {
+    // Counted in characters, so that no character is split.
     match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),

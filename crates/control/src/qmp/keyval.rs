@@ -1,14 +1,15 @@
-//! A command's arguments as they are written on a command line: JSON, or `key=value`s separated by
-//! commas, as QEMU's `--blockdev` has them.
+//! Arguments of a command in the syntax of a command line: JSON, or `key=value` separated by
+//! commas, as for QEMU's `--blockdev`.
 //!
 //! ```text
 //!   raw,node-name=r,file.driver=file,file.filename=a,,b
 //!   {"driver": "raw", "node-name": "r", "file": {"driver": "file", "filename": "a,b"}}
 //! ```
 //!
-//! A dot in a key goes into an object, keys that are numbers from 0 on make an array, two commas
-//! are one in a value. The first value may stand without its key where the option has one for it.
-//! Source: QEMU's manual page, "Block device options", and what its storage daemon takes.
+//! A dot in a key selects a member of an object, keys that are numbers from 0 on make an array, and
+//! two commas are one in a value. The first value may omit its key if the option has an implied
+//! one. Source: QEMU's manual page, "Block device options", and the behaviour of its storage
+//! daemon.
 
 use std::collections::{BTreeMap, btree_map::Entry};
 
@@ -17,14 +18,15 @@ use settings::keyval;
 
 use super::{arguments::Arguments, error::Error, json};
 
-/// Objects in objects: more than any command has.
+/// Maximum nesting; more than any command needs.
 const MOST_LEVELS: usize = 64;
 
-/// The arguments that `text` says; `implied` is the key of a first value that has none.
+/// Parses `text`; `implied` is the key of a first value without one.
 ///
 /// # Errors
-/// Where it is neither of the two forms, or says something twice.
+/// The text has neither form, or contradicts itself.
 pub(crate) fn arguments(text: &str, implied: Option<&str>) -> Result<Arguments, Error> {
+    // As in QEMU, a brace selects JSON.
     if text.trim_start().starts_with('{') {
         return match json::parse(text.as_bytes()).map_err(Error::generic)? {
             Value::Object(members) => Ok(Arguments::new(members)),
@@ -53,6 +55,7 @@ struct Node(BTreeMap<String, Part>);
 impl Node {
     fn set(&mut self, whole: &str, key: &str, value: String, levels: usize) -> Result<(), Error> {
         let (first, rest) = key.split_once('.').map_or((key, None), |(first, rest)| (first, Some(rest)));
+        // Bounds the recursion for any input.
         if first.is_empty() || levels == 0 {
             return Err(Error::generic(format!("Invalid parameter '{}'", json::shown(whole))));
         }
@@ -65,7 +68,7 @@ impl Node {
                 free.insert(Part::Inside(inside));
             }
             (Entry::Occupied(mut there), None) => match there.get_mut() {
-                // As for QEMU, whoever says it again means it.
+                // As in QEMU, the last value wins.
                 Part::Text(text) => *text = value,
                 Part::Inside(_) => return Err(used_twice()),
             },
@@ -77,7 +80,7 @@ impl Node {
         Ok(())
     }
 
-    /// An object, or an array where all keys are numbers.
+    /// Converts to an object, or to an array if all keys are numbers.
     fn into_value(self, name: &str) -> Result<Value, Error> {
         let value = |key: &str, part: Part| match part {
             Part::Text(text) => Ok(Value::String(text)),

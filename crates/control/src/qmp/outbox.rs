@@ -1,7 +1,7 @@
-//! Answers and events on their way to a client, in order.
+//! Queue of replies and events to a client, in order.
 //!
-//! The next command waits until the client has read most of its answers; a client that lets events
-//! pile up is given up. Never grows past one answer and [`MAX_EVENT_BYTES`].
+//! The next command waits until the client has read most of its replies. A client that does not
+//! read events is disconnected. Never grows beyond one reply and [`MAX_EVENT_BYTES`].
 
 use std::{
     cell::{Cell, RefCell},
@@ -12,23 +12,23 @@ use reactor::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Above this the next command waits.
+/// Queued bytes above which the next command waits.
 const ENOUGH_BYTES: usize = 256 << 10;
-/// Above this an event ends the connection. One reload may change ten thousand disks, all before
-/// anything can leave, and each has its event.
+/// Queued bytes above which an event ends the connection. One reload may change ten thousand disks,
+/// with an event each, before anything can be sent.
 const MAX_EVENT_BYTES: usize = 16 << 20;
 
 pub(super) struct Outbox {
     bytes: RefCell<Vec<u8>>,
-    /// Bytes taken that have not left yet.
+    /// Bytes handed to the sending task and not sent completely.
     leaving: Cell<usize>,
     closed: Cell<bool>,
     given_up: Cell<bool>,
-    /// Something is there to be sent, or nothing more will come.
+    /// Raised if there is something to send, or nothing will follow.
     filled: Signal,
-    /// Something has left, or nothing more will.
+    /// Raised when bytes were sent, or none will be.
     emptied: Signal,
-    /// Ends the connection under the task that sends, which may be waiting for this client.
+    /// Shuts down the connection, which wakes a blocked sending task.
     hang_up: Box<dyn Fn()>,
 }
 
@@ -64,7 +64,7 @@ impl Outbox {
         self.bytes.borrow().len() + self.leaving.get()
     }
 
-    /// Waits until the client may have its next command; false if it never will.
+    /// Waits until the next command may run; false if the client was disconnected.
     pub(super) async fn room(&self) -> bool {
         while self.queued() > ENOUGH_BYTES && !self.given_up.get() {
             self.emptied.wait().await;
@@ -72,8 +72,9 @@ impl Outbox {
         !self.given_up.get()
     }
 
-    /// Everything that is to be sent next; `None` when no more will come.
+    /// Waits for bytes to send; `None` if none will follow.
     pub(super) async fn next(&self) -> Option<Vec<u8>> {
+        // The caller asks for more only after the previous bytes were sent.
         self.leaving.set(0);
         self.emptied.raise();
         loop {
@@ -92,18 +93,19 @@ impl Outbox {
         }
     }
 
-    /// Nothing more is added; what is there is still sent.
+    /// Rejects further messages; queued ones are still sent.
     pub(super) fn close(&self) {
         self.closed.set(true);
         self.filled.raise();
     }
 
-    /// Nothing is sent any more.
+    /// Drops all messages and disconnects the client.
     pub(super) fn give_up(&self) {
         self.given_up.set(true);
         self.close();
         self.bytes.take();
         self.emptied.raise();
+        // Last: the sending task wakes up and must find the queue closed.
         (self.hang_up)();
     }
 
@@ -113,9 +115,9 @@ impl Outbox {
     }
 }
 
-/// A value on a line of its own, which ends as QEMU's do.
+/// Appends a value as one line, with QEMU's line end.
 fn append(bytes: &mut Vec<u8>, value: &impl Serialize) {
-    // All keys are strings, and writing to memory does not fail.
+    // Cannot fail: all keys are strings, and the writer is memory.
     let written = serde_json::to_writer(&mut *bytes, value);
     debug_assert!(written.is_ok(), "{written:?}");
     bytes.extend_from_slice(b"\r\n");
@@ -139,6 +141,7 @@ mod tests {
             assert_eq!(outbox.next().await.unwrap(), b"1\r\n{\"event\":\"X\"}\r\n");
             outbox.push(&json!(2));
             outbox.close();
+            // After `close`: dropped.
             outbox.push(&json!(3));
             assert_eq!(outbox.next().await.unwrap(), b"2\r\n");
             assert_eq!(outbox.next().await, None);
@@ -152,6 +155,7 @@ mod tests {
                 let outbox = Rc::new(Outbox::new(|| ()));
                 outbox.push(&json!("x".repeat(2 * ENOUGH_BYTES)));
                 let reader = Rc::clone(&outbox);
+                // Blocked by the large reply.
                 let room = reactor::spawn_joinable(async move { reader.room().await });
                 reactor::yield_now().await;
                 let bytes = outbox.next().await.unwrap();

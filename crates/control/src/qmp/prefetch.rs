@@ -1,5 +1,5 @@
-//! Reading ahead as arguments and answers. Where a command is QEMU's, the names have `x-weir-`
-//! before them. What a change leaves out stays as it is.
+//! Prefetch settings as arguments and results. Commands of QEMU have them with the prefix
+//! `x-weir-`. A change keeps omitted values.
 
 use api::{PrefetchSettings, PrefetchStatus};
 use policy::prefetch::{PrefetchMode, PrefetchSetting, PrefetchConfig, PrefetchStats};

@@ -1,14 +1,14 @@
-//! The QMP socket: who may connect, how many, and what becomes of each connection.
+//! QMP socket: authentication and number of clients, and the task of each connection.
 //!
 //! ```text
-//!   listener ─► accept ─► root or ourselves? ─► one of few? ─► greeting ─► session ⇄ commands
+//!   listener ─► accept ─► root or own user? ─► below the limit? ─► greeting ─► session ⇄ commands
 //!                                                                             │
-//!                                                              outbox ─► task that sends
+//!                                                              outbox ─► sending task
 //! ```
 //!
-//! Everything happens on the thread that listens, which also changes what runs: a command is never
-//! half done when another client's begins, unless it waits. A client that does not read holds up
-//! its own session alone, for [`PATIENCE`] at most.
+//! Runs on the thread that listens, which also changes the running state: commands of two clients
+//! interleave only at an await. A client that does not read delays only its own session, at most
+//! [`PATIENCE`].
 
 use std::{
     cell::{Cell, RefCell},
@@ -43,13 +43,13 @@ use super::{
 };
 
 const MAX_CLIENTS: usize = 64;
-/// How long a client may leave unread what it asked for.
+/// Time for a client to read a reply.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The same once everything ends.
+/// Time for a client to read the rest when the daemon ends.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// How long commands may go on then.
+/// Time for running commands when the daemon ends.
 const TO_ANSWER: Duration = Duration::from_secs(10);
-/// How often it is looked again whether clients may come.
+/// Interval of checks whether clients may connect again.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const INTAKE_BYTES: usize = 16 << 10;
 const SEND_BYTES: usize = 256 << 10;
@@ -66,16 +66,16 @@ pub(crate) enum Reply {
 }
 
 pub(crate) trait Execute {
-    /// Errors: no such command, or wrong arguments; then nothing has happened.
+    /// Starts a command. Errors: unknown command or wrong arguments; nothing has changed then.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
 
-    /// Whether nobody is let in for now.
+    /// True while clients must not be accepted.
     fn is_closed(&self) -> bool {
         false
     }
 }
 
-/// Why the daemon ends, in QEMU's words (`ShutdownCause`).
+/// Reason for the end of the daemon, with QEMU's names (`ShutdownCause`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// A signal.
@@ -100,10 +100,10 @@ pub(crate) struct Server {
     commands: Rc<dyn Execute>,
     events: Events,
     stopping: Cell<bool>,
-    /// By number.
+    /// Connected clients by number.
     clients: RefCell<HashMap<u64, Fd>>,
     next_number: Cell<u64>,
-    /// Raised when the last client has gone.
+    /// Raised when the last client has disconnected.
     empty: reactor::Signal,
 }
 
@@ -132,9 +132,10 @@ impl Server {
                     Some(Errno::EBADF | Errno::EINVAL | Errno::ENOTSOCK | Errno::EOPNOTSUPP) => {
                         return Err(error);
                     }
-                    // Nobody is let in for now, or the client gave up before it was accepted.
+                    // Interrupted by `close_control`, or the client disconnected before it was
+                    // accepted.
                     Some(Errno::ECANCELED | Errno::ECONNABORTED | Errno::EINTR | Errno::EAGAIN) => {}
-                    // Out of descriptors or memory. It passes, and nothing says when.
+                    // Out of descriptors or memory: transient, without a notification of its end.
                     _ => {
                         tracing::warn!(%error, "cannot accept a QMP client, trying again");
                         reactor::sleep_until(reactor::now() + Duration::from_secs(1)).await;
@@ -145,15 +146,15 @@ impl Server {
         Ok(())
     }
 
-    /// Tells every client that the daemon ends, and returns when the last has been answered and is
-    /// gone; those that do not read are cut off after [`FAREWELL`]. A command that does not end in
-    /// [`TO_ANSWER`] is left: it may wait for storage that never answers, and the disks are to be
-    /// flushed before somebody kills the daemon.
+    /// Announces the end of the daemon to every client, and returns after all replies are sent and
+    /// all clients have disconnected. Clients that do not read are disconnected after [`FAREWELL`].
+    /// Commands that run longer than [`TO_ANSWER`] are abandoned: they may wait for storage that
+    /// never answers, and the disks must be flushed before the service manager kills the daemon.
     pub(crate) async fn stop(&self, ending: Ending) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);
         for socket in self.clients.borrow().values() {
-            // Wakes who waits for a command; an answer still goes out.
+            // Wakes sessions that wait for a command; replies are still sent.
             hang_up(socket, Shutdown::Read);
         }
         let all_gone = async {
@@ -163,7 +164,7 @@ impl Server {
         };
         if reactor::timeout(TO_ANSWER, all_gone).await.is_err() {
             let commands = self.clients();
-            tracing::warn!(commands, "ends although commands of clients are at work still");
+            tracing::warn!(commands, "ending while commands of clients are still running");
         }
     }
 
@@ -174,6 +175,7 @@ impl Server {
     async fn welcome(self: Rc<Self>, socket: OwnedFd) {
         let admitted = self.admit(&socket);
         let socket = Fd::from(socket);
+        // A clone of the descriptor handle, so that the outbox can shut down the connection.
         let hold = socket.clone();
         let outbox = Rc::new(Outbox::new(move || hang_up(&hold, Shutdown::Both)));
         let sending = reactor::spawn_joinable(send_all(socket.clone(), Rc::clone(&outbox)));
@@ -183,6 +185,7 @@ impl Server {
                 self.next_number.set(number + 1);
                 self.clients.borrow_mut().insert(number, socket.clone());
                 tracing::debug!(client = number, "QMP client connected");
+                // Also removes the client if this task is cancelled.
                 let _registered = Registered { server: &self, number };
                 outbox.push(&greeting());
                 self.converse(&socket, &outbox).await;
@@ -190,6 +193,7 @@ impl Server {
                 tracing::debug!(client = number, "QMP client gone");
             }
             Err(error) => {
+                // Rejected clients receive the reason instead of a greeting.
                 outbox.push(&Id::default().answer(Err(error)));
                 finish(&outbox, sending).await;
             }
@@ -227,10 +231,10 @@ impl Server {
             {
                 outbox.push(&answer);
                 if !matches!(reactor::timeout(PATIENCE, outbox.room()).await, Ok(true)) {
-                    tracing::info!("a QMP client that does not read was cut off");
+                    tracing::info!("a QMP client that does not read was disconnected");
                     return outbox.give_up();
                 }
-                // Many commands may have come at once, and others are waiting for this thread too.
+                // A batch of commands must not starve other tasks of this thread.
                 reactor::yield_now().await;
             }
             if self.stopping.get() {
@@ -251,6 +255,7 @@ impl Server {
         }
         let was_negotiated = session.is_negotiated();
         let turn = session.advance(input)?;
+        // QMP sends no events before the negotiation.
         if session.is_negotiated() && !was_negotiated {
             self.events.subscribe(outbox);
         }
@@ -258,6 +263,7 @@ impl Server {
             Turn::Answer(answer) => answer,
             Turn::Execute(call) => {
                 let result = match self.commands.execute(&call.name, call.arguments.of_client(passed)) {
+                    // Events that the command causes carry this actor.
                     Ok(running) => actor.clone().attribute(running).await,
                     Err(error) => Err(error),
                 };
@@ -285,7 +291,7 @@ impl Drop for Registered<'_> {
     }
 }
 
-/// Who a client is, as it was when it connected.
+/// Process and user of a client at the time of its connection.
 fn actor(socket: &Fd) -> ChangeOrigin {
     let peer = getsockopt(&socket.as_fd(), PeerCredentials);
     let (pid, uid) = peer.map_or((0, 0), |peer| (peer.pid(), peer.uid()));
@@ -296,7 +302,7 @@ fn is_trusted(peer: Uid) -> bool {
     peer.is_root() || peer == geteuid()
 }
 
-/// Sends what is left, if the client takes it in time.
+/// Sends the rest within [`FAREWELL`].
 async fn finish(outbox: &Outbox, sending: reactor::JoinHandle<()>) {
     outbox.close();
     if reactor::timeout(FAREWELL, sending).await.is_err() {
@@ -306,6 +312,7 @@ async fn finish(outbox: &Outbox, sending: reactor::JoinHandle<()>) {
 
 async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
     while let Some(bytes) = outbox.next().await {
+        // In pieces, to bound the size of a send buffer.
         for piece in bytes.chunks(SEND_BYTES) {
             if send(&socket, piece).await.is_err() {
                 return outbox.give_up();
@@ -331,9 +338,9 @@ async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Ends one or both directions; wakes who waits there.
+/// Shuts down one or both directions, which wakes tasks that wait there.
 fn hang_up(socket: &Fd, how: Shutdown) {
-    // Fails only where the client has done so already.
+    // Fails only if the client has already disconnected.
     let _ = shutdown(socket.as_fd().as_raw_fd(), how);
 }
 

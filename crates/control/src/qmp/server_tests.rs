@@ -1,4 +1,4 @@
-//! The server over real sockets, with commands that do next to nothing.
+//! The server over real sockets, with trivial commands.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
@@ -11,8 +11,8 @@ use reactor::PollingMode;
 use super::*;
 use crate::qmp::error::Class;
 
-/// `echo` answers its arguments, `wait` after letting others run, `big` with a mebibyte, `emit`
-/// emits an event, `quit` asks to stop.
+/// Commands: `echo` returns its argument, `wait` yields first, `big` returns a mebibyte, `emit`
+/// emits an event, `quit` stops the server.
 #[derive(Debug)]
 struct Commands {
     events: Events,
@@ -50,7 +50,7 @@ impl Execute for Commands {
     }
 }
 
-/// Runs a server, and `clients` on a thread of their own; ends it once they have ended.
+/// Runs a server, with `clients` on a thread, and stops it after they have ended.
 fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     serve_until_quit(|connect| {
         clients(connect);
@@ -58,7 +58,7 @@ fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     });
 }
 
-/// As [`serve`], with a client that sends `quit`.
+/// As [`serve`], for clients that send `quit` themselves.
 fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("qmp");
@@ -80,7 +80,7 @@ fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     thread.join().expect("the clients saw what they expected");
 }
 
-/// A client that fails the test where an answer does not come.
+/// Client that fails the test if a reply does not arrive.
 struct Peer {
     lines: BufReader<UnixStream>,
 }
@@ -117,7 +117,7 @@ impl Peer {
     }
 }
 
-/// A client that is ready for commands, once the server has a place for it.
+/// Client with a negotiated session; retries while the server is full.
 fn admitted(connect: &dyn Fn() -> Peer) -> Peer {
     loop {
         let mut peer = connect();
@@ -149,19 +149,20 @@ fn a_client_that_never_reads_disturbs_nobody() {
     serve(|connect| {
         let mut deaf = connect();
         deaf.send(r#"{"execute":"qmp_capabilities"}"#);
+        // 50 MiB of replies that the client never reads.
         deaf.send(&r#"{"execute":"big"}"#.repeat(50));
         let mut other = admitted(connect);
         for number in 0..20 {
             assert_eq!(other.ask("echo", json!(number)), json!({"return": number}));
         }
-        // More events than anyone may leave unread: the first has to be let go.
+        // More events than a client may leave unread: the first client is disconnected.
         for _ in 0..30 {
             other.send(r#"{"execute":"emit"}"#);
             assert_eq!(other.line()["event"], "X");
             assert_eq!(other.line(), json!({"return": null}));
         }
         let mut rest = Vec::new();
-        // It ends, cleanly or reset; what matters is that the server has hung up.
+        // The connection ends, orderly or by a reset; both show that the server closed it.
         let _ = deaf.lines.read_to_end(&mut rest);
         assert!(rest.len() < 10 << 20, "{} bytes", rest.len());
     });
@@ -191,7 +192,7 @@ fn one_client_too_many_is_told_so() {
         let error = last.line();
         assert_eq!(error["error"]["desc"], "there are 64 clients already (end one of them first)");
         last.assert_ended();
-        // A place is given back when its client has gone.
+        // A disconnect frees a place.
         drop(peers.pop());
         admitted(connect);
     });

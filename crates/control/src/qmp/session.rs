@@ -1,12 +1,11 @@
-//! One client's conversation, without its socket: bytes in, requests and answers out, in the order
-//! they were sent.
+//! Session of one client, without its socket: bytes in, requests and replies out, in order.
 //!
 //! ```text
 //!   greeting ─► negotiating ── qmp_capabilities ─► commands
 //! ```
 //!
-//! The caller executes and answers each request before it calls [`Session::advance`] again, so a
-//! client's commands happen in their order. Knows no command but the one that negotiates.
+//! The caller executes and answers each request before it calls [`Session::advance`] again, so the
+//! commands of a client run in order. Independent of all commands except the negotiation.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -19,10 +18,10 @@ use super::{
     stream::{Item, Stream},
 };
 
-/// The release of QEMU whose schema the commands follow; clients such as libvirt decide by it.
+/// Release of QEMU whose schema the commands follow; clients such as libvirt check it.
 const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
 
-/// That release, as QEMU's programs write it.
+/// That release, in the form that QEMU's programs print.
 pub fn qemu_release() -> String {
     let (major, minor, micro) = QEMU_VERSION;
     format!("{major}.{minor}.{micro}")
@@ -38,7 +37,7 @@ pub(super) fn version() -> Value {
     })
 }
 
-/// weir offers no capability: commands are never executed out of order.
+/// Offers no capability: commands never run out of order.
 pub(super) fn greeting() -> Value {
     json!({ "QMP": { "version": version(), "capabilities": [] } })
 }
@@ -56,7 +55,7 @@ pub(super) struct Call {
     pub(super) id: Id,
 }
 
-/// What a client gave to recognise an answer by: any value, or none.
+/// Client's `id` of a request, by which it recognizes the reply; optional, of any type.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Id(Option<Value>);
 
@@ -70,7 +69,7 @@ impl Id {
     }
 }
 
-/// A command's answer: one of `return` and `error`, and the client's `id`.
+/// Reply: one of `return` and `error`, and the client's `id`.
 #[derive(Debug, Serialize)]
 pub(super) struct Answer {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -88,7 +87,7 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Takes bytes off the front of `input`; `None` once all are taken.
+    /// Consumes bytes of `input` up to the next request or reply; `None` after all are consumed.
     pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<Turn> {
         let item = self.stream.advance(input)?;
         Some(match item {
@@ -106,9 +105,11 @@ impl Session {
             let error = Error::generic("QMP input must be a JSON object");
             return Turn::Answer(Id::default().answer(Err(error)));
         };
+        // Taken first: errors carry the id, too.
         let id = Id(members.remove("id"));
         match command(members) {
             Err(error) => Turn::Answer(id.answer(Err(error))),
+            // The only command that works without negotiation.
             Ok((name, arguments)) if name == NEGOTIATE => {
                 Turn::Answer(id.answer(self.negotiate(arguments).map(|()| Reply::Value(json!({})))))
             }
@@ -163,8 +164,7 @@ fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error
 mod tests {
     use super::*;
 
-    /// What a session that was greeted answers; a command that would be executed is answered with
-    /// its name.
+    /// Replies of a session; a command that would be executed is answered with its name.
     fn answers(session: &mut Session, text: &str) -> Vec<Value> {
         let mut input = text.as_bytes();
         let mut answers = Vec::new();

@@ -1,5 +1,5 @@
-//! Limits, shares and the watermark as arguments and as answers, under each of the names that
-//! QEMU's commands have for them.
+//! Limits, shares and the watermark as arguments and results, under the names that QEMU's commands
+//! use.
 //!
 //! | | `iops-total-max-length` is called |
 //! | --- | --- |
@@ -7,8 +7,8 @@
 //! | a throttle group's own properties | `x-iops-total-max-length` |
 //! | `block_set_io_throttle`, `query-block` | `iops_max_length` |
 //!
-//! weir's own settings have `x-weir-` before them where a command is QEMU's. What breaks a rule is
-//! refused with the names the client used.
+//! weir's own settings have the prefix `x-weir-` in commands of QEMU. Errors use the names that the
+//! client used.
 
 use api::LimitValues;
 use block::layer::throttle::{DiskSettings, GroupSettings};
@@ -20,13 +20,13 @@ use serde_json::{Map, Value, json};
 
 use super::{arguments::Arguments, error::Error};
 
-/// What a family of commands calls the nineteen settings.
+/// Names of the nineteen settings in a family of commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Naming {
     Plain,
-    /// `x-` and their own names.
+    /// Prefix `x-` and the own name.
     Property,
-    /// The names that devices had before there were groups.
+    /// Names of the device properties that predate throttle groups.
     Device,
 }
 
@@ -75,7 +75,7 @@ impl LimitChanges {
         Ok(Self { given })
     }
 
-    /// What is given, with the value that counts.
+    /// Given settings with their values; the last value of a setting applies.
     pub(super) fn values(&self) -> impl Iterator<Item = (LimitSetting, u64)> + '_ {
         self.given.iter().map(|(setting, value, _)| (*setting, *value))
     }
@@ -84,19 +84,20 @@ impl LimitChanges {
         self.given.iter().any(|(given, ..)| *given == setting)
     }
 
-    /// `self`, and `later` where both say something.
+    /// Combines changes; `later` takes precedence.
     pub(super) fn then(mut self, later: Self) -> Self {
         self.given.extend(later.given);
         self
     }
 
-    /// Errors: the first broken rule, with the argument to blame where it is one.
+    /// Errors: the first broken rule, with the argument that caused it if there is one.
     pub(super) fn apply_to(&self, limits: Limits) -> Result<Limits, Error> {
         let given: Vec<_> = self.values().collect();
         limits.with_settings(&given).map_err(|invalid| self.refuse(&invalid))
     }
 
     fn refuse(&self, invalid: &InvalidLimit) -> Error {
+        // The last argument for the setting is the one in force.
         match self.given.iter().rfind(|(setting, ..)| *setting == invalid.setting) {
             Some((setting, _, name)) if name == setting.name() => Error::generic(invalid.to_string()),
             Some((.., name)) => Error::generic(format!("Parameter '{name}': {invalid}")),
@@ -120,7 +121,7 @@ impl Changes {
         Self { limits, ..self }
     }
 
-    /// weir's own settings.
+    /// Reads weir's own settings.
     pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let weights = u64::from(*NodeShare::WEIGHTS.start())..=u64::from(*NodeShare::WEIGHTS.end());
@@ -135,13 +136,14 @@ impl Changes {
         })
     }
 
-    /// Whether they say what is promised.
+    /// True if they change a reservation.
     pub(super) fn promise(&self) -> bool {
         self.iops_reservation.is_some() || self.bps_reservation.is_some()
     }
 
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
         let GroupSettings { limits, share, watermark } = before;
+        // Starts from the weight alone, then adds the reservations.
         let weighted = self.weight.map_or(NodeShare::new(share.weight()), NodeShare::new).unwrap_or(share);
         let share = weighted.with_reservation(
             self.iops_reservation.unwrap_or(share.iops_reservation()),
@@ -159,12 +161,12 @@ impl Changes {
     }
 }
 
-/// All nineteen, set or not, as QEMU shows a throttle group's `limits`.
+/// All nineteen settings, as in the `limits` of QEMU's throttle group.
 pub(super) fn all(limits: &Limits) -> Value {
     LimitSetting::ALL.iter().map(|&setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect()
 }
 
-/// Those that are set, by their own names.
+/// Settings other than the defaults, by their own names.
 pub(super) fn set(limits: &Limits) -> LimitValues {
     let is_set = |setting: &&LimitSetting| match setting {
         LimitSetting::Limit(kind, LimitPart::BurstLength) => limits.limit(*kind).burst_length_s > 1,
@@ -174,7 +176,7 @@ pub(super) fn set(limits: &Limits) -> LimitValues {
     LimitSetting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
-/// The limits of a `BlockDeviceInfo`: rates always, bursts where there are some.
+/// Limits of a `BlockDeviceInfo`: all rates, and bursts that are set.
 pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
     let is_shown = |setting: &&LimitSetting| match setting {
         LimitSetting::Limit(_, LimitPart::Rate) => true,
@@ -238,7 +240,7 @@ mod tests {
         alone.iops_size = 4096;
         assert_eq!(after(json!({"iops-total-max": 0})).unwrap(), alone);
         assert_eq!(after(json!({"iops-total": 0})).unwrap(), Limits::default());
-        // What is asked for in the same breath is judged as it is.
+        // Settings of the same command are checked together, without adjusting each other.
         let both = after(json!({"iops-total-max": 0, "iops-total-max-length": 5})).unwrap_err().to_string();
         assert!(both.starts_with("iops-total-max-length (5) is set without iops-total-max"), "{both}");
     }

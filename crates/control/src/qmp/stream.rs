@@ -1,29 +1,28 @@
-//! Bytes to JSON values, in whatever pieces they arrive. Values follow each other with any white
-//! space between them, or none.
+//! Splits a byte stream into JSON values. Values may be separated by white space or nothing.
 //!
 //! ```text
 //!           ┌──────────────── newline, control character, 0xff ◄──┐
 //!           ▼                                                     │
 //!   ──► between ──► in a value ──► complete ──► json::parse      lost
 //!                       │                                         ▲
-//!                       └───────── no JSON can go on like this ───┘
+//!                       └─────── a byte that no JSON permits ─────┘
 //! ```
 //!
-//! Only the frame is looked at here: brackets and quotes decide where a value ends. A value that is
-//! wrong inside costs one error and nothing else. After a broken frame, one error, and all is
-//! skipped up to the end of the line, a control character or the byte 0xff, which no UTF-8 holds.
+//! Only the framing is parsed here: brackets and quotes determine the end of a value. An error
+//! inside a value affects this value only. After an error of the framing, input is skipped up to
+//! the end of the line, a control character or the byte 0xff, which never occurs in UTF-8.
 //!
-//! Never holds more than [`MAX_MESSAGE_BYTES`], however much is sent without an end.
+//! Never buffers more than [`MAX_MESSAGE_BYTES`].
 
 use serde_json::Value;
 
 use super::json;
 
-/// Bytes of one value. QEMU takes 64 MiB; weir's commands need far less than 1 KiB.
+/// Maximum bytes of one value. QEMU permits 64 MiB; weir's commands need far less than 1 KiB.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
-/// Of nested arrays and objects. QEMU takes 1024; weir's commands need 4.
+/// Maximum nesting of arrays and objects. QEMU permits 1024; weir's commands need 4.
 pub(crate) const MAX_DEPTH: u32 = 64;
-/// Memory kept for the next message.
+/// Capacity kept for the next message.
 const KEPT_BYTES: usize = 16 << 10;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -38,9 +37,9 @@ enum Place {
     Between,
     Inside,
     Quoted,
-    /// Behind a backslash.
+    /// After a backslash.
     Escaped,
-    /// In a number or a word that is a whole message.
+    /// In a number or word at the top level.
     Scalar,
     Lost,
 }
@@ -49,7 +48,7 @@ enum Step {
     Skip,
     Take,
     Last,
-    /// The value has ended before it.
+    /// The value has ended before this byte.
     Ended,
     Wrong(String),
 }
@@ -57,17 +56,18 @@ enum Step {
 #[derive(Debug, Default)]
 pub(crate) struct Stream {
     place: Place,
-    /// Open brackets, the innermost lowest: 1 is an object, 0 an array.
+    /// Stack of open brackets, innermost in the lowest bit: 1 is an object, 0 an array.
     brackets: u64,
     depth: u32,
     message: Vec<u8>,
 }
 
 impl Stream {
-    /// Takes bytes off the front of `input`; `None` once all are taken.
+    /// Consumes bytes of `input` up to the end of a value; `None` after all are consumed.
     pub(crate) fn advance(&mut self, input: &mut &[u8]) -> Option<Item> {
         while let [byte, rest @ ..] = *input {
             let byte = *byte;
+            // One byte at a time: the state survives any split of the input.
             let step = self.step(byte);
             if !matches!(step, Step::Ended) {
                 *input = rest;
@@ -111,7 +111,7 @@ impl Stream {
             }
             Place::Escaped => unfinished_string(),
             Place::Scalar if is_scalar(byte) => Step::Take,
-            // Anything else is looked at afresh, as what follows the value.
+            // The byte belongs to the next value, and is examined again.
             Place::Scalar => Step::Ended,
         }
     }
@@ -125,6 +125,7 @@ impl Stream {
             b'{' | b'[' => {
                 self.place = Place::Inside;
                 self.depth += 1;
+                // 64 bits suffice for `MAX_DEPTH` levels.
                 self.brackets = self.brackets << 1 | u64::from(byte == b'{');
                 Step::Take
             }
@@ -167,6 +168,7 @@ impl Stream {
                 self.place = Place::Escaped;
                 Step::Take
             }
+            // Control characters must be escaped in JSON strings (RFC 8259, section 7).
             0xff | 0..b' ' => unfinished_string(),
             _ => Step::Take,
         }
@@ -191,11 +193,12 @@ impl Stream {
         self.brackets = 0;
         self.depth = 0;
         self.message.clear();
+        // Returns the memory of a large message.
         self.message.shrink_to(KEPT_BYTES);
     }
 }
 
-/// QEMU's words, with what is wrong behind them.
+/// QEMU's prefix of the error, followed by the reason.
 fn described(reason: &str) -> String {
     format!("JSON parse error, {reason}")
 }
@@ -212,7 +215,7 @@ fn is_scalar(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.')
 }
 
-/// Where a client that was not understood is listened to again.
+/// True for bytes after which parsing resumes after an error.
 fn is_fresh_start(byte: u8) -> bool {
     byte == b'\n' || byte == 0xff || (byte < b' ' && !is_space(byte))
 }
@@ -223,7 +226,7 @@ mod tests {
 
     use super::*;
 
-    /// Errors are `"!"` with what is said behind QEMU's words.
+    /// Parsed values; errors are `"!"` and the text after QEMU's prefix.
     fn items(text: &[u8], piece: usize) -> Vec<Value> {
         let mut stream = Stream::default();
         let mut items = Vec::new();
@@ -315,6 +318,7 @@ mod tests {
         let mut input = &b"[\""[..];
         assert_eq!(stream.advance(&mut input), None);
         for _ in 0..100 {
+            // A string without an end: 6.4 MB in total.
             let piece = vec![b'x'; 64 << 10];
             let mut input = &piece[..];
             broken += usize::from(stream.advance(&mut input).is_some());

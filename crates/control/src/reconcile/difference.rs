@@ -1,9 +1,9 @@
-//! What is different between what runs and what the config file says now; and what of that cannot
-//! be while it runs.
+//! Difference between the running state and the config file, and the changes that are impossible at
+//! run time.
 //!
-//! What came and went over the control socket is not the file's: a disk that neither the old file
-//! nor the new one has stays. Settings are compared with those in force, so that a change that was
-//! not saved is taken back.
+//! Objects that clients added over the control socket do not belong to the file: a disk that is in
+//! neither the old nor the new file stays. Settings are compared with those in force, so a reload
+//! reverts a change at run time that was not saved.
 //!
 //! Changes nothing.
 
@@ -24,29 +24,29 @@ use crate::{
     wanted::{Running, Wanted, Way},
 };
 
-const REMEDY: &str = "take the disk out of the file and reload, and put it back then; or restart weir";
+const REMEDY: &str = "remove the disk from the file, reload, and add it again; or restart weir";
 
-/// By their index in the plan, or by name where it is not in there any more.
+/// Difference, by index in the new plan, or by name for objects that are not in it.
 #[derive(Debug, Default)]
 pub struct Difference {
     pub(crate) new_groups: Vec<usize>,
     pub(crate) kept_groups: Vec<usize>,
-    /// Those inside others first.
+    /// Nested groups before those that contain them.
     pub(crate) old_groups: Vec<String>,
     pub(crate) new_disks: Vec<usize>,
     pub(crate) kept_disks: Vec<usize>,
     pub(crate) old_disks: Vec<String>,
-    /// Without a server that runs.
+    /// Servers of the plan that do not run.
     pub(crate) new_servers: Vec<usize>,
     pub(crate) new_exports: Vec<Wanted>,
     pub(crate) old_exports: Vec<Wanted>,
 }
 
 impl Difference {
-    /// Between what runs, of which `before` came from the file, and what `plan` says.
+    /// Difference between the running state, which `before` was applied to, and `plan`.
     ///
     /// # Errors
-    /// What cannot be changed, with its place; what is in use.
+    /// A change that is impossible at run time, with its place; an object to remove is in use.
     pub(crate) async fn find(
         registry: &Registry,
         before: &DesiredState,
@@ -56,11 +56,11 @@ impl Difference {
         Self::of(registry, Some(before), plan).await
     }
 
-    /// From a registry that has nothing of the plan, in two parts: the second has the disks for
-    /// which `is_late` returns true, with their exports, and is applied after the first.
+    /// Difference from a registry without the plan's objects, in two parts. The second part has the
+    /// disks for which `is_late` returns true, with their exports; it is applied after the first.
     ///
     /// # Errors
-    /// A name that is in use.
+    /// A name is in use.
     pub async fn from_empty(
         registry: &Registry,
         plan: &DesiredState,
@@ -81,7 +81,7 @@ impl Difference {
         !self.new_disks.is_empty()
     }
 
-    /// One disk of the plan with its exports, for which nothing else is missing.
+    /// Difference that adds one disk of the plan with its exports.
     pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Self {
         let new_disks = plan.disks.iter().position(|disk| disk.name == name).into_iter().collect();
         let new_exports = Wanted::all(plan).into_iter().filter(|export| export.disk == name).collect();
@@ -95,6 +95,7 @@ impl Difference {
         let is_new =
             |(_, server): &(usize, &settings::NbdServerSpec)| registry.exports.server_at(&server.endpoint).is_none();
         found.new_servers = plan.servers.iter().enumerate().filter(is_new).map(|(index, _)| index).collect();
+        // An export with other settings is in both lists: removed, then added.
         let (old, new) = (before.map(Wanted::all).unwrap_or_default(), Wanted::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
         let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
@@ -106,7 +107,7 @@ impl Difference {
         found.old_exports = old.iter().filter(is_old).cloned().collect();
         let is_new = |one: &&Wanted| !is_in(&of_old, one) || !is_there(one);
         found.new_exports = new.iter().filter(is_new).cloned().collect();
-        // What came over the control socket may be what the file asks for.
+        // An export that a client added may equal one of the file.
         found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
         found.check_unused(registry, &running, plan).await?;
         Ok(found)
@@ -122,12 +123,12 @@ impl Difference {
             };
             ensure!(
                 registry.cluster_of(&group.name).is_some() == group.cluster,
-                "{}: cluster: cannot be changed while the group is there (give it another name, and its disks that as their group; or restart weir)",
+                "{}: cluster: cannot be changed at run time (move its disks to a new group with another name, or restart weir)",
                 place
             );
             ensure!(
                 running.parent().map(|parent| parent.name()) == group.group.as_deref(),
-                "{}: group: a group stays in the one that it was made in (give it another name, and its disks that as their group)",
+                "{}: group: the parent of a group cannot be changed (move its disks to a new group with another name)",
                 place
             );
             self.kept_groups.push(index);
@@ -136,7 +137,7 @@ impl Difference {
         let before = before.map(|before| &*before.groups).unwrap_or_default();
         let old = before.iter().filter(is_old).map(|group| group.name.clone());
         self.old_groups = old.filter(|name| registry.groups.get(name).is_ok()).collect();
-        // A plan has them in the order in which they can be made.
+        // Plans list parents first; removal needs the reverse order.
         self.old_groups.reverse();
         Ok(())
     }
@@ -162,9 +163,10 @@ impl Difference {
                     disk.image.path().is_some()
                         && registry.disks.get(old).is_ok_and(|old| old.config.image == disk.image)
                 };
+                // The old disk is removed last, so the new one would find its lock.
                 if let Some(old) = self.old_disks.iter().find(has_image) {
                     bail!(disk.origin("image").error(format!(
-                        "the disk {old:?} has this image until it is removed (take that out and reload first)"
+                        "the disk {old:?} uses this image until it is removed (remove it from the file and reload first)"
                     )));
                 }
                 self.new_disks.push(index);
@@ -182,7 +184,7 @@ impl Difference {
         Ok(())
     }
 
-    /// Nobody uses what is to go.
+    /// Fails if an object to remove is in use.
     async fn check_unused(&self, registry: &Registry, running: &Running, plan: &DesiredState) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
@@ -207,11 +209,13 @@ impl Difference {
         }
         let planned: HashMap<_, _> = plan.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let removed: HashSet<_> = self.old_disks.iter().chain(&self.old_groups).collect();
+        // A member is no obstacle if the same plan moves or removes it.
         let leaves = |member: &String, group: &str| {
             let disk = planned.get(member.as_str());
             let moves = disk.is_some_and(|disk| disk.group.as_deref() != Some(group));
             moves || removed.contains(member)
         };
+        // Collected once: a query per group would visit all disks each time.
         let mut all_members = registry.members();
         for name in &self.old_groups {
             let members = all_members.remove(&Arc::as_ptr(&registry.groups.get(name)?)).unwrap_or_default();
@@ -231,7 +235,7 @@ fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
     by_disk
 }
 
-/// Where the file asks for an export.
+/// Place of an export in the config file.
 pub(crate) fn place_of<'p>(plan: &'p DesiredState, wanted: &Wanted) -> Option<&'p Origin> {
     let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
     let is_it = |export: &ExportConfig| match (export, &wanted.way) {
@@ -247,13 +251,13 @@ fn shown(place: Option<&Origin>) -> String {
     place.map(Origin::to_string).unwrap_or_default()
 }
 
-/// The keys by which a disk differs that cannot be changed while it is served.
+/// Differing keys that cannot change at run time.
 pub(crate) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
     old.differences(new).filter(|key| key.change == ChangePolicy::Reject).map(|key| key.name).collect()
 }
 
-/// The same of a disk that was added over the control socket. The file may leave the format open,
-/// and name the passphrase that was a secret object there.
+/// As [`fixed`], for a disk that was added over the control socket: the file may omit the format,
+/// and have the passphrase in a file instead of a secret object.
 fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
     let old = &running.config;
     let is_same_file = match (old.image.path(), new.image.path()) {
@@ -271,18 +275,19 @@ fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str
     fixed(old, &new).into_iter().chain(running.only_here.filter(|_| !has_secret)).collect()
 }
 
-/// Refuses a change of a key of the process that cannot change while it runs. `draft` has the
-/// places of the new keys.
+/// Fails if a key of the process changed that is fixed at run time. `draft` has the places of the
+/// new keys.
 fn check_service(old: &ProcessSpec, new: &ProcessSpec, draft: &ParsedConfig) -> anyhow::Result<()> {
     let place = |place: Option<&Origin>, key| place.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
     let fixed = old.differences(new).filter(|key| key.change == ChangePolicy::Reject);
     let mut keys: Vec<_> = fixed.map(|key| place(draft.daemon.origin_of_given(key.name), key.name)).collect();
+    // The table of the cluster is not in the list of keys, so it is compared separately.
     if old.cluster != new.cluster {
         keys.push(place(draft.cluster.as_ref().map(ConfigWithOrigins::own_origin), "[cluster]"));
     }
     ensure!(
         keys.is_empty(),
-        "{}: cannot be changed while weir runs (restart it, or put back what was there)",
+        "{}: cannot be changed while weir runs (restart it, or restore the old value)",
         keys.join(", ")
     );
     Ok(())

@@ -1,8 +1,8 @@
-//! A reconciliation without its effects: the changes that a reload would report.
+//! Dry run: a reconciliation without effects, which returns the changes that a reload would report.
 //!
-//! Opens no image for writing and binds no address. Errors that only the effects show are not
-//! found: an address that another program uses, a device that was measured to do less than is
-//! reserved, reservations beside those of disks that clients have added, caches without memory.
+//! Opens no image for writing and binds no address. It misses errors that only the effects show: an
+//! address that another program uses, reservations beyond a device's measured capacity or beside
+//! those of disks that clients added, caches without memory.
 
 use std::collections::BTreeSet;
 
@@ -20,13 +20,14 @@ use crate::{
 };
 
 impl Reconciliation<'_> {
-    /// What a reload would tell, in its order.
+    /// Changes that a reload would report, in its order.
     ///
     /// # Errors
-    /// What it would be refused for.
+    /// Reason for which a reload would fail.
     pub(crate) async fn foresee(&mut self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
         self.check_doors(difference)?;
         let (silent, found) = self.look_at_images(difference, Others::AreInTheWay).await?;
+        // A reload stops at the first error, too.
         if let Some(first) = found.into_iter().next() {
             return Err(first);
         }
@@ -47,7 +48,7 @@ impl Reconciliation<'_> {
         for (index, planned) in groups.iter().enumerate() {
             if difference.new_groups.binary_search(&index).is_err() {
                 let node = Node::Group(self.registry.groups.get(&planned.name)?);
-                // It stays where it is.
+                // A reload never moves a group.
                 let now = Seat::now(&node);
                 let wanted = Seat { settings: self.of_group(planned, &now.settings), ..now.clone() };
                 all.extend(applied::settings("group", &planned.name, now.values(), wanted.values()));

@@ -1,8 +1,9 @@
-//! Opening of the images of new disks, before anything of the running state changes.
+//! Opening of the images of new disks, before the running state changes.
 //!
-//! A start opens local images one after another, in the order of the plan: of two disks with one
-//! image, the second is refused. All other images are opened at once, and a disk whose storage does
-//! not answer before the deadline of [`Trial`] becomes unavailable instead of failing the change.
+//! A start opens local images one after another, in the order of the plan, so that of two disks
+//! with one image always the second is rejected. All other images are opened concurrently; a disk
+//! whose storage does not answer before the deadline of [`Trial`] becomes unavailable instead of
+//! failing the change.
 
 use std::fs;
 
@@ -14,8 +15,8 @@ use super::{Difference, Occasion, Reconciliation};
 use crate::{opening::Trial, reconcile::source::Source};
 
 impl Reconciliation<'_> {
-    /// Opens the images of the new disks, each with the index of its disk in the plan. Nothing else
-    /// changes; to drop the images takes it back.
+    /// Opens the images of the new disks, each with the index of its disk in the plan. Changes
+    /// nothing else: dropping the images undoes it.
     ///
     /// # Errors
     /// The first image that cannot be opened, with its place in the config file.
@@ -51,11 +52,12 @@ impl Reconciliation<'_> {
                 Err(silent) => self.silent.push((planned.name.clone(), silent)),
             }
         }
+        // Listed in the order of the plan, independent of the order of completion.
         images.sort_unstable_by_key(|(index, _)| *index);
         Ok(images)
     }
 
-    /// True for disks without a deadline: those that clients of an old process use, and the one
+    /// True for disks without a deadline: disks that clients of the old process use, and the only
     /// disk of a command line.
     fn is_awaited(&self, disk: &str, source: &dyn Source) -> bool {
         self.occasion == Occasion::Start && (self.is_alone() || source.has_disk(disk))
@@ -65,7 +67,8 @@ impl Reconciliation<'_> {
         self.plan.disks.len() == 1 && !self.is_of_a_file()
     }
 
-    /// Adds to an error which disk has the image, also of those that are opened with it.
+    /// Adds the disk that has the image open to an error, including disks that are opened together
+    /// with it.
     fn opened(
         &self,
         planned: &PlacedDisk,
@@ -76,6 +79,7 @@ impl Reconciliation<'_> {
         let opened = opened.map_err(|error| self.registry.naming_holder_of(error, others));
         let opened = self.placed(planned, opened);
         match self.registry.cluster().and_then(|cluster| cluster.moved_to(&planned.name)) {
+            // A lock held by the migration's target is the likely cause.
             Some(host) => opened.with_context(|| format!("disk {} has moved to host {host}", planned.name)),
             None => opened,
         }
@@ -90,17 +94,17 @@ impl Reconciliation<'_> {
     }
 }
 
-/// A pipe may never say its passphrase, and every later reload would wait for this one.
+/// Fails if a passphrase comes from a pipe: a reload that waits for one blocks all later reloads.
 pub(crate) async fn check_secrets(disk: &PlacedDisk) -> anyhow::Result<()> {
     for source in &disk.qcow2.secrets {
         let SecretSource::File(path) = source else { continue };
-        // What is not there is told by whoever reads it.
+        // A missing file passes here; the reader reports it.
         let of_call = path.clone();
         let metadata = reactor::run_blocking(move || fs::metadata(of_call)).await;
         let is_file = metadata.map_or(true, |metadata| metadata.is_file());
         ensure!(
             is_file,
-            "disk {}: secret-file: {} is no file, and only a start waits for what it says (use a file, or restart weir)",
+            "disk {}: secret-file: {} is no regular file, and only a start waits for a pipe (use a file, or restart weir)",
             disk.name,
             path.display()
         );

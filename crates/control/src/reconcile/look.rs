@@ -1,8 +1,8 @@
-//! Whether the images of new disks could be opened: the check of `weir check-config`, `weir serve
-//! --check` and `weir reload --dry-run`.
+//! Trial opening of the images of new disks, for `weir check-config`, `weir serve --check` and
+//! `weir reload --dry-run`.
 //!
-//! Images are opened for reading, whatever program writes to them. Never takes a lock that others
-//! would notice, and never reads a passphrase that can be read only once.
+//! Images are opened read-only, even if another program writes to them. Never takes a lock that
+//! other processes would notice, and never reads a passphrase that can be read only once.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -15,21 +15,20 @@ use super::{Difference, Occasion, Reconciliation, check_secrets};
 use crate::{assemble, bitmaps, doors, listen::Others, looking, opening::Trial};
 
 impl Reconciliation<'_> {
-    /// Looks at the images of all new disks. Returns the indexes of those whose storage does not
-    /// answer, with the reasons, and everything else that is wrong, each with its place in the
-    /// config file.
+    /// Tries the images of all new disks. Returns the indices of those whose storage does not
+    /// answer, with the reasons, and all other errors, each with its place in the config file.
     ///
-    /// At the occasion of a start, groups and disks are listed in the registry, which belongs to no
-    /// daemon.
+    /// For a start, groups and disks are added to the registry, which must belong to no daemon.
     ///
     /// # Errors
-    /// A group cannot be made.
+    /// A group cannot be created.
     pub async fn look_at_images(
         &mut self,
         difference: &Difference,
         others: Others,
     ) -> anyhow::Result<(Vec<(usize, String)>, Vec<anyhow::Error>)> {
         if self.occasion == Occasion::Start {
+            // Creates the groups, so that disks are checked with their groups' reservations.
             self.seat(difference, Vec::new())?;
         }
         let (mut silent, mut found) = (Vec::new(), Vec::new());
@@ -40,7 +39,7 @@ impl Reconciliation<'_> {
         let mut trials = BTreeMap::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
-            // All servers at once, as each may take until the deadline.
+            // All servers concurrently: each may take until the deadline.
             if planned.image.is_remote()
                 && let Some(trial) = self.begin_look(planned, others, &mut found).await
             {
@@ -50,6 +49,7 @@ impl Reconciliation<'_> {
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let trial = match trials.remove(&index) {
+                // Its error was already recorded above.
                 None if planned.image.is_remote() => continue,
                 None => self.begin_look(planned, others, &mut found).await,
                 trial => trial,
@@ -80,19 +80,20 @@ impl Reconciliation<'_> {
     ) -> Option<Trial> {
         let place = || planned.origin("image").to_string();
         if let Some(path) = planned.image.path().filter(|_| !planned.read_only).map(Path::to_owned) {
+            // The trial opens read-only, which does not show a missing write permission.
             let writable = move || if path.exists() { access(&path, AccessFlags::W_OK) } else { Ok(()) };
             let writable = reactor::run_blocking(writable).await.map_err(io::Error::from);
             found.extend(writable.context("cannot be written").with_context(place).err());
         }
         if !secrets_are_files(planned).await {
-            // Only a start waits for what a pipe says.
+            // Only a start waits for a pipe.
             if self.occasion != Occasion::Start {
                 found.extend(check_secrets(planned).await.err());
             }
             return None;
         }
         let mut looked = looking::alone(planned);
-        // An image elsewhere does not reveal whether the daemon of this file has it.
+        // An image on another host does not reveal whether the daemon of this config has it open.
         looked.force_share |= others == Others::MayHave;
         let opening = async {
             self.registry.check_image(&planned.image).await?;
@@ -121,6 +122,7 @@ impl Reconciliation<'_> {
         files.take(planned, &image)?;
         let group = planned.group.as_ref().filter(|_| self.occasion == Occasion::Start);
         let group = group.and_then(|group| self.registry.groups.get(group).ok());
+        // Checks the limits, reservations and memory of the disk as a side effect.
         let running = assemble::disk(&looking::alone(planned), group.as_ref(), image)?;
         bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
         for export in self.plan.exports.iter().filter(|export| export.disk == index) {
@@ -129,13 +131,14 @@ impl Reconciliation<'_> {
         if self.occasion == Occasion::Start {
             self.registry.add_disk(running)?;
         }
-        // A reload of a disk with handover takes no lock, whatever program has it.
+        // A reload of a disk with handover takes no lock, whichever process has it.
         let takes_lock = self.occasion == Occasion::Start || !planned.handover;
         let path = planned.image.path().filter(|_| !planned.force_share && takes_lock);
         if let Some(path) = path.map(Path::to_owned) {
             let read_only = planned.read_only;
             let in_use = reactor::run_blocking(move || storage::find_user(&path, read_only)).await;
-            // With handover a start takes no lock: a weir that has it may be about to hand it over.
+            // With handover a start takes no lock: a weir process that has it may be about to
+            // release it.
             let is_in_the_way = |holder: Option<&str>| {
                 others == Others::AreInTheWay && !planned.handover
                     || holder.is_some_and(|name| !name.starts_with("weir"))
@@ -148,7 +151,7 @@ impl Reconciliation<'_> {
     }
 }
 
-/// False if a source can be read only once, by the daemon.
+/// False if a passphrase source can be read only once, by the daemon.
 async fn secrets_are_files(planned: &PlacedDisk) -> bool {
     let sources = planned.qcow2.secrets.clone();
     if sources.is_empty() {

@@ -1,8 +1,8 @@
-//! Limits, shares, promises and groups of several disks and groups, put in force together.
+//! Limits, shares, reservations and groups of several disks and groups, applied together.
 //!
-//! What is allowed together need not be allowed one after the other: a promise that moves from one
-//! disk to another is too much until the first has given it up. So all that change give up their
-//! promises, take their places, and get their promises then.
+//! A valid final state need not be reachable one object at a time: a reservation that moves from
+//! one disk to another does not fit until the first gives it up. Therefore all changing objects
+//! first give up their reservations, then change limits and groups, then book their reservations.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use policy::throttle::{ThrottleError, NodeShare};
 
 use super::applied::{self, Named};
 
-/// A disk or a group, what it is held to, and of a disk the group that it is in.
+/// Settings of a disk or group, and the group that contains a disk.
 #[derive(Clone)]
 pub(crate) struct Seat {
     pub(crate) node: Node,
@@ -30,7 +30,7 @@ pub(crate) enum Node {
 }
 
 impl Seat {
-    /// As it is now.
+    /// Current settings.
     pub(crate) fn now(node: &Node) -> Self {
         match node {
             Node::Group(group) => {
@@ -49,14 +49,14 @@ impl Seat {
         self
     }
 
-    /// Puts it in force.
+    /// Applies the settings.
     ///
     /// # Errors
-    /// Why it cannot be; then it is as it was.
+    /// Reason of the rejection; the object is unchanged.
     pub(crate) fn take(&self) -> Result<(), ThrottleError> {
         let GroupSettings { limits, share, watermark } = self.settings;
         match &self.node {
-            // What is lent of a cluster's limits changes meanwhile, and is not a seat's.
+            // A quota changes the limits concurrently; keep those in force.
             Node::Group(group) if group.quota_lease().is_some() => {
                 group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
             }
@@ -67,12 +67,12 @@ impl Seat {
         }
     }
 
-    /// Its settings, each by its name.
+    /// Settings by name.
     pub(crate) fn values(&self) -> Vec<Named> {
         applied::of_throttle(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
     }
 
-    /// What it is, and its name.
+    /// Kind and name of the object.
     pub(crate) fn named(&self) -> (&'static str, String) {
         match &self.node {
             Node::Group(group) => ("group", group.name().to_owned()),
@@ -85,10 +85,11 @@ pub(crate) fn promising_nothing(share: NodeShare) -> NodeShare {
     share.with_reservation(0, 0)
 }
 
-/// Puts all in force, groups being there before what is in them.
+/// Applies all seats. Groups must precede their members.
 ///
 /// # Errors
-/// The first that cannot be; then some are in force. What was before can always be put again.
+/// The first seat that is rejected; others may be in force by then. Applying the previous seats
+/// always succeeds.
 pub(crate) fn put(seats: &[Seat]) -> anyhow::Result<()> {
     let take = |seat: &Seat| {
         seat.take().with_context(|| {

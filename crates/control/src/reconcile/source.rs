@@ -1,5 +1,5 @@
-//! Where a start takes sockets, devices and open images from: the host, or an old process that
-//! hands them over in an upgrade.
+//! Origin of sockets, devices and open images at a start: the host, or the old process of an
+//! upgrade.
 
 use std::{path::Path, time::Duration};
 
@@ -12,9 +12,9 @@ use crate::{
     wanted::Wanted,
 };
 
-/// What an old process hands over. The defaults are those of [`Fresh`].
+/// Objects that the old process transfers. The defaults are those of [`Fresh`].
 pub trait Source {
-    /// Files of images that are open already.
+    /// Files of images that are already open.
     fn passed(&self) -> Option<&PassedFiles> {
         None
     }
@@ -25,32 +25,33 @@ pub trait Source {
         false
     }
 
-    /// True if sockets of this endpoint are handed over.
+    /// True if sockets of this endpoint are transferred.
     fn has_server(&self, _endpoint: &ListenEndpoint) -> bool {
         false
     }
 
-    /// Sockets of an NBD server, each time once; `None` if they are to be bound.
+    /// Sockets of an NBD server, each returned once; `None` if they must be bound.
     fn listeners(&mut self, _endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<Listener>>> {
         Ok(None)
     }
 
-    /// The control socket at a path; `None` if it is to be bound.
+    /// Control socket at a path; `None` if it must be bound.
     fn control(&mut self, _path: &Path) -> anyhow::Result<Option<Listener>> {
         Ok(None)
     }
 
-    /// Sockets of an HTTP service, `metrics` or `http`; `None` if they are to be bound.
+    /// Sockets of an HTTP service, `metrics` or `http`; `None` if they must be bound.
     fn told(&mut self, _what: &str, _address: &ListenAddress) -> anyhow::Result<Option<Vec<Listener>>> {
         Ok(None)
     }
 
-    /// Puts the sockets of vhost-user-blk exports where these exports look for passed sockets.
+    /// Adds the sockets of vhost-user-blk exports to the passed sockets, where these exports find
+    /// them.
     fn pass_machines(&mut self, _inherited: &mut Inherited) -> anyhow::Result<()> {
         Ok(())
     }
 
-    /// True if an export is opened later, when the old process has released its device.
+    /// True if an export is opened later, after the old process has released its device.
     fn puts_off(&self, _wanted: &Wanted, _registry: &Registry) -> bool {
         false
     }
@@ -65,14 +66,14 @@ pub trait Source {
         None
     }
 
-    /// Fails if the config lacks something that the old process serves. Disks for which `is_late`
+    /// Fails if the config lacks an object that the old process serves. Disks for which `is_late`
     /// returns true are opened after this check.
     fn check_config(&self, _registry: &Registry, _is_late: &dyn Fn(&str) -> bool) -> anyhow::Result<()> {
         Ok(())
     }
 }
 
-/// No old process: everything is opened and bound anew.
+/// Source without an old process: everything is opened and bound anew.
 #[derive(Clone, Copy, Debug)]
 pub struct Fresh;
 

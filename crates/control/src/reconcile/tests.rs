@@ -1,4 +1,4 @@
-//! Start, reload, dry run and retry of plans whose disks lie in memory.
+//! Start, reload, dry run and retry of plans whose disks are in memory.
 
 use std::{path::Path, rc::Rc};
 
@@ -34,11 +34,12 @@ async fn start(registry: &Rc<Registry>, plan: &DesiredState) {
     work.apply(&difference, images, &mut Fresh).await.expect("nothing is missing");
 }
 
-/// What a reload from one plan to the other reports, or why it is refused.
+/// Reports of a reload between two plans, or its error.
 async fn reload(registry: &Rc<Registry>, [before, after]: [&DesiredState; 2]) -> Result<Vec<Value>, String> {
     let difference =
         Difference::of(registry, Some(before), after).await.map_err(|error| format!("{error:#}"))?;
     let mut work = work(Occasion::Reload, registry, after);
+    // Every test of a reload also checks its dry run.
     let dry = work.foresee(&difference).await.map_err(|error| format!("{error:#}"))?;
     work.reconcile(&difference, &mut Fresh).await.map_err(|error| format!("{error:#}"))?;
     work.clear(&difference, before).await;

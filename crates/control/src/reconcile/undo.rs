@@ -1,4 +1,4 @@
-//! Roll-back: what a reconciliation has done, and how each step is undone, the last first.
+//! Roll-back of a reconciliation: its completed steps, undone in reverse order.
 
 use std::rc::Rc;
 
@@ -13,14 +13,14 @@ use super::{
 };
 use crate::{change::Change, registry::RunningDisk, serving::Serving, wanted::Wanted};
 
-/// Something that was done, with what it takes to undo it.
+/// Completed step, with what undoing it needs.
 pub(crate) enum Done {
     Configured(Rc<RunningDisk>, Box<DiskConfig>),
     Seated(Vec<Seat>),
     GroupAdded(String),
     DiskAdded(String),
     ServerAdded(Rc<Serving>),
-    /// With what is to be told of it once it is not put back.
+    /// `gone` is the change to announce if the export cannot be added again.
     ExportRemoved {
         wanted: Box<Wanted>,
         id: String,
@@ -31,9 +31,10 @@ pub(crate) enum Done {
 
 impl Reconciliation<'_> {
     pub(crate) async fn undo(&mut self) {
+        // Continues after a failed step, to undo as much as possible.
         while let Some(done) = self.done.pop() {
             if let Err(error) = self.undo_one(done).await {
-                tracing::error!("what a reload had changed could not be put back: {error:#} (restart weir)");
+                tracing::error!("a step of a reload could not be rolled back: {error:#} (restart weir)");
             }
         }
     }
@@ -43,6 +44,8 @@ impl Reconciliation<'_> {
             Done::Configured(running, before) => configure(&running, &before).await?,
             Done::Seated(before) => {
                 seats::put(&before)?;
+                // The previous state may violate a capacity measured since; it is restored all the
+                // same.
                 if let Err(error) = self.registry.check_devices() {
                     tracing::warn!("{error:#}");
                 }
@@ -54,19 +57,20 @@ impl Reconciliation<'_> {
                 serving.stop().await;
             }
             Done::ExportRemoved { wanted, id, gone } => {
+                // With its old id, so that clients of the control socket see no change.
                 if let Err(error) = wanted.add_by(self.registry, id).await {
                     gone.iter().for_each(|gone| self.registry.tell(gone));
                     return Err(error);
                 }
             }
-            // Nobody was told of it.
+            // No event announced it.
             Done::ExportAdded(id) => drop(self.registry.removal(&id, Removal::Hard)?.await),
         }
         Ok(())
     }
 }
 
-/// Puts all in force. Where it fails, some is.
+/// Applies all settings of the disk alone. A failure leaves some of them applied.
 pub(super) async fn configure(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
     let caches = wanted.qcow2.caches;
     running.disk.prefetch().set(wanted.prefetch)?;
@@ -77,6 +81,7 @@ pub(super) async fn configure(running: &RunningDisk, wanted: &DiskConfig) -> any
         qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;
         running.caches.set(caches);
     }
+    // After both settings that determine the size of the reservation.
     running.disk.reserve_memory()?;
     running.disk.failures().set_policies(wanted.on_error);
     Ok(())

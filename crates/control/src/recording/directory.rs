@@ -1,15 +1,15 @@
-//! A recording that never ends: files in a directory, of an hour each, of which the oldest go.
+//! Permanent recording: one file per hour in a directory, oldest files removed.
 //!
 //! ```text
-//!   2026-11-23T23-00-00.012Z.recording  ─► removed: too old, or one too many
+//!   2026-11-23T23-00-00.012Z.recording  ─► removed: too old, or above the size limit
 //!   2026-11-24T00-00-00.003Z.recording
 //!   2026-11-24T01-00-00.018Z.recording  ◄─ requests
 //! ```
 //!
-//! A file is made when there is something to write to it. Where none can be written, that is said
-//! once; nothing is recorded until it can again, and what was not is counted in the next file.
-//! One daemon to a directory, which it has locked: only while one takes over from another both
-//! write, and who has the lock removes. Never touches a file that is not called so.
+//! A file is created with its first record. If writing fails, that is logged once, and records are
+//! dropped and counted until it succeeds again; the next file contains their number. One daemon per
+//! directory, which it locks; during an upgrade two processes write, and only the one with the lock
+//! removes files. Never touches a file with another form of name.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -38,53 +38,54 @@ use super::{
     sink::{Progress, Sink},
 };
 
-/// Removed disks and groups whose limits the next file ends. A report draws the limits of further
-/// ones up to its own end.
+/// Maximum number of removed disks and groups whose limits the next file ends. Reports draw the
+/// limits of further ones up to the end of the report.
 const MOST_REMOVED: usize = 10_000;
-/// How long a directory that takes nothing is left alone.
+/// Interval between attempts after a write error.
 const AGAIN: Duration = Duration::from_secs(10);
-/// A file is at most so large a part of all: what is gone with the oldest.
+/// Divisor: maximum size of one file, as a part of the limit of all files. Bounds the
+/// loss when the oldest file is removed.
 const PART: u64 = 8;
 const HOUR: u64 = 3600;
-/// What disks are asked is not for everybody.
+/// Mode of the files; access patterns are not public.
 const MODE: u32 = 0o640;
 const ENDING: &str = "Z.recording";
 
-/// What is wrong, until it is not any more.
+/// Interruption by a write error.
 struct Stopped {
-    /// Requests that were not recorded.
+    /// Number of requests that were not recorded.
     lost: u64,
     again: Instant,
-    /// As it was said.
+    /// Logged reason; a different one is logged again.
     why: String,
 }
 
 pub(super) struct Directory {
     record: RecordingConfig,
-    /// The file that is written, and its path.
+    /// Current file and its path.
     current: Option<(Sink, PathBuf)>,
-    /// Its device and inode.
+    /// Device and inode of the current file.
     file: (u64, u64),
-    /// Since 1970.
+    /// Current hour, in hours since 1970.
     hour: u64,
     stopped: Option<Stopped>,
     has_ended: bool,
     progress: Arc<Progress>,
-    /// None while another daemon has it.
+    /// Lock of the directory; `None` while another daemon has it.
     lock: Option<File>,
-    /// How long ago each file that is there had ended, at a moment of a clock that nobody sets.
+    /// Age of each existing file when first seen, and that instant of the monotonic clock.
     ended: BTreeMap<OsString, (Duration, Instant)>,
-    /// Files that should go and cannot be removed, as was said.
+    /// Files that could not be removed and were logged.
     stuck: BTreeSet<OsString>,
-    /// Disks and groups that lost their limits while no file was open: the next file ends those
-    /// that were removed since.
+    /// Disks and groups that lost their limits while no file was open. The next file ends the
+    /// limits of those that were removed.
     removed: LimitsByOwner,
 }
 
 impl Directory {
     pub(super) fn new(record: RecordingConfig) -> Self {
         let progress = Arc::default();
-        // At once, a look at what is there from before.
+        // `hour` 0 makes the first turn prune existing files.
         let ended = BTreeMap::new();
         Self {
             record,
@@ -105,7 +106,7 @@ impl Directory {
         &self.progress
     }
 
-    /// Where requests go, unless there is nowhere.
+    /// Sink of the current file; opens a file if necessary. `None` while interrupted.
     fn sink(&mut self, limits: &LimitsByOwner) -> Option<&mut Sink> {
         if self.current.is_none() {
             let now = reactor::real_time();
@@ -120,8 +121,8 @@ impl Directory {
         self.current.as_mut().map(|(sink, _)| sink)
     }
 
-    /// Limits that a file begins with: all that are in force, also of disks and groups that have
-    /// none, since the file before may have had limits of theirs.
+    /// Limits at the start of a file: all in force, including empty ones of disks and groups that
+    /// may have had limits in the previous file.
     fn first_limits(&mut self, limits: &LimitsByOwner) -> Vec<LimitsInForce> {
         let removed = std::mem::take(&mut self.removed).into_iter();
         let removed = removed.filter(|(owner, _)| !limits.contains_key(owner)).map(|(_, none)| none);
@@ -140,8 +141,8 @@ impl Directory {
         Ok((sink, path))
     }
 
-    /// Removes what is too old, and the oldest where there is too much; nothing of another daemon
-    /// that records here too.
+    /// Removes files that are too old, and the oldest files above the size limit. Does nothing
+    /// while another daemon holds the lock.
     fn prune(&mut self) -> io::Result<()> {
         if !self.lock() {
             return Ok(());
@@ -153,7 +154,7 @@ impl Directory {
             let name = entry.file_name();
             if name.to_str().is_some_and(is_ours) {
                 let known = entry.metadata()?;
-                // Somebody else's, whatever it is called.
+                // Not one of weir's files, although it is named like one.
                 if !known.is_file() {
                     continue;
                 }
@@ -161,10 +162,11 @@ impl Directory {
                 files.push((age, name, known.len()));
             }
         }
-        // The newest first; of those that another daemon wrote at once, by their names.
+        // Newest first. Files that two processes wrote at the same time are ordered by name.
         files.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.cmp(&a.1)));
         self.ended.retain(|known, _| files.iter().any(|(_, name, _)| name == known));
         self.stuck.retain(|known| files.iter().any(|(_, name, _)| name == known));
+        // One part is kept free for the current file, which grows to that size.
         let mut room = self.record.limit - self.record.limit / PART;
         for (age, name, length) in files {
             room = room.saturating_sub(length);
@@ -175,56 +177,53 @@ impl Directory {
         Ok(())
     }
 
-    /// One that stays, because somebody protects it, keeps nothing else from being recorded.
+    /// Removes a file. A failure does not interrupt the recording.
     fn remove(&mut self, name: OsString) {
         let path = self.record.directory.join(&name);
         match fs::remove_file(&path) {
             Err(error) if error.kind() != ErrorKind::NotFound && self.stuck.insert(name) => {
-                tracing::warn!(
-                    "record: {}: {error} (an old recording that stays takes room)",
-                    path.display()
-                );
+                tracing::warn!("record: {}: {error} (an old recording could not be removed)", path.display());
             }
             _ => {}
         }
     }
 
-    /// Locks it if nobody has; whether this daemon is the only one here.
+    /// Tries to lock the directory. True if this daemon has the lock.
     fn lock(&mut self) -> bool {
         if self.lock.is_none() {
-            // A directory that cannot be read is told of where a file is to be made.
+            // Ignored: creating the next file reports the error.
             self.lock = lock(&self.record.directory).ok().flatten();
         }
         self.lock.is_some()
     }
 
-    /// Since it ended. The clock is asked once, when a file is first seen: however it is set
-    /// afterwards, what was written a moment ago does not become old.
+    /// Time since the end of a file. The wall clock is read only when the file is first seen, so
+    /// that setting the clock does not make recent files old.
     fn age(&mut self, name: &OsStr, now: Instant, ended: SystemTime) -> Duration {
         let age = || (ended.elapsed().unwrap_or_default(), now);
         let &mut (before, at) = self.ended.entry(name.to_owned()).or_insert_with(age);
         before.saturating_add(Duration::from_nanos(now.nanos_since(at)))
     }
 
-    /// The file that was written ends now.
+    /// Records the end of the current file.
     fn note_end(&mut self, path: &Path) {
         let name = path.file_name().unwrap_or_default().to_owned();
         self.ended.insert(name, (Duration::ZERO, reactor::real_time()));
     }
 
-    /// Nothing can be written for a while; so many requests are lost by that.
+    /// Interrupts the recording after an error; `lost` requests were not recorded.
     fn stop(&mut self, error: &io::Error, lost: u64) {
         let again = reactor::real_time() + AGAIN;
         let before = self.stopped.take();
         let why = error.to_string();
         if before.as_ref().is_none_or(|before| before.why != why) {
             let directory = self.record.directory.display();
-            // The sandbox lets write where the directory was at the start.
+            // The sandbox permits writing only to the directory that existed at the start.
             let way = match (&before, error.kind()) {
-                (Some(_), ErrorKind::PermissionDenied) => "; one that was replaced needs weir started again",
+                (Some(_), ErrorKind::PermissionDenied) => "; after replacing the directory, restart weir",
                 _ => "",
             };
-            tracing::warn!("record: {directory}: {why} (nothing is recorded until that is mended{way})");
+            tracing::warn!("record: {directory}: {why} (nothing is recorded until this is fixed{way})");
         }
         self.progress.lose(lost);
         self.stopped = Some(Stopped { lost: before.map_or(0, |before| before.lost) + lost, again, why });
@@ -241,14 +240,14 @@ impl Directory {
         }
     }
 
-    /// Whether the file that is written is where it was made: it, or its directory, may have been
-    /// moved or removed.
+    /// True if the current file is still at its path; it or its directory may have been moved or
+    /// removed.
     fn is_there(&self) -> bool {
         let Some((_, path)) = &self.current else { return true };
         fs::symlink_metadata(path).is_ok_and(|there| identity(&there) == self.file)
     }
 
-    /// Another file is begun, if there is a place for one.
+    /// Abandons the current file and retries at once.
     fn leave(&mut self) {
         if let Some((sink, _)) = self.current.take() {
             self.progress.take_back(sink.unwritten());
@@ -260,16 +259,16 @@ impl Directory {
         }
     }
 
-    /// After a turn of the file: what came of it.
+    /// Handles errors and the end of the current file after a turn.
     fn look(&mut self, is_over: bool) {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {
             let (sink, path) = self.current.take().expect("it is there");
             if sink.is_empty() {
-                // A file without requests tells nothing.
+                // A file without requests has no value.
                 let _ = fs::remove_file(path);
             } else {
-                // Where that fails, it is read up to its last whole block.
+                // On failure, readers use the file up to its last complete block.
                 let _ = sink.back_to_whole_blocks();
                 self.note_end(&path);
             }
@@ -279,7 +278,7 @@ impl Directory {
             if !sink.is_empty()
                 && let Some(Stopped { lost, .. }) = self.stopped.take()
             {
-                tracing::info!(lost, "record: recording goes on");
+                tracing::info!(lost, "record: recording resumes");
             }
             if is_over && let Some((_, path)) = self.current.take() {
                 self.note_end(&path);
@@ -309,6 +308,7 @@ impl Output for Directory {
             self.lose(lost);
         }
         let hour = seconds(SystemTime::now()) / HOUR;
+        // By the wall clock, so that files begin at full hours.
         let is_another = std::mem::replace(&mut self.hour, hour) != hour;
         if !self.is_there() {
             self.leave();
@@ -322,6 +322,7 @@ impl Output for Directory {
             sink.turn();
             self.look(is_over);
         }
+        // Also without requests, or an idle daemon would keep old files.
         if is_another && let Err(error) = self.prune() {
             self.stop(&error, 0);
         }
@@ -337,28 +338,29 @@ impl Output for Directory {
 }
 
 /// # Errors
-/// Where it is no directory, or no file can be made in it.
+/// The path is no directory, or no file can be created in it.
 pub(super) fn check(directory: &Path) -> io::Result<()> {
     let (_, path) = create(directory)?;
     fs::remove_file(path)
 }
 
-/// Whether no other daemon records there. `own` is where this one does, or one that it takes over
-/// from.
+/// True if no other daemon records in the directory. `own` is the directory of this daemon or of
+/// the old process.
 ///
 /// # Errors
-/// Where it cannot be opened.
+/// The directory cannot be opened.
 pub(super) fn is_free(directory: &Path, own: Option<&Path>) -> io::Result<bool> {
     let there = identity(&fs::metadata(directory)?);
     let is_own = own.is_some_and(|own| fs::metadata(own).is_ok_and(|own| identity(&own) == there));
     Ok(is_own || lock(directory)?.is_some())
 }
 
-/// Locked as long as it is open; `None` where another has it. Where a file system has no locks,
-/// nobody is kept apart.
+/// Locks the directory while the returned file is open; `None` if another process holds the lock. A
+/// file system without locks gives no exclusion.
 fn lock(directory: &Path) -> io::Result<Option<File>> {
     let file = File::open(directory)?;
     let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+    // Other errors mean that the file system has no locks.
     Ok((locked != Err(Errno::WOULDBLOCK)).then_some(file))
 }
 
@@ -368,14 +370,14 @@ fn create(directory: &Path) -> io::Result<(File, PathBuf)> {
         let path = directory.join(name(clock));
         match File::options().write(true).create_new(true).mode(MODE).open(&path) {
             Ok(file) => return Ok((file, path)),
-            // Somebody was as fast.
+            // Another process created the file in the same millisecond.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => clock += Duration::from_millis(1),
             Err(error) => return Err(error),
         }
     }
 }
 
-/// `2026-11-24T01-00-00.018Z.recording`: in the order of time, and a name on other systems, too.
+/// File name `2026-11-24T01-00-00.018Z.recording`: sorts by time and is valid on other systems.
 fn name(clock: SystemTime) -> String {
     let since = clock.duration_since(UNIX_EPOCH).unwrap_or_default();
     let date = date(u32::try_from(since.as_secs()).unwrap_or(u32::MAX)).replace(' ', "T").replace(':', "-");

@@ -1,4 +1,4 @@
-//! Files of a recording that never ends: which there are, and which go.
+//! Files of a permanent recording: their creation and removal.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ impl World {
         names
     }
 
-    /// Requests that were taken, and that were lost.
+    /// Numbers of recorded and dropped requests.
     fn told(&self) -> (u64, u64) {
         (self.directory.progress.requests(), self.directory.progress.lost())
     }
@@ -82,7 +82,7 @@ fn the_oldest_go_and_what_is_not_ours_stays() {
         file.set_len(length).unwrap();
         file.set_modified(now - Duration::from_secs(age_seconds)).unwrap();
     };
-    // Too old; one too many, as all may have 14 MiB and the last one has its part; and these.
+    // Too old; above the limit, as all files may have 14 MiB; and three files that stay.
     make("2025-11-24T02-00-00.000Z.recording", 7300, 1);
     make("2025-11-24T03-00-00.000Z.recording", 7100, 6 << 20);
     make("2025-11-24T04-00-00.000Z.recording", 3600, 6 << 20);
@@ -113,6 +113,7 @@ fn of_two_daemons_the_first_alone_removes_and_the_next_follows() {
     second.turn(0);
     assert!(old.exists() && second.lock.is_none());
     drop(first.directory);
+    // The next turn begins an hour, and therefore prunes.
     second.hour -= 1;
     second.turn(0);
     assert!(!old.exists() && !is_free(&path, None).unwrap());
@@ -126,13 +127,13 @@ fn a_clock_that_is_set_makes_nothing_old() {
     world.directory.turn(0);
     let written = world.files();
     assert_eq!(written.len(), 1);
-    // As if the clock had been set on by three days since it was written.
+    // As if the clock had been advanced by three days since the file was written.
     let path = world.place.path().join(&written[0]);
     let before = SystemTime::now() - Duration::from_secs(3 * 86400);
     File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
     world.ask(1);
     assert_eq!(world.files().len(), 2);
-    // What has been there for longer than is kept goes all the same.
+    // A file that has existed for longer than the limit is removed all the same.
     let name = path.file_name().unwrap();
     world.directory.ended.get_mut(name).unwrap().0 = Duration::from_secs(7201);
     world.directory.prune().unwrap();
@@ -165,12 +166,12 @@ fn what_cannot_be_written_is_lost_until_it_can() {
     world.ask(3);
     assert_eq!(world.told(), (0, 3));
     fs::create_dir(world.place.path()).unwrap();
-    // Left alone for a while.
+    // No attempt until the retry interval has passed.
     world.ask(4);
     assert_eq!((world.told(), world.files().len()), ((0, 7), 0));
     world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
     world.ask(1);
-    // What it has lost stands in the file's first block.
+    // The dropped requests are counted in the file's first block.
     assert_eq!(world.directory.stopped.as_ref().unwrap().lost, 7);
     world.directory.end();
     world.directory.turn(0);
@@ -181,7 +182,7 @@ fn what_cannot_be_written_is_lost_until_it_can() {
 #[test]
 fn a_block_that_did_not_fit_is_removed_again_and_counted() {
     let mut world = World::new(place());
-    // The first turn is that of another hour.
+    // The first turn begins an hour.
     world.directory.turn(0);
     world.ask(5);
     let (sink, _) = world.directory.current.as_mut().unwrap();
@@ -192,6 +193,7 @@ fn a_block_that_did_not_fit_is_removed_again_and_counted() {
     for _ in 0..3 {
         world.directory.take(&read(), &world.named, &LimitsByOwner::new());
     }
+    // Half a block is written, then the disk is full.
     world.directory.current.as_mut().unwrap().0.tear();
     assert!(fs::metadata(&path).unwrap().len() > whole.len() as u64);
     world.directory.look(false);
@@ -207,7 +209,7 @@ fn a_file_that_was_taken_away_is_followed_by_another() {
     world.ask(1);
     world.ask(1);
     assert_eq!(world.files().len(), 1, "of the same name, where no millisecond has passed");
-    // In a directory of the same name.
+    // In a new directory of the same name.
     let (moved, path) = (world.place.path().with_extension("moved"), world.place.path().to_owned());
     fs::rename(&path, &moved).unwrap();
     world.ask(1);

@@ -1,4 +1,4 @@
-//! The thread that takes what disks tell, and hands it to the sinks.
+//! Thread that collects the records of all disks and passes them to the sinks.
 
 use std::{
     convert::Infallible,
@@ -16,43 +16,43 @@ use super::{
     names::Named,
 };
 
-/// How often what was told is taken: a third of what a ring holds at half a million requests a
-/// second.
+/// Interval between collections: a third of the time in which half a million requests per second
+/// fill a ring.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Runs until it is dropped. Sinks that are there then write what they have, and that is all.
+/// Recording thread; ends when dropped. The sinks then write their buffered records.
 #[derive(Debug)]
 pub(super) struct Engine {
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Dropped when its sink has ended, however it did.
+/// Dropped when the sink has ended, with or without an error.
 pub(super) type Ended = async_channel::Sender<Infallible>;
 
-/// Where a recording goes.
+/// Destination of a recording.
 pub(super) trait Output: Send {
-    /// A request of a disk that it is of. `limits` are those in force, with which a new file
+    /// Adds a request of a recorded disk. `limits` are those in force, with which a new file
     /// begins.
     fn take(&mut self, finished: &RequestRecord, named: &Named, limits: &LimitsByOwner);
 
-    /// Limits of a disk or group that are in force from an instant on. Called for each disk of the
-    /// recording and each group above it at first, and then for each change.
+    /// Adds limits in force from an instant on. Called first for each recorded disk and its
+    /// ancestor groups, then for each change.
     fn limits(&mut self, _limits: &LimitsInForce, _at: Instant) {}
 
-    /// From time to time; `lost` are requests of disks that it is of, of which nothing else is
-    /// known.
+    /// Called after each collection; `lost` is the number of requests of its disks whose records
+    /// were dropped.
     fn turn(&mut self, lost: u64);
 
-    /// Nothing more comes.
+    /// Announces that no further records follow.
     fn end(&mut self);
 
-    /// Whether everything is written that will be. Asked after each turn.
+    /// True if everything is written or failed. Called after each turn.
     fn has_ended(&mut self) -> bool;
 }
 
-/// What it is told.
+/// Message from the main thread.
 enum Order {
     Add(u64, Box<dyn Output>, Ended),
     End(u64),
@@ -67,6 +67,7 @@ enum Order {
 
 impl Engine {
     pub(super) fn start() -> io::Result<Self> {
+        // A process has one collector, as the workers write to one set of rings.
         let collector = Collector::begin().ok_or_else(|| io::Error::other("something records already"))?;
         let (orders, receiver) = mpsc::channel();
         let work = Work { collector, disks: Vec::new(), sinks: Vec::new() };
@@ -78,13 +79,12 @@ impl Engine {
         self.order(Order::Add(id, output, ended));
     }
 
-    /// The sink ends once it has written everything.
+    /// Ends a sink once it has written everything.
     pub(super) fn end(&self, id: u64) {
         self.order(Order::End(id));
     }
 
-    /// All disks there are, each with the sinks that it is for. Their limits are in force from `at`
-    /// on, unless they are known.
+    /// Updates disks, each with the ids of its sinks. Changed limits are in force from `at` on.
     pub(super) fn know(&self, disks: Vec<(Named, Vec<u64>)>, at: Instant) {
         self.order(Order::Know(disks, at));
     }
@@ -99,13 +99,13 @@ impl Engine {
         self.order(Order::Remove(owner, at));
     }
 
-    /// `heard` is dropped once all orders before this one are carried out.
+    /// Drops `heard` after all earlier orders are executed.
     pub(super) fn hear(&self, heard: Ended) {
         self.order(Order::Hear(heard));
     }
 
     fn order(&self, order: Order) {
-        // It ends only when this is dropped.
+        // The receiver lives until this engine is dropped.
         let _ = self.orders.as_ref().map(|orders| orders.send(order));
     }
 }
@@ -113,28 +113,28 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.orders = None;
-        // There is one collector at a time: the next engine needs it.
+        // Joined: there is only one collector, and the next engine needs it.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 struct Work {
     collector: Collector,
-    /// At their numbers: nothing is hashed for a request. Those that have gone stay, since requests
-    /// of theirs may still be told.
+    /// Disks by number, without hashing per request. Removed disks stay, as records of theirs may
+    /// still arrive.
     disks: Vec<Option<(Named, Vec<u64>)>>,
-    /// Few.
+    /// Few, hence a list.
     sinks: Vec<Sink>,
 }
 
 struct Sink {
     id: u64,
     output: Box<dyn Output>,
-    /// Requests that it has not been told of yet.
+    /// Dropped requests that its output has not received yet.
     lost: u64,
-    /// Limits that it has.
+    /// Limits that its output has received.
     limits: LimitsByOwner,
-    /// Dropped with it.
+    /// Signals the end by its drop.
     _ended: Ended,
 }
 
@@ -169,6 +169,7 @@ impl Work {
         self.write();
     }
 
+    // In each case records are collected before the state that they refer to changes.
     fn obey(&mut self, order: Order) {
         match order {
             Order::Add(id, output, ended) => {
@@ -191,12 +192,12 @@ impl Work {
             Order::Know(disks, at) => {
                 let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
                 self.disks.resize_with(self.disks.len().max(most.unwrap_or(0)), || None);
-                // Disks tell as soon as they have a number: those that are new may have told
-                // already.
+                // Disks produce records as soon as they have a number: new disks may already have
+                // some.
                 let is_new = |named: &Named| self.disks[named.number as usize].is_none();
                 let (new, known): (Vec<_>, Vec<_>) = disks.into_iter().partition(|(named, _)| is_new(named));
                 self.put(new, at);
-                // What the others told until now was told under the names until now.
+                // Earlier records of known disks belong to their previous names and limits.
                 self.take();
                 self.put(known, at);
             }
@@ -230,6 +231,7 @@ impl Work {
 
     fn write(&mut self) {
         self.sinks.iter_mut().for_each(|sink| sink.output.turn(std::mem::take(&mut sink.lost)));
+        // Dropping the sink signals its end.
         self.sinks.retain_mut(|sink| !sink.output.has_ended());
     }
 }
@@ -241,9 +243,10 @@ fn change(sinks: &mut [Sink], limits: &LimitsInForce, at: Instant) {
     having.for_each(|sink| sink.limits(limits, at));
 }
 
-/// What each disk has lost is lost to those sinks that it is for.
+/// Adds the dropped requests of each disk to its sinks.
 fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
     for (named, of) in disks.iter().flatten() {
+        // Taken once per disk and added to each of its sinks.
         let lost = named.lost.take();
         sinks.iter_mut().filter(|sink| of.contains(&sink.id)).for_each(|sink| sink.lost += lost);
     }
@@ -268,7 +271,7 @@ mod tests {
         }
     }
 
-    /// Keeps the limits that it receives, in milliseconds.
+    /// Stores the limits that it receives, with times in milliseconds.
     #[derive(Clone, Default)]
     struct Kept(Arc<Mutex<Vec<(u64, LimitsInForce)>>>);
 
@@ -293,12 +296,12 @@ mod tests {
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let gold = |iops| LimitsInForce::of_group_with("gold", iops);
         sinks[0].limits(&gold(100), at(1));
-        // Each disk of the group has it.
+        // Sent again for each disk of the group.
         sinks[0].limits(&gold(100), at(2));
         change(&mut sinks, &gold(200), at(3));
         change(&mut sinks, &gold(200), at(4));
         change(&mut sinks, &LimitsInForce::of_group_with("silver", 5), at(5));
-        // Only an owner that has limits ends.
+        // Ends only the limits of an owner that has some.
         let group = |name: &str| (LimitOwner::Group, name.into());
         sinks[0].limits(&gold(0), at(6));
         sinks[0].remove(&group("gold"), at(7));

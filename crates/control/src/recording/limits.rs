@@ -1,4 +1,4 @@
-//! The limits of a disk or group, as the recorder hands them to its outputs.
+//! Limits of a disk or group in the form that the recorder passes to its outputs.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -9,10 +9,10 @@ use recording::{LimitChange, LimitOwner};
 /// Kind and name of a disk or group.
 pub(super) type LimitKey = (LimitOwner, Arc<str>);
 
-/// Limits in force of the disks and groups of a recording.
+/// Limits in force, by disk and group of a recording.
 pub(super) type LimitsByOwner = HashMap<LimitKey, LimitsInForce>;
 
-/// Limits of a disk or group, and the group above it.
+/// Limits of a disk or group, and its parent group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LimitsInForce {
     owner: LimitOwner,
@@ -23,7 +23,7 @@ pub(super) struct LimitsInForce {
 }
 
 impl LimitsInForce {
-    /// A disk's own limits.
+    /// Own limits of a disk.
     pub(super) fn of_disk(disk: &Disk) -> Self {
         let settings = disk.throttle().settings();
         Self {
@@ -35,7 +35,7 @@ impl LimitsInForce {
         }
     }
 
-    /// A group's own limits.
+    /// Own limits of a group.
     pub(super) fn of_group(group: &ThrottleGroup) -> Self {
         let settings = group.settings();
         Self {
@@ -47,7 +47,7 @@ impl LimitsInForce {
         }
     }
 
-    /// A disk or group that was removed: no limits.
+    /// Absence of limits, for a disk or group that was removed.
     pub(super) fn removed((owner, name): LimitKey) -> Self {
         let (limits, watermark) = (Limits::default(), Watermark::ALWAYS);
         Self { owner, name, group: None, limits, watermark }
@@ -62,7 +62,7 @@ impl LimitsInForce {
         self.limits.is_unlimited() && self.group.is_none()
     }
 
-    /// The record of these limits from an instant on.
+    /// Record of these limits from an instant on.
     pub(super) fn change(&self, at_ns: u64) -> LimitChange {
         let Self { owner, name, group, limits, watermark } = self;
         LimitChange {
@@ -78,7 +78,7 @@ impl LimitsInForce {
 
 #[cfg(test)]
 impl LimitsInForce {
-    /// A group with a limit of `iops-total`.
+    /// Group with a limit of `iops-total`.
     pub(super) fn of_group_with(name: &str, iops: u64) -> Self {
         let mut limits = Limits::default();
         limits.limit_mut(policy::throttle::LimitKind::IopsTotal).rate = iops;

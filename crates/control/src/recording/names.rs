@@ -1,4 +1,4 @@
-//! What disks and their limits are called in recordings.
+//! Names and numbers of disks and limits in recordings.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -7,31 +7,31 @@ use policy::throttle::{LevelCause, LimitKind, MAX_LEVELS, LimitPart, LimitSettin
 
 use super::limits::LimitsInForce;
 
-/// A disk as the engine knows it.
+/// Disk with the data that the engine needs.
 #[derive(Debug)]
 pub(super) struct Named {
     pub(super) number: u32,
     pub(super) name: Arc<str>,
     /// Its groups, nearest first.
     groups: Vec<Arc<str>>,
-    /// Numbers of names of limits, by level and kind.
+    /// Numbers and names of limits, by level and kind.
     limits: Vec<(u32, Arc<str>)>,
     /// Its own limits, and those of its groups.
     pub(super) in_force: Vec<LimitsInForce>,
-    /// Its requests that nobody was told of.
+    /// Counter of its dropped records.
     pub(super) lost: Arc<DroppedRecords>,
 }
 
 impl Named {
-    /// Whether a recording of these is one of this disk, too.
+    /// True if a recording of these disks and groups includes this disk; an empty list includes
+    /// all.
     pub(super) fn is_one_of(&self, names: &[String]) -> bool {
         let is_own =
             |name: &String| **name == *self.name || self.groups.iter().any(|group| **name == **group);
         names.is_empty() || names.iter().any(is_own)
     }
 
-    /// The number of a limit's name and the name, such as `iops-total`, or `bps-read@gold` of a
-    /// group.
+    /// Number and name of a throttle cause, such as `iops-total`, or `bps-read@gold` for a group.
     pub(super) fn limit(&self, held: LevelCause) -> Option<(u32, &Arc<str>)> {
         let (number, name) = self.limits.get(held.level * LimitKind::ALL.len() + held.kind.index())?;
         Some((*number, name))
@@ -40,14 +40,14 @@ impl Named {
 
 #[cfg(test)]
 impl Named {
-    /// One that is in no group and has no limit.
+    /// Disk without group and limits.
     pub(super) fn alone(number: u32, name: &str) -> Self {
         let (groups, limits, in_force) = (Vec::new(), Vec::new(), Vec::new());
         Self { number, name: name.into(), groups, limits, in_force, lost: Arc::default() }
     }
 }
 
-/// Numbers that were given. A name keeps its number.
+/// Assigned numbers. A name keeps its number.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
     disks: HashMap<Arc<str>, u32>,
@@ -55,7 +55,7 @@ pub(super) struct Numbers {
 }
 
 impl Numbers {
-    /// A disk with its groups of now.
+    /// Describes a disk with its current groups.
     pub(super) fn name(&mut self, disk: &Disk) -> Named {
         let above = std::iter::successors(disk.throttle().group(), |group| group.parent().cloned());
         let above: Vec<_> = above.take(MAX_LEVELS).collect();

@@ -1,11 +1,12 @@
-//! The last minutes of all disks, in memory: what the page asks for before a limit is changed.
+//! Requests of the last minutes of all disks, in memory: the web page uses them to preview a change
+//! of limits.
 //!
 //! ```text
-//!   requests ─► a chunk of each disk ─► full: behind all others ─► the oldest of all is dropped
+//!   requests ─► one open chunk per disk ─► full: into a common queue ─► the oldest chunk is dropped
 //! ```
 //!
-//! There is one bound for all, and what is dropped is the oldest, whichever disk it is of: so there
-//! is as long a time of each. Never written anywhere.
+//! All disks share one bound, and the oldest chunk of all disks is dropped first, so all disks
+//! cover the same period. Never written to storage.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -18,41 +19,41 @@ use policy::time::{Duration, Instant};
 
 use super::{engine::Output, limits::LimitsByOwner, names::Named};
 
-/// Of what is older, nothing is told.
+/// Maximum age of returned requests.
 pub(crate) const LONGEST: Duration = Duration::from_secs(600);
-/// Requests that are allocated at a time.
+/// Requests per allocation.
 const CHUNK: usize = 256;
-/// Chunks that are full, of all disks: 1.5 million requests, of 32 bytes each.
+/// Maximum number of full chunks of all disks: 1.5 million requests of 32 bytes.
 const MOST_CHUNKS: usize = 6144;
 
-/// A request that has come to its end, in 32 bytes.
+/// Completed request in 32 bytes.
 #[derive(Clone, Copy, Debug)]
 struct Kept {
     arrived: Instant,
     wait_ns: u64,
-    /// Longer ones count as four seconds.
+    /// Service time, saturating at four seconds.
     service_ns: u32,
-    /// Of each.
+    /// Length of each merged request.
     length: u32,
-    /// A client's that were merged: a limit counts each.
+    /// Number of client requests that were merged; a limit counts each.
     requests: u16,
     operation: DiskOperation,
 }
 
 type Chunk = Arc<[Kept]>;
 
-/// Shared by the thread that records and by who asks.
+/// Recent requests, shared by the recording thread and the readers.
 #[derive(Debug, Default)]
 pub struct Recent(Mutex<All>);
 
 #[derive(Debug, Default)]
 struct All {
     disks: HashMap<Arc<str>, VecDeque<Chunk>>,
-    /// Whose chunks there are, the oldest first.
+    /// Disk of each full chunk, the oldest first.
     order: VecDeque<Arc<str>>,
-    /// Of each disk, what fills no chunk yet.
+    /// Chunk of each disk that is not full yet.
     open: HashMap<Arc<str>, Vec<Kept>>,
-    /// When something was lost last, or the recording began: nothing is told of before.
+    /// Time of the last loss, or of the recording's start; records before it are incomplete.
     lost: Option<Instant>,
 }
 
@@ -61,10 +62,10 @@ impl Recent {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What these disks were asked of late, `most` requests in all, the latest; from an instant on
-    /// from which all of them is known.
+    /// Returns the latest requests of these disks, at most `most` in total, and the instant from
+    /// which on they are complete.
     pub fn tell(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<CompletedRequest>>) {
-        // Only what is shared is taken under the lock: it is copied once that is free again.
+        // Under the lock only references are copied; the requests are copied after it.
         let (lost, kept): (_, Vec<_>) = {
             let all = self.all();
             let of = |disk: &Arc<str>| {
@@ -87,15 +88,16 @@ impl Recent {
     }
 }
 
-/// When the first of the latest `most` came; none where there are no more than that.
+/// Arrival of the first of the latest `most` requests; `None` if there are no more than `most`.
 fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Instant> {
     let sum = |of: &[(Instant, u16)]| of.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
     if sum(&arrivals) <= most {
         return None;
     }
-    // Each is one at least, so no more of them are put in order.
+    // Each entry counts at least 1, so only the latest `most` entries need sorting.
     let surplus = arrivals.len().saturating_sub(most);
     if surplus > 0 {
+        // Linear, instead of sorting all of up to 1.5 million entries.
         arrivals.select_nth_unstable(surplus);
         arrivals.drain(..surplus);
     }
@@ -105,6 +107,7 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Ins
         count += usize::from(*requests);
         count <= most
     });
+    // At least one entry, even if its merged requests alone exceed `most`.
     within.last().or_else(|| arrivals.first()).map(|(at, _)| *at)
 }
 
@@ -117,14 +120,14 @@ impl Kept {
             arrived,
             wait_ns,
             service_ns: u32::try_from(service_ns).unwrap_or(u32::MAX),
-            // No client asks for more at once.
+            // No client sends more in one request.
             length: u32::try_from(length / u64::from(requests)).unwrap_or(u32::MAX),
             requests,
             operation,
         }
     }
 
-    /// Each that was merged came by itself and was answered with the others.
+    /// Expands merged requests; each arrived separately, and all completed together.
     fn past(&self) -> impl Iterator<Item = CompletedRequest> {
         let op = match self.operation {
             DiskOperation::Read => RequestOp::Read,
@@ -146,6 +149,7 @@ impl Kept {
 
 impl All {
     fn add(&mut self, disk: &Arc<str>, kept: Kept) {
+        // No `entry` here: it would clone the name for every request.
         let open = match self.open.get_mut(disk) {
             Some(open) => open,
             None => self.open.entry(Arc::clone(disk)).or_insert_with(|| Vec::with_capacity(CHUNK)),
@@ -155,6 +159,7 @@ impl All {
             return;
         }
         let chunk: Chunk = open.as_slice().into();
+        // Keeps the allocation for the next chunk.
         open.clear();
         self.disks.entry(Arc::clone(disk)).or_default().push_back(chunk);
         self.order.push_back(Arc::clone(disk));
@@ -165,7 +170,7 @@ impl All {
         }
     }
 
-    /// When the last of it came.
+    /// Drops the oldest chunk; returns the arrival of its newest request.
     fn drop_oldest(&mut self) -> Option<Instant> {
         let disk = self.order.pop_front()?;
         let chunks = self.disks.get_mut(&disk)?;
@@ -176,12 +181,12 @@ impl All {
         newest(&chunk)
     }
 
-    /// Of what came until then not all is known.
+    /// Marks requests until this instant as incomplete.
     fn lose(&mut self, until: Instant) {
         self.lost = Some(self.lost.map_or(until, |before| before.max(until)));
     }
 
-    /// Drops what nobody is told any more.
+    /// Drops chunks that are too old to be returned.
     fn forget(&mut self, before: Instant) {
         while let Some(disk) = self.order.front() {
             let oldest = self.disks.get(disk).and_then(|chunks| chunks.front());
@@ -198,17 +203,17 @@ fn newest(chunk: &[Kept]) -> Option<Instant> {
     chunk.iter().map(|kept| kept.arrived).max()
 }
 
-/// The recorder's end of a [`Recent`].
+/// Output of the engine that fills a [`Recent`].
 pub(super) struct Keeping {
     recent: Arc<Recent>,
-    /// Since the last turn.
+    /// Requests since the last turn.
     new: Vec<(Arc<str>, Kept)>,
     forgot: Instant,
     has_ended: bool,
 }
 
 impl Keeping {
-    /// How often it is looked for what is too old.
+    /// Interval between removals of old chunks.
     const PAUSE: Duration = Duration::from_secs(1);
 
     pub(super) fn new(recent: Arc<Recent>, now: Instant) -> Self {
@@ -301,7 +306,7 @@ mod tests {
             op: RequestOp::Read,
         };
         assert_eq!(past[0][0], first);
-        // The latest, of all of them.
+        // The latest of both disks together.
         let (since, past) = recent.tell(&["a".into(), "b".into()], at(700), 30);
         assert_eq!((since, past[0].len(), past[1].len()), (at(571), 20, 10));
     }
@@ -317,7 +322,7 @@ mod tests {
         let (since, past) = recent.tell(&["a".into()], at(200), 10_000);
         assert_eq!((since, past[0].len()), (at(0), 800));
         assert!(past[0].iter().all(|past| past.length == 4096 && past.service_ns == 2_000_000));
-        // Of the latest 20, two times eight; and of fewer than were merged at once, those.
+        // From the latest 20: two batches of eight; with a bound below one batch, that batch.
         for (most, from, told) in [(20, 99, 16), (3, 100, 8)] {
             let (since, past) = recent.tell(&["a".into()], at(200), most);
             assert_eq!((since, past[0].len()), (at(from), told), "{most}");

@@ -1,7 +1,7 @@
-//! Where a recording goes: a file, a pipe or a socket, which is never waited for.
+//! Sink of a recording: a file, a pipe or a socket, written without blocking.
 //!
-//! A block is encoded once a second, or when it is full. What the file does not take at once waits
-//! in memory, up to [`MOST_BEHIND`]; past that, requests are lost until there is room.
+//! A block is encoded once per second, or when it is full. Bytes that the file does not accept wait
+//! in memory, up to [`MOST_BEHIND`]; beyond that, requests are dropped.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -25,14 +25,14 @@ use super::{
     names::Named,
 };
 
-/// Bytes that wait to be written: some seconds of half a million requests a second.
+/// Maximum number of buffered bytes: some seconds of half a million requests per second.
 const MOST_BEHIND: usize = 32 << 20;
-/// A block is at most so old when it is written: what a killed daemon loses.
+/// Maximum age of a block when it is written; bounds the loss if the daemon is killed.
 const BLOCK: Duration = Duration::from_secs(1);
-/// How long a reader may take for the rest.
+/// Time limit for a reader to receive the rest after the end.
 const TO_END: Duration = Duration::from_secs(10);
 
-/// How far a recording is; told while it runs and after.
+/// Counters of a recording, readable during and after it.
 #[derive(Debug, Default)]
 pub struct Progress {
     requests: AtomicU64,
@@ -50,29 +50,29 @@ impl Progress {
         self.lost.load(Relaxed)
     }
 
-    /// That were written.
+    /// Bytes written.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
     }
 
-    /// Why it has ended by itself.
+    /// Error that ended the recording.
     pub(crate) fn error(&self) -> Option<String> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// So many that counted as recorded are not.
+    /// Subtracts requests that were counted as recorded but not written.
     pub(super) fn take_back(&self, requests: u64) {
         self.requests.fetch_sub(requests, Relaxed);
     }
 
-    /// So many are not to be had.
+    /// Adds dropped requests.
     pub(super) fn lose(&self, requests: u64) {
         self.lost.fetch_add(requests, Relaxed);
     }
 
     fn fail(&self, error: &io::Error) {
         let why = match error.kind() {
-            ErrorKind::BrokenPipe => "its reader has gone".to_owned(),
+            ErrorKind::BrokenPipe => "its reader has closed it".to_owned(),
             _ => error.to_string(),
         };
         self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
@@ -84,9 +84,9 @@ pub(super) struct Sink {
     began: Instant,
     block_began: Instant,
     ends_by: Option<Instant>,
-    /// Latest limits of each disk and group that changed while the file was too far behind.
+    /// Latest limits of each disk and group that changed while the buffer was full.
     withheld: HashMap<LimitKey, LimitChange>,
-    /// Requests since all was written that there was.
+    /// Requests since the last time when everything was written.
     unwritten: u64,
     is_empty: bool,
     error: Option<io::Error>,
@@ -94,9 +94,9 @@ pub(super) struct Sink {
 }
 
 impl Sink {
-    /// Time 0 is `now`.
+    /// Sink whose time 0 is `now`.
     pub(super) fn new(file: OwnedFd, now: Instant, progress: Arc<Progress>) -> io::Result<Self> {
-        // A regular file takes everything at once; a pipe whose reader is slow is not waited for.
+        // A regular file never returns EAGAIN; a pipe with a slow reader must not block the thread.
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
@@ -116,40 +116,40 @@ impl Sink {
         })
     }
 
-    /// Why it takes nothing any more.
+    /// Takes the error after which nothing is written any more.
     pub(super) fn take_error(&mut self) -> Option<io::Error> {
         self.error.take()
     }
 
-    /// At least so many requests as were taken and are not in the file.
+    /// Upper bound of the number of accepted requests that are not in the file.
     pub(super) fn unwritten(&self) -> u64 {
         self.unwritten
     }
 
-    /// Whether no request is in the file.
+    /// True if no request is in the file.
     pub(super) fn is_empty(&self) -> bool {
         self.is_empty
     }
 
-    /// That the file has.
+    /// Size of the file.
     pub(super) fn bytes(&self) -> u64 {
         self.writer.output().written
     }
 
-    /// Removes from a regular file what has come into it since all was written that there was: part
-    /// of a block, which would end it for whoever reads it.
+    /// Truncates a regular file to its last complete block; a partial block would end it for
+    /// readers.
     pub(super) fn back_to_whole_blocks(&self) -> io::Result<()> {
         let Behind { file, whole, .. } = self.writer.output();
         file.set_len(*whole)
     }
 
-    /// Counts them, and has the file tell that they are not in it.
+    /// Counts dropped requests, and records their number in the file.
     pub(super) fn lose(&mut self, requests: u64) {
         self.progress.lose(requests);
         self.tell_lost(requests);
     }
 
-    /// Has the file tell it.
+    /// Records a number of dropped requests in the file.
     pub(super) fn tell_lost(&mut self, requests: u64) {
         self.writer.add_lost(requests);
     }
@@ -178,6 +178,7 @@ impl Sink {
                 disk: finished.disk,
                 limit: limit.map(|(number, _)| number),
             };
+            // Merged requests are recorded separately, with equal times.
             let written = self.writer.push(entry, || &named.name, || limit.map_or("", |(_, name)| name));
             self.note(written);
         }
@@ -192,7 +193,7 @@ impl Sink {
         self.write_limits();
     }
 
-    /// Hands the writer the limits that it does not have, if there is room for them.
+    /// Passes withheld limits to the writer, if the buffer has space.
     fn write_limits(&mut self) {
         if self.error.is_some() || self.writer.output().waiting.len() > MOST_BEHIND {
             return;
@@ -203,14 +204,14 @@ impl Sink {
         }
     }
 
-    /// Makes a block of what there is.
+    /// Encodes the current block.
     pub(super) fn cut(&mut self) {
         self.block_began = reactor::real_time();
         let written = self.writer.end_block();
         self.note(written);
     }
 
-    /// Writes what is to be written by now.
+    /// Encodes a block that is due, and writes as much as the file accepts.
     pub(super) fn turn(&mut self) {
         self.write_limits();
         let age = reactor::real_time().nanos_since(self.block_began);
@@ -221,6 +222,7 @@ impl Sink {
             let written = self.writer.output_mut().catch_up(&self.progress);
             self.note(written);
         }
+        // The file ends with a complete block at this point.
         if self.writer.is_block_empty() && self.writer.output().waiting.is_empty() && self.error.is_none() {
             self.is_empty &= self.unwritten == 0;
             self.unwritten = 0;
@@ -236,7 +238,7 @@ impl Sink {
     }
 }
 
-/// Of a recording that somebody reads while it is made.
+/// Recording that a client reads while it is made.
 impl Output for Sink {
     fn take(&mut self, finished: &RequestRecord, named: &Named, _: &LimitsByOwner) {
         self.take(finished, named);
@@ -261,7 +263,7 @@ impl Output for Sink {
     fn has_ended(&mut self) -> bool {
         let is_whole = self.writer.output().waiting.is_empty();
         if !is_whole && self.ends_by.is_some_and(|by| reactor::real_time() >= by) {
-            self.note(Err(io::Error::other("its reader has not taken all of it")));
+            self.note(Err(io::Error::other("its reader has not read all of it")));
         }
         if let Some(error) = &self.error {
             self.progress.fail(error);
@@ -270,18 +272,19 @@ impl Output for Sink {
     }
 }
 
-/// What a file has not taken yet.
+/// File with a buffer of the bytes that it has not accepted yet.
 struct Behind {
     file: std::fs::File,
     waiting: VecDeque<u8>,
     written: u64,
-    /// Of these, what ends with a block.
+    /// Bytes written up to the end of a block.
     whole: u64,
 }
 
 impl Behind {
     fn catch_up(&mut self, progress: &Progress) -> io::Result<()> {
         while !self.waiting.is_empty() {
+            // The contiguous part; the loop continues with the second.
             let (first, _) = self.waiting.as_slices();
             match self.file.write(first) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
@@ -322,7 +325,7 @@ fn op(operation: DiskOperation) -> RequestOp {
 
 #[cfg(test)]
 impl Sink {
-    /// Has the file take half of what it is given, and no more.
+    /// Writes half of the pending bytes and then fails, as on a full disk.
     pub(super) fn tear(&mut self) {
         self.cut();
         let behind = self.writer.output_mut();
@@ -350,8 +353,9 @@ mod tests {
         let named = Named::alone(0, "vm1");
         let mut place = 1_u64;
         let mut asked = 0;
+        // Fills the pipe, then the buffer.
         while progress.lost() < 1000 {
-            // Knuth's MMIX, so that nothing of it can be foretold.
+            // Knuth's MMIX generator, so that the data do not compress.
             place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = |nanos: u64| Instant::from_nanos(asked * 1000 + nanos % 1_000_000);
             sink.take(
@@ -376,7 +380,7 @@ mod tests {
         }
         assert!(sink.writer.output().waiting.capacity() < 3 * MOST_BEHIND);
         assert_eq!(progress.requests() + progress.lost(), asked);
-        // Read in the end, what was kept is all there.
+        // A reader that reads at last receives everything that was kept.
         let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());
         sink.end();
         while !sink.has_ended() {

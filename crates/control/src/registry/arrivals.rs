@@ -1,5 +1,5 @@
-//! Disks that come in several steps, each of which may fail: nothing is told of one before all of
-//! it is there.
+//! Disks that are added in several steps, each of which may fail: no event reports a disk before it
+//! is complete.
 
 use std::rc::Rc;
 
@@ -8,7 +8,7 @@ use export::nbd::Removal;
 use super::{Refused, Registry};
 use crate::change::Change;
 
-/// While it is held, no event is of a disk of this name; then it is there, or never was.
+/// Suppresses events about a disk of this name while it exists. Its drop announces the result.
 pub(crate) struct Arrival {
     registry: Rc<Registry>,
     name: String,
@@ -16,7 +16,7 @@ pub(crate) struct Arrival {
 
 impl Registry {
     /// # Errors
-    /// A disk of this name is on its way already.
+    /// A disk of this name is already being added.
     pub(crate) fn arrival(self: &Rc<Self>, name: &str) -> Result<Arrival, Refused> {
         if !self.disks.arriving.borrow_mut().insert(name.to_owned()) {
             return Err(Refused::Busy(name.to_owned()));
@@ -24,8 +24,7 @@ impl Registry {
         Ok(Arrival { registry: Rc::clone(self), name: name.to_owned() })
     }
 
-    /// Has a disk go again that did not come whole. Whoever has connected to one of its exports
-    /// meanwhile is disconnected.
+    /// Removes an incomplete disk. Clients that have connected to its exports are disconnected.
     pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
         self.remove_disk_and_exports(name, Removal::Hard).await
     }

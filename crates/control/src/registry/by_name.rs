@@ -1,13 +1,14 @@
-//! Disks, groups or exports by their names, and the one way to visit all of them.
+//! Map of disks, groups or exports by name, with a single operation that visits all entries.
 //!
-//! A command about one disk must not visit all disks: adding thousands one by one would take
-//! quadratic time. So lookups and walks are separate operations here, and tests count walks.
+//! A command about one disk must not visit all disks, or adding thousands one by one takes
+//! quadratic time. Lookups and full passes are therefore separate operations, and tests count the
+//! passes.
 //!
-//! Never holds a borrow while it calls code from outside, except in [`ByName::any`].
+//! Never holds a borrow while it calls foreign code, except in [`ByName::any`].
 
 use std::{cell::RefCell, collections::BTreeMap};
 
-/// Entries in the order of their names.
+/// Entries sorted by name.
 #[derive(Debug)]
 pub(super) struct ByName<T>(RefCell<BTreeMap<String, T>>);
 
@@ -41,8 +42,8 @@ impl<T: Clone> ByName<T> {
         entries.values().cloned().collect()
     }
 
-    /// True if the condition holds for an entry. Visits each of them at worst; the condition must
-    /// not change the entries.
+    /// True if the condition holds for an entry. Visits all entries in the worst case; the
+    /// condition must not change the map.
     pub(super) fn any(&self, condition: impl Fn(&T) -> bool) -> bool {
         let entries = self.0.borrow();
         count(entries.len());
@@ -56,7 +57,7 @@ fn count(_: usize) {}
 #[cfg(test)]
 use visits::count;
 
-/// Work counter of tests: entries that walks have visited on this thread.
+/// Work counter of tests: entries visited by full passes on this thread.
 #[cfg(test)]
 pub(crate) mod visits {
     use std::cell::Cell;

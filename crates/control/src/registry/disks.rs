@@ -1,5 +1,5 @@
-//! The disks: open, unavailable, and on their way in or out. Only state: changes of it that others
-//! hear of are made by the [`Registry`](super::Registry).
+//! The disks: open, unavailable, being added or being removed. State only; changes that notify
+//! listeners are methods of [`Registry`](super::Registry).
 
 use std::{
     cell::{Cell, RefCell},
@@ -19,21 +19,21 @@ pub struct Disks {
     listed: ByName<Rc<RunningDisk>>,
     /// Names of the nodes below disks.
     below: RefCell<BTreeSet<String>>,
-    /// Disks that were removed, and are being closed.
+    /// Removed disks that are being closed.
     closing: RefCell<Vec<String>>,
-    /// Disks on their way to or from another host. Their names are reserved.
+    /// Disks that are being migrated to or from another host. Their names are reserved.
     pub(crate) moving: RefCell<BTreeSet<String>>,
     /// Disks of the config whose storage did not answer yet.
     pub unavailable: RefCell<BTreeMap<String, Rc<Unopened>>>,
     /// Disks that are being added: see [`Registry::arrival`](super::Registry::arrival).
     pub(super) arriving: RefCell<BTreeSet<String>>,
-    /// Tasks that report failures and changes of size of each disk, as long as it is listed.
+    /// Tasks that report failures and size changes of each listed disk.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
-    /// A disk has stopped, and nothing was resumed since.
+    /// True if a disk stopped at an error and no resume followed.
     pub(super) stopped: Cell<bool>,
 }
 
-/// While it is held, a disk is being closed.
+/// Marks a disk as being closed while it exists.
 struct Closing<'a> {
     all: &'a RefCell<Vec<String>>,
     name: &'a str,
@@ -49,7 +49,8 @@ impl<'a> Closing<'a> {
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
         let mut all = self.all.borrow_mut();
-        // One that was added again, and removed again, has the same name.
+        // Only one entry: a disk that was added and removed again has a second one of the same
+        // name.
         if let Some(at) = all.iter().position(|name| name == self.name) {
             all.swap_remove(at);
         }
@@ -59,6 +60,7 @@ impl Drop for Closing<'_> {
 impl Disks {
     pub(super) fn insert(&self, name: String, disk: Rc<RunningDisk>, watches: Vec<reactor::JoinHandle<()>>) {
         self.watches.borrow_mut().insert(name.clone(), watches);
+        // Names of nodes are unique across all disks, as in QEMU.
         self.below.borrow_mut().extend(disk.below.iter().map(|node| node.name.clone()));
         self.listed.insert(name, disk);
     }
@@ -72,7 +74,7 @@ impl Disks {
         self.watches.borrow_mut().remove(name);
     }
 
-    /// The disk, if it is open.
+    /// Returns the disk, if it is open.
     pub(super) fn find(&self, name: &str) -> Option<Rc<RunningDisk>> {
         self.listed.get(name)
     }
@@ -83,7 +85,7 @@ impl Disks {
         self.listed.contains(name) || is_moving || self.is_below(name) || self.is_unavailable(name)
     }
 
-    /// Marks a removed disk as being closed, as long as the value lives.
+    /// Marks a removed disk as being closed until the returned value is dropped.
     pub(super) fn closing<'a>(&'a self, name: &'a str) -> impl Drop + 'a {
         Closing::begin(&self.closing, name)
     }
@@ -97,7 +99,7 @@ impl Disks {
         self.listed.all()
     }
 
-    /// The disk with this name.
+    /// Returns the disk with this name.
     ///
     /// # Errors
     /// There is none, or it is not open.
@@ -108,13 +110,13 @@ impl Disks {
         })
     }
 
-    /// Whether a disk that is on no list is still being written, or on its way to another host.
+    /// True if an unlisted disk is still being closed or migrated.
     pub fn has_unlisted(&self) -> bool {
         !self.closing.borrow().is_empty() || !self.moving.borrow().is_empty()
     }
 
-    /// A disk that is on no list, and what becomes of it: one that was removed and is still being
-    /// written, that is not whole yet, or is on its way from or to another host.
+    /// Name and operation of an unlisted disk: removed and still being closed, being migrated, or
+    /// still incomplete.
     pub(crate) fn in_between(&self) -> Option<(String, &'static str)> {
         let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
         let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
@@ -122,12 +124,12 @@ impl Disks {
         closing.or_else(moving).or_else(|| first(&self.arriving).map(|name| (name, "added")))
     }
 
-    /// Whether an error has stopped a disk.
+    /// True if a disk has stopped at an error.
     pub(crate) fn is_stopped(&self) -> bool {
         self.listed.any(|running| running.disk.failures().stopped_by().is_some())
     }
 
-    /// Whether a disk of the config is not open yet.
+    /// True if the disk is in the config but not open yet.
     pub fn is_unavailable(&self, disk: &str) -> bool {
         self.unavailable.borrow().contains_key(disk)
     }
@@ -142,7 +144,7 @@ impl Disks {
         self.below.borrow().contains(name)
     }
 
-    /// Whether a disk of this name may go yet as if it had never been.
+    /// True if the disk is incomplete and may still be rolled back.
     pub(crate) fn is_arriving(&self, name: &str) -> bool {
         self.arriving.borrow().contains(name)
     }

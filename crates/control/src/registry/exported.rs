@@ -1,8 +1,8 @@
-//! How clients reach disks: servers of NBD with their exports, and exports with doors of their own,
-//! from when they are opened until their last clients have gone.
+//! Exports and NBD servers of a registry, from their opening to the end of their last client.
 //!
-//! An id names one export, also while it is on its way out. Nobody is let in before the daemon is
-//! ready. When the last client was to be the end, it is told from here. Never opens an image.
+//! An id names one export, also while the export is ending. No client is accepted before the daemon
+//! is ready. Requests the end of the daemon after its last client, if it was started so. Never
+//! opens an image.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
@@ -19,13 +19,13 @@ use crate::{
 };
 
 impl Registry {
-    /// What is opened from now on lets nobody in before [`Registry::let_clients_in`], but devices
-    /// of this host: the kernel reads one to make it.
+    /// Delays the acceptance of clients until [`Registry::let_clients_in`]. Devices of this host
+    /// are excepted: the kernel reads a device to create it.
     pub fn keep_clients_out(&self) {
         self.lifecycle.keeps_out.set(true);
     }
 
-    /// Everything that is open, and is opened later, has clients from now on.
+    /// Accepts clients at all current and later endpoints.
     pub fn let_clients_in(self: &Rc<Self>) {
         self.lifecycle.keeps_out.set(false);
         for serving in self.exports.servers() {
@@ -38,7 +38,7 @@ impl Registry {
         }
     }
 
-    /// Lets clients of NBD in there, unless that has to wait.
+    /// Accepts NBD clients there, unless acceptance is delayed.
     pub(crate) fn accept(&self, serving: &Serving) {
         if !self.lifecycle.keeps_out.get() {
             let ender = Rc::clone(&self.lifecycle.ender);
@@ -50,7 +50,7 @@ impl Registry {
     pub fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
         self.exports.insert_server(serving);
         if self.lifecycle.ends_when_idle.get() {
-            // It may wait for ever, and must keep nothing by it.
+            // A weak reference: the task may wait forever and must not keep the registry alive.
             let (server, registry) = (Arc::clone(&serving.server), Rc::downgrade(self));
             reactor::spawn(async move {
                 server.wait_while(|_| registry.upgrade().is_some_and(|registry| !registry.is_idle())).await;
@@ -61,7 +61,7 @@ impl Registry {
         }
     }
 
-    /// Takes a server away with all its exports; returns when its last client has gone.
+    /// Removes a server with all its exports; returns after its last client has disconnected.
     pub(crate) async fn stop_server(self: &Rc<Self>, serving: &Rc<Serving>) {
         self.exports.remove_server(serving);
         serving.close();
@@ -73,7 +73,7 @@ impl Registry {
         serving.stop().await;
     }
 
-    /// Whether clients have been served, and none is left.
+    /// True if clients were served and all have disconnected.
     fn is_idle(&self) -> bool {
         let served = || {
             self.exports.servers().iter().any(|serving| serving.server.has_served())
@@ -95,6 +95,7 @@ impl Registry {
             bitmaps: Arc::clone(&new.bitmaps),
             access: new.access.clone(),
         };
+        // The server rejects a duplicate name, so no separate check is needed.
         let Some(number) = serving.server.add(export) else {
             return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
         };
@@ -113,8 +114,8 @@ impl Registry {
         Ok(())
     }
 
-    /// An export with a door of its own, which is open when this returns, and made of what another
-    /// daemon had if that is passed. Its address.
+    /// Adds an export at a separate endpoint, open when this returns. `taken` is transferred
+    /// state of the old process. Returns the address.
     pub(crate) async fn add_door(
         self: &Rc<Self>,
         id: String,
@@ -132,7 +133,7 @@ impl Registry {
         self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door))?;
         let DoorTerms { workers, access, inherited, .. } = self.exports.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
-        // What another has is not served before it gives it up.
+        // Transferred endpoints start when the old process has released them.
         let is_at_once = taken.is_none();
         let taken = Cell::new(taken);
         let events = &self.events;
@@ -140,16 +141,17 @@ impl Registry {
             doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, events, taken };
         let entrance = doors::open(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
             (Some(sandbox), settings::ExportTarget::VhostUserBlk(machine)) if !machine.client => {
-                // Of a socket that cannot be made, that is why.
+                // The sandbox's reason explains the error better than the failed system call.
                 machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
             }
             _ => error,
         })?;
         let address = entrance.address().to_owned();
+        // The kernel reads a new device's partition table before its creation returns.
         if (is_at_once && entrance.device().is_some()) || !self.lifecycle.keeps_out.get() {
             self.accept_at(&id, &entrance);
         }
-        // Making a device takes a while, in which others have their turn.
+        // Opening a device awaits; check again what other tasks may have changed in the meantime.
         let name = disk.disk.name().to_string();
         let refused = match self.disks.get(&name) {
             Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.contains(&id) => None,
@@ -194,29 +196,31 @@ impl Registry {
         });
     }
 
-    /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
+    /// Handles the end of an endpoint that was not closed here: its device was removed externally,
+    /// or it cannot accept clients any more.
     fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
         let Ok(export) = self.exports.get(id) else { return };
         let Door::Own(entrance) = &export.door else { return };
         let address = entrance.address();
         if entrance.device().is_none() {
             if let Err(error) = result {
-                let error = anyhow!("{address}: no machine can connect any more: {error} (restart weir)");
+                let error =
+                    anyhow!("{address}: virtual machines cannot connect any more: {error} (restart weir)");
                 (self.lifecycle.ender)(End::Broken(error));
             }
             return;
         }
         match result {
-            Ok(()) => tracing::info!(export = id, device = address, "the device has gone"),
-            Err(error) => tracing::error!(export = id, device = address, %error, "the device has broken"),
+            Ok(()) => tracing::info!(export = id, device = address, "the device was removed"),
+            Err(error) => tracing::error!(export = id, device = address, %error, "the device failed"),
         }
         self.lifecycle.lost_device.set(true);
-        // It has no clients any more.
+        // The device is gone, so it has no clients; the removal cannot be refused.
         let _ = self.remove_export(id, Removal::Hard);
     }
 
-    /// No client finds the export any more when this returns. Its id and its disk stay in use until
-    /// its last client is gone and [`Change::ExportDeleted`] follows.
+    /// Removes an export. Clients do not find it after this returns. Its id and its disk stay in
+    /// use until its last client disconnects and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let (registry, removal) = (Rc::clone(self), self.removal(id, removal)?);
         reactor::spawn(async move {
@@ -226,9 +230,9 @@ impl Registry {
         Ok(())
     }
 
-    /// The same. The future waits for the export's last client, also if the export was removed
-    /// before, and returns the change to announce: none if the export was never announced, or if
-    /// its first removal announces it.
+    /// As [`Registry::remove_export`]. The future waits for the export's last client, also if the
+    /// export was removed before, and returns the change to announce: `None` if the export was
+    /// never announced, or if its first removal announces it.
     pub(crate) fn removal(
         self: &Rc<Self>,
         id: &str,
@@ -237,7 +241,7 @@ impl Registry {
         let export = self.exports.get(id)?;
         let is_gone = match export.door.remove(removal) {
             Ok(()) => false,
-            // Removed already, and on its way out: nothing is left to refuse.
+            // Already removed and ending, so nothing can be refused.
             Err(NotRemoved::Unknown) => true,
             Err(NotRemoved::InUse { .. }) => {
                 return Err(Refused::HasClients { id: id.to_owned(), clients: export.clients() });
@@ -255,25 +259,26 @@ impl Registry {
             if is_gone {
                 return None;
             }
+            // An export without clients may have been the last reason to run.
             if registry.lifecycle.ends_when_idle.get() && registry.is_idle() {
                 (registry.lifecycle.ender)(End::Idle);
             }
-            // Of one that never was, nobody has heard.
+            // An export of an incomplete disk was never announced.
             let is_known = !registry.disks.is_arriving(export.disk.disk.name());
             is_known.then(|| Change::ExportDeleted { id: export.id.clone() })
         })
     }
 
-    /// Removes all of `exports` and waits for their last clients; or none, if a client has
-    /// connected to one of them meanwhile. Exports that were ending before stay removed in either
-    /// case, and a refused removal does not wait for them.
+    /// Removes all of `exports` and waits for their last clients; or none of them, if one has a
+    /// client. Exports that were ending before stay removed in either case, and a refused removal
+    /// does not wait for them.
     pub(crate) async fn remove_exports(
         self: &Rc<Self>,
         exports: &[Rc<RunningExport>],
         removal: Removal,
     ) -> Result<(), Refused> {
         let mut ends = Vec::new();
-        // Those over NBD can be put back.
+        // NBD exports first: they can be added again if a later one has clients.
         let (nbd, own): (Vec<_>, Vec<_>) =
             exports.iter().partition(|export| matches!(export.door, Door::Nbd(..)));
         let mut refused = None;
@@ -288,6 +293,7 @@ impl Registry {
             }
         }
         for (export, was_ending, end) in ends {
+            // Its removal was requested separately and stays.
             if was_ending && refused.is_some() {
                 continue;
             }
@@ -300,9 +306,9 @@ impl Registry {
                         again.added.set(export.added.get());
                         continue;
                     }
-                    // Its name or its id was given to another export meanwhile.
+                    // Another export uses its name or id by now.
                     Err(error) => {
-                        tracing::error!(export = %export.id, "the export cannot be put back: {error}");
+                        tracing::error!(export = %export.id, "the export cannot be restored: {error}");
                     }
                 }
             }
@@ -312,7 +318,7 @@ impl Registry {
     }
 
     /// Removes a disk and all its exports. If its file system stops answering while requests of the
-    /// exports are in flight, the disk is given up, which ends them.
+    /// exports are in flight, the disk is abandoned, which fails those requests.
     ///
     /// # Errors
     /// [`Removal::Safe`] is refused if an export has clients; then nothing is removed.
@@ -324,6 +330,7 @@ impl Registry {
         let exports = self.exports.of_disk(name);
         let data = Arc::clone(&self.disks.get(name)?.disk);
         data.run_unless_unresponsive(self.remove_exports(&exports, removal)).await?;
+        // The references would keep the disk busy in `remove_disk`.
         drop((exports, data));
         self.remove_disk(name).await
     }

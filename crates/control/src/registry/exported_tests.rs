@@ -32,13 +32,14 @@ fn a_refused_removal_puts_back_only_the_exports_that_it_removed() {
         add_disk(&registry, "d");
         let server = NbdServer::new(None, NbdServerTerms::default());
         let serving = Serving::new(server, ListenEndpoint::Inherited, Vec::new(), &Rc::default());
-        // Removed in this order.
+        // In the order of their removal.
         for id in ["1-ending", "2-in-service", "3-gone"] {
             registry.add_export(&serving, export(id, "d")).expect("a new id");
         }
         let exports = registry.exports.of_disk("d");
-        // Its end is not awaited, as while a request of its last client is in flight.
+        // Its end is not awaited, as if a request of its last client were in flight.
         let _ending = registry.removal("1-ending", Removal::IfUnused).expect("it has no clients");
+        // Its removal is complete, so removing it again fails after "2-in-service" was removed.
         registry.removal("3-gone", Removal::IfUnused).expect("it has no clients").await;
         let refused = registry.remove_exports(&exports, Removal::IfUnused).await;
         assert!(matches!(refused, Err(Refused::NoExport(id)) if id == "3-gone"));

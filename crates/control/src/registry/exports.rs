@@ -1,4 +1,4 @@
-//! The exports, and the NBD servers that they are at. Only state, as in `disks`.
+//! The exports, and their NBD servers. State only, as in `disks`.
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -21,16 +21,16 @@ use crate::{
     serving::Serving,
 };
 
-/// What doors and servers that are added later are made with.
+/// Parameters of endpoints and servers that are added at run time.
 pub(crate) struct DoorTerms {
     pub(crate) workers: Rc<Vec<ReactorWorker>>,
-    /// Who may connect to sockets.
+    /// Owner and mode of sockets.
     pub(crate) access: SocketAccess,
-    /// Of servers that are added later.
+    /// Limits of servers that are added later.
     pub(crate) nbd: nbd::NbdServerTerms,
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: RefCell<Inherited>,
-    /// When the daemon's own servers encrypt.
+    /// TLS mode of the daemon's own servers.
     pub(crate) tls: TlsConfig,
 }
 
@@ -47,7 +47,7 @@ pub struct Exports {
     servers: RefCell<Vec<Rc<Serving>>>,
     /// The first server of each endpoint.
     servers_at: RefCell<HashMap<ListenEndpoint, Rc<Serving>>>,
-    /// What own doors are made with: see [`Exports::let_doors`].
+    /// Parameters of endpoints; set by [`Exports::let_doors`].
     door_terms: OnceCell<DoorTerms>,
 }
 
@@ -71,19 +71,19 @@ impl Exports {
         self.servers.borrow().clone()
     }
 
-    /// The server of an endpoint.
+    /// Returns the server of an endpoint.
     pub(crate) fn server_at(&self, endpoint: &ListenEndpoint) -> Option<Rc<Serving>> {
         self.servers_at.borrow().get(endpoint).cloned()
     }
 
-    /// Those for exports that do not say where: none that is there for exports of some disks.
+    /// Servers for exports without an explicit address; excludes servers of specific disks.
     pub(crate) fn standard_servers(&self) -> Vec<Rc<Serving>> {
         let mut servers = self.servers();
         servers.retain(|serving| serving.standard.get().is_some());
         servers
     }
 
-    /// Those that have exports of this disk, and of no other.
+    /// Servers that have exports of this disk only.
     pub(crate) fn servers_of(&self, disk: &str) -> Vec<Rc<Serving>> {
         let mut servers: Vec<Rc<Serving>> = Vec::new();
         for export in self.of_disk(disk) {
@@ -96,6 +96,7 @@ impl Exports {
         if servers.is_empty() {
             return servers;
         }
+        // Visits all exports, so only disks with NBD exports pay for it.
         for export in self.all() {
             if let Door::Nbd(at, _) = &export.door
                 && **export.disk.disk.name() != *disk
@@ -106,12 +107,13 @@ impl Exports {
         servers
     }
 
-    /// Takes a server off the list. Whoever has it ends it.
+    /// Removes a server from the list. The caller stops it.
     pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
         let (mut servers, mut servers_at) = (self.servers.borrow_mut(), self.servers_at.borrow_mut());
         servers.retain(|known| !Rc::ptr_eq(known, serving));
         servers_at.remove(&serving.endpoint);
         let next = servers.iter().find(|known| known.endpoint == serving.endpoint);
+        // Another server may have the same endpoint; it becomes the first.
         servers_at.extend(next.map(|next| (next.endpoint.clone(), Rc::clone(next))));
     }
 
@@ -127,7 +129,7 @@ impl Exports {
         nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
     }
 
-    /// Doors of one export's own.
+    /// Endpoints of single exports.
     pub fn entrances(&self) -> Vec<Rc<Entrance>> {
         let entrance = |export: &Rc<RunningExport>| match &export.door {
             Door::Own(entrance) => Some(Rc::clone(entrance)),
@@ -136,7 +138,7 @@ impl Exports {
         self.listed.all().iter().filter_map(entrance).collect()
     }
 
-    /// A disk may have another length: who sees it through a door of its own is told.
+    /// Notifies the clients of single-disk endpoints that the disk's size may have changed.
     pub(super) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
         for export in self.of_disk(disk.disk.name()) {
             if let Door::Own(entrance) = &export.door {
@@ -145,7 +147,7 @@ impl Exports {
         }
     }
 
-    /// Those included whose last clients are on their way out.
+    /// All exports, including those that are ending.
     pub fn all(&self) -> Vec<Rc<RunningExport>> {
         self.listed.all()
     }
@@ -154,17 +156,17 @@ impl Exports {
         self.listed.get(id).ok_or_else(|| Refused::NoExport(id.to_owned()))
     }
 
-    /// Whether there is an export with this id, or is to be one.
+    /// True if an export with this id exists or is planned.
     pub(crate) fn has_id(&self, id: &str) -> bool {
         self.listed.contains(id) || self.awaited.borrow().contains_key(id)
     }
 
-    /// This one, or one that says where it is if this is taken.
+    /// Returns the id, or if it is in use, the id with the address appended.
     pub(crate) fn free_id(&self, id: &str, address: &str) -> String {
         if self.has_id(id) { format!("{id}@{address}") } else { id.to_owned() }
     }
 
-    /// Where the queues of own doors run from now on, and who may connect to their sockets.
+    /// Sets the workers that run queues, the owner and mode of sockets, and the limits of servers.
     pub fn let_doors(
         &self,
         workers: &Rc<Vec<ReactorWorker>>,
@@ -178,21 +180,22 @@ impl Exports {
         let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited, tls });
     }
 
-    /// What [`Exports::let_doors`] was told.
+    /// Parameters set by [`Exports::let_doors`].
     ///
     /// # Errors
-    /// Before it was.
+    /// They are not set yet.
     pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
-        self.door_terms.get().context("nothing runs yet")
+        self.door_terms.get().context("the daemon has not started yet")
     }
 
-    /// Only this daemon knows that it is the one who listens there.
+    /// Fails if another export listens at this path. Probing the socket, as at a start, would
+    /// connect to this daemon itself.
     pub(super) fn check_socket(&self, door: &settings::ExportTarget) -> anyhow::Result<()> {
         let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
         let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.listed.get(id));
         match there.filter(|export| !export.is_ending()) {
             Some(export) => bail!(
-                "{}: the export {} is there already (give each export a place of its own)",
+                "{}: the export {} uses this path (give each export a path of its own)",
                 door.address(),
                 export.id
             ),
@@ -219,7 +222,7 @@ impl Exports {
         let RunningExport { id, disk, .. } = export;
         if let Some(path) = export.own_path() {
             let mut endpoints = self.endpoints.borrow_mut();
-            // A newer export may be there by now.
+            // A newer export may use the path by now.
             if endpoints.get(&path) == Some(id) {
                 endpoints.remove(&path);
             }

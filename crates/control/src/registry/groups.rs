@@ -1,4 +1,4 @@
-//! The groups, and the reservations that are not in force. Only state, as in `disks`.
+//! The groups, and unmet reservations. State only, as in `disks`.
 
 use std::{
     cell::RefCell,
@@ -15,7 +15,7 @@ use crate::left_out::LeftOut;
 #[derive(Default)]
 pub struct Groups {
     listed: ByName<Arc<ThrottleGroup>>,
-    /// Those that clients of the control socket have added: no config has them.
+    /// Groups that clients of the control socket added; they are in no config file.
     pub(crate) added: RefCell<BTreeSet<String>>,
     /// Unmet reservations, by the name of their disk or group.
     pub unmet: RefCell<BTreeMap<String, LeftOut>>,
@@ -28,6 +28,7 @@ impl Groups {
 
     pub(super) fn remove(&self, name: &str) {
         self.listed.remove(name);
+        // A later group of this name may come from the config.
         self.added.borrow_mut().remove(name);
     }
 

@@ -1,5 +1,5 @@
-//! Which disk of this daemon has an image that another is to have: a lock tells no process from
-//! itself, and the sandbox hides all others.
+//! Finds the disk of this daemon that has an image open. Error messages need it: file locks do not
+//! identify a user within the same process, and the sandbox hides other processes.
 
 use image::Image;
 use storage::OpenError;
@@ -8,9 +8,9 @@ use super::Registry;
 
 const REMEDY: &str = "export one disk twice, or make both read-only";
 
-/// That a disk has the image which is called so.
+/// Error: a disk of this daemon has the image open.
 pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
-    let why = format!("the disk {disk:?} has it");
+    let why = format!("in use by the disk {disk:?}");
     OpenError {
         image,
         why,
@@ -23,13 +23,13 @@ pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
 }
 
 impl Registry {
-    /// Names the disk of this daemon that has locked the file, if it is one.
+    /// Adds to an error the disk of this daemon that has locked the file, if there is one.
     pub(crate) fn naming_holder(&self, error: OpenError) -> OpenError {
         self.naming_holder_or(error, [])
     }
 
-    /// The same of any error that may be one of these; `others` are images that are not listed yet,
-    /// with the names of their disks.
+    /// As [`Registry::naming_holder`], for an error that may be an [`OpenError`]. `others` are
+    /// images that are not listed yet, with the names of their disks.
     pub(crate) fn naming_holder_of<'a>(
         &self,
         error: anyhow::Error,
@@ -46,6 +46,7 @@ impl Registry {
         error: OpenError,
         others: impl IntoIterator<Item = (&'a str, &'a Image)>,
     ) -> OpenError {
+        // Only errors of locks name a file.
         let Some(locked) = &error.locked else { return error };
         let has_it = |image: &Image| {
             image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.key == **locked)

@@ -1,5 +1,5 @@
-//! Whether the daemon starts, serves, hands over or ends, and what it tells its service manager and
-//! its control sockets of that.
+//! Phases of the daemon's life: start, service, handover, end; with the state that concerns the
+//! service manager and the control sockets.
 
 use std::{
     cell::{Cell, RefCell},
@@ -12,28 +12,28 @@ use reactor::operation::{self, Fd};
 use super::Ender;
 use crate::{listen::Listening, turns::Turns};
 
-/// The phases of a daemon's life.
+/// Phases of a daemon's life.
 pub struct Lifecycle {
     started: Instant,
-    /// One change by a config file at a time.
+    /// Lock of changes by the config file; one runs at a time.
     pub turns: Turns,
-    /// A new process is about to take over: nothing is changed meanwhile.
+    /// A new process is about to continue: the running state must not change.
     pub leaving: Cell<bool>,
     /// The daemon ends.
     pub ending: Cell<bool>,
-    /// The daemon still starts: see [`Registry::keep_clients_out`](super::Registry::keep_clients_out).
+    /// The daemon starts: see [`Registry::keep_clients_out`](super::Registry::keep_clients_out).
     pub(super) keeps_out: Cell<bool>,
     /// The daemon ends once the last client has disconnected.
     pub ends_when_idle: Cell<bool>,
-    /// A device of this host has gone, and its export with it.
+    /// A device of this host was removed externally, and its export with it.
     pub(super) lost_device: Cell<bool>,
     /// Watchdog interval of the service manager.
     pub watchdog: Cell<Option<Duration>>,
     /// A new process accepts the clients of the control sockets.
     pub(crate) is_control_closed: Cell<bool>,
-    /// The control sockets, by their paths.
+    /// Control sockets, by path.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
-    /// Sockets of HTTP services, by the names that both processes of an upgrade give them.
+    /// Sockets of HTTP services, by the names that both processes of an upgrade use.
     pub told: RefCell<Vec<(String, Vec<Listening>)>>,
     pub(crate) ender: Ender,
 }
@@ -56,11 +56,12 @@ impl Lifecycle {
         }
     }
 
-    /// Lets nobody in at the control sockets, or whoever comes from now on. Of two processes that
-    /// wait for clients of one socket, the kernel tells only one.
+    /// Stops or resumes accepting clients of the control sockets. If two processes wait for clients
+    /// of one socket, the kernel wakes only one of them.
     pub(crate) fn close_control(&self, is_closed: bool) {
         self.is_control_closed.set(is_closed);
         if is_closed {
+            // Cancels pending accepts, which would still take the next client.
             self.control.borrow().iter().for_each(|(_, socket)| operation::cancel_all_on(socket));
         }
     }

@@ -1,8 +1,8 @@
-//! What images and servers are given by its id, as `object-add` makes it: secrets, keys of TLS, and
-//! rules about names. Whoever was given one keeps it when it is removed; nothing here is ever told.
+//! Objects of `object-add`, by id: secrets, TLS credentials and name rules. Images and servers that
+//! use an object keep it after its removal. Never logs or returns a secret.
 //!
-//! Clients of the control socket can add any number of objects, so their number and their sizes
-//! have bounds, and each is charged to the memory budget.
+//! Clients of the control socket can add any number of objects, so number and size are bounded, and
+//! each object is charged to the memory budget.
 
 use std::{cell::RefCell, collections::BTreeMap};
 
@@ -13,16 +13,16 @@ use reactor::memory::MemoryBudget;
 use super::Refused;
 use crate::fdsets::Sets;
 
-/// Largest number of objects, all kinds together.
+/// Maximum number of objects of all kinds.
 const MOST_OBJECTS: usize = 1024;
-/// Bytes charged for an object in addition to its content: its id, and its entry in the list.
+/// Bytes charged for an object in addition to its content, for its id and list entry.
 const BYTES_BESIDE: u64 = 512;
-/// Bytes charged for keys of TLS: OpenSSL's context with a chain of certificates.
+/// Bytes charged for TLS credentials: OpenSSL's context with a certificate chain.
 const BYTES_OF_CREDENTIALS: u64 = 64 << 10;
-/// Largest content of an object, in bytes: that of the longest secret, and the same for rules.
+/// Maximum content of an object in bytes: the longest secret; rules have the same bound.
 const MOST_BYTES: usize = LONGEST_SECRET;
 
-/// One object.
+/// Object of one kind.
 #[derive(Clone)]
 pub(crate) enum NamedObject {
     Secret(Secret),
@@ -31,7 +31,7 @@ pub(crate) enum NamedObject {
 }
 
 impl NamedObject {
-    /// Bytes of its content.
+    /// Size of its content in bytes.
     fn bytes(&self) -> usize {
         match self {
             Self::Secret(secret) => secret.expose().len(),
@@ -43,7 +43,7 @@ impl NamedObject {
     }
 }
 
-/// An object with its charge to the memory budget, which is returned when this is dropped.
+/// Object with its charge to the memory budget, which its drop returns.
 struct KeptObject {
     object: NamedObject,
     charged: u64,
@@ -51,12 +51,12 @@ struct KeptObject {
 
 impl Drop for KeptObject {
     fn drop(&mut self) {
-        // Less is never refused.
+        // Cannot fail: lowering a reservation always succeeds.
         let _ = MemoryBudget::process().reserve("objects", self.charged, 0);
     }
 }
 
-/// All objects of a daemon, by their ids, and sets of descriptors that clients have passed.
+/// All objects of a daemon by id, and the descriptor sets that clients passed.
 #[derive(Default)]
 pub(crate) struct Objects {
     listed: RefCell<BTreeMap<String, KeptObject>>,
@@ -65,9 +65,10 @@ pub(crate) struct Objects {
 
 impl Objects {
     /// # Errors
-    /// The id is taken, the object is too large, or there is no room for one more.
+    /// The id is in use, the object is too large, or a bound is reached.
     pub(crate) fn add(&self, id: &str, object: NamedObject) -> Result<(), Refused> {
         let mut objects = self.listed.borrow_mut();
+        // Checked before the charge: a rejected object must not stay charged.
         if objects.contains_key(id) {
             return Err(Refused::NameTaken(id.to_owned()));
         }

@@ -1,9 +1,9 @@
-//! Why something was not done with what runs, and what to do about it. The control socket answers
-//! with it, and the page; it never says that something was changed.
+//! Reasons for which a change of the running state is refused, with their remedies, for clients of
+//! the control socket and the web page.
 
 use reactor::memory::OutOfBudget;
 
-/// Why something was not done. Nothing has changed.
+/// Reason of a refusal. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages name variants and fields")]
 pub enum Refused {
@@ -35,6 +35,6 @@ pub enum Refused {
     Exported { disk: String, export: String },
     #[error("group {group}: {member} is in it (move it out first)")]
     HasMembers { group: String, member: String },
-    #[error("export {id}: in use: {clients} (let it go first, or remove it in mode hard)")]
+    #[error("export {id}: in use: {clients} (disconnect it first, or remove the export in mode hard)")]
     HasClients { id: String, clients: String },
 }

@@ -1,6 +1,6 @@
-//! What is heard of a disk while it is listed: that its requests fail, that it has another length,
-//! that its cluster has changed its image. Each ends with the disk's entry, and keeps no registry
-//! alive.
+//! Tasks that watch a listed disk: failed requests, changes of its size, changes of its image by
+//! another client of the Ceph cluster. Each task ends with the disk's entry, and holds no strong
+//! reference to the registry.
 
 use std::{rc::Weak, sync::Arc};
 
@@ -12,8 +12,8 @@ use storage::rbd::ResizeNotifier;
 use super::Registry;
 use crate::change::Change;
 
-/// Whoever gives a disk another length, each of its exports sees it: a program may have written
-/// behind the end of a file that shows it.
+/// Notifies all exports of a disk after any change of its size, including one by a write beyond the
+/// end of its file.
 pub(super) async fn tell_sizes(registry: Weak<Registry>, disk: String, resized: Arc<Event>) {
     let mut next = resized.listen();
     loop {
@@ -26,8 +26,8 @@ pub(super) async fn tell_sizes(registry: Weak<Registry>, disk: String, resized: 
     }
 }
 
-/// Looks at the size of an image whenever its cluster says that somebody has changed it, or, where
-/// that says nothing, from time to time.
+/// Probes the size of an image after each notification of its cluster, and also at intervals if the
+/// cluster sends none.
 pub(super) async fn look_at_changes(
     registry: Weak<Registry>,
     disk: String,
@@ -36,7 +36,7 @@ pub(super) async fn look_at_changes(
 ) {
     loop {
         match every {
-            // Either has it look.
+            // Timeout and notification have the same effect.
             Some(every) => drop(reactor::timeout(every, bell.notified()).await),
             None => bell.notified().await,
         }
@@ -49,8 +49,8 @@ pub(super) async fn look_at_changes(
     }
 }
 
-/// Says at once that a disk was stopped, and of other failures the last in a second, as QEMU does:
-/// their rate is in the hand of clients.
+/// Reports immediately that a disk stopped. Of other failures, reports the last in each second, as
+/// QEMU does: clients control their rate.
 pub(super) async fn tell_failures(registry: Weak<Registry>, disk: String, failures: Arc<Failures>) {
     let mut failure = failures.next(false).await;
     loop {
@@ -59,6 +59,7 @@ pub(super) async fn tell_failures(registry: Weak<Registry>, disk: String, failur
         if failure.stops && failures.stopped_by().is_some() && !registry.disks.stopped.replace(true) {
             registry.tell(&Change::Stopped);
         }
+        // Not held during the wait: it would keep the registry alive.
         drop(registry);
         failure = match reactor::timeout(Duration::from_secs(1), failures.next(true)).await {
             Ok(failure) => failure,

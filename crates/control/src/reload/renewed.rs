@@ -1,5 +1,5 @@
-//! Keys, certificates and passwords that are in files: read again at each reload, for connections
-//! from then on. Nothing of the config says that they have changed.
+//! Keys, certificates and passwords in files: read again at each reload, for later connections. The
+//! config does not show whether they have changed.
 
 use std::io;
 
@@ -11,18 +11,18 @@ use settings::DesiredState;
 
 use crate::{assemble, loaded::Loaded, reconcile::applied, registry::Registry};
 
-/// What was read, as far as that could be.
+/// Credentials that were read again.
 pub(super) struct Renewed {
     tls: Option<nbd::NbdServerTls>,
     etcd: Option<EtcdCredentials>,
-    /// Why some could not.
+    /// Errors of files that could not be read again.
     kept: Vec<String>,
 }
 
 impl Renewed {
     /// # Errors
-    /// What is wrong in a file. One that may not be read any more is no error: the daemon has given
-    /// up its rights since it began.
+    /// A file is invalid. Missing permission is no error: the daemon has given up rights since its
+    /// start, and keeps the old credentials.
     pub(super) async fn read(plan: &DesiredState) -> anyhow::Result<Self> {
         let (tls, cluster) = (plan.process.tls.clone(), plan.process.cluster.clone());
         let reading = reactor::run_blocking(move || {
@@ -38,14 +38,15 @@ impl Renewed {
         reading.await
     }
 
-    /// What is told of it.
+    /// Reports for the client of the reload.
     pub(super) fn told(&self) -> impl Iterator<Item = Value> {
         self.kept.iter().map(|why| applied::not_read(why))
     }
 
-    /// Puts it in force.
+    /// Puts the credentials in force.
     pub(super) fn settle(self, registry: &Registry, loaded: &Loaded) {
         if let (Some(before), Some(tls)) = (&loaded.tls, self.tls) {
+            // Shared with all servers, which use the new keys for later handshakes.
             before.keys.renew(tls.keys);
         }
         if let (Some(cluster), Some(proofs)) = (registry.cluster(), self.etcd) {
@@ -59,7 +60,7 @@ fn unless_forbidden<T>(read: anyhow::Result<T>, kept: &mut Vec<String>) -> anyho
     match read {
         Err(error) if error.chain().any(|cause| cause.downcast_ref().is_some_and(is_forbidden)) => {
             let why = format!(
-                "{error:#}: what was read before holds on (let the daemon's user and its sandbox read it, or have `weir serve --takeover` read it)"
+                "{error:#}: the old credentials stay in force (make it readable for the daemon's user and sandbox, or run `weir serve --takeover`)"
             );
             tracing::warn!("{why}");
             kept.push(why);

@@ -1,5 +1,5 @@
-//! Disks that are not open yet when the config file is read again: nothing of them runs that could
-//! differ from it. What it says of them holds once they are.
+//! Unavailable disks in a reload: their config changes without effect on running objects, and is
+//! used once their images open.
 
 use std::{collections::BTreeMap, rc::Rc};
 
@@ -15,24 +15,25 @@ use crate::{
     registry::Registry,
 };
 
-/// What the file says of them.
+/// Unavailable disks of the new config.
 pub(super) struct Said {
-    /// With them.
+    /// The plan including the unavailable disks.
     pub(super) plan: Rc<DesiredState>,
-    /// Those that are to be opened in another way than so far.
+    /// Disks whose images must be opened with other options.
     openings: BTreeMap<String, Opening>,
 }
 
-/// Leaves those out that the file still has.
+/// Removes unavailable disks from the plan.
 ///
 /// # Errors
-/// One that is to be opened in another way cannot be.
+/// A disk with changed options cannot be opened in principle.
 pub(super) async fn leave_out(registry: &Registry, loaded: &Loaded, plan: &mut DesiredState) -> anyhow::Result<Said> {
     let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
     let mut assembly = Assembly::new(registry.image_root().cloned(), loaded.budgets.clone());
     let mut out = Vec::new();
     for before in registry.unopened_disks() {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
+        // Other keys take effect when the disk is listed, without opening the image anew.
         if !difference::fixed(&before, planned).is_empty() {
             let place = || planned.origin("image").to_string();
             registry.check_image(&planned.image).await.with_context(place)?;
@@ -50,7 +51,7 @@ impl Said {
         self.plan.disks.iter().any(|planned| planned.name == disk)
     }
 
-    /// What is told of them: they are not open yet, or given up.
+    /// Reports: each unavailable disk is still not open, or removed.
     pub(super) fn told(&self, registry: &Registry) -> Vec<Value> {
         let tell = |disk: PlacedDisk| {
             applied::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
@@ -58,7 +59,7 @@ impl Said {
         registry.unopened_disks().into_iter().map(tell).collect()
     }
 
-    /// Puts it in force; returns the plan with all disks.
+    /// Puts the new config in force; returns the plan with all disks.
     pub(super) fn settle(mut self, registry: &Rc<Registry>) -> Rc<DesiredState> {
         for disk in registry.unopened_disks() {
             let name = &disk.name;

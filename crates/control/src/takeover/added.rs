@@ -1,16 +1,16 @@
-//! What clients of the control socket have added, as it is told in a takeover: disks, groups,
-//! servers and exports that no config has.
+//! Description of objects that clients of the control socket added, for an upgrade: disks, groups,
+//! servers and exports that are in no config file.
 //!
-//! How each was made, and how it is set now. [`again`](super::again) is what a newcomer makes of it.
+//! It contains how each was created, and its current settings. [`again`](super::again) adds them in
+//! the new process.
 //!
-//! The old process transfers the keys of a disk that was added by them, and else the arguments of
-//! the commands that made an object, so there is no second description of a disk. The new process
-//! does the same as for such a command inside its sandbox: a guest
-//! may control the old process, which must not be able to do more than any client of the control
-//! socket. It compares the result like every other disk. Objects of the old config that the new
-//! config lacks are not transferred but reported: the operator has forgotten or removed them.
-//! Passphrases, descriptor sets and TLS objects are not transferred, or a daemon would give secrets
-//! away.
+//! A disk that was added by keys is described by its keys; other objects by the arguments of the
+//! commands that created them, so that there is no second form of description. The new process
+//! executes such a command inside its sandbox: a guest may control the old process, which must not
+//! gain more rights than any client of the control socket has. The result is compared like every
+//! other disk. Objects of the old config that the new config lacks are not transferred but
+//! reported: the operator has forgotten or removed them. Passphrases, descriptor sets and TLS
+//! objects are never transferred, as that would disclose secrets.
 
 use std::{path::Path, sync::Arc};
 
@@ -27,20 +27,23 @@ use crate::{
     wanted,
 };
 
-/// How a disk was made and is set.
+/// Creation and current settings of a disk.
 pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
     let nodes = running.told.as_deref().unwrap_or_default();
+    // A disk of the config has neither commands nor the flag.
     if nodes.is_empty() && !running.added {
         return Origin::Config;
     }
     if running.config.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
-        return Origin::Bound("its file was passed to the other by add-fd".to_owned());
+        return Origin::Bound("its file was passed to the old process by add-fd".to_owned());
     }
     if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config.qcow2.secrets.is_empty() {
-        return Origin::Bound("only the other was told its passphrase".to_owned());
+        return Origin::Bound("only the old process has its passphrase".to_owned());
     }
     if running.added && !running.below.is_empty() {
-        return Origin::Bound("blockdev-add put a node over it (remove that with blockdev-del)".to_owned());
+        return Origin::Bound(
+            "blockdev-add added a node above it (remove that with blockdev-del)".to_owned(),
+        );
     }
     if running.added {
         let keys = Some(running.keys_of_upgrade());
@@ -53,30 +56,31 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
     Origin::Added(AddedDisk { nodes, settings, keys: None })
 }
 
-/// Those that were added, each behind the one that it is in.
+/// Added groups, parents first.
 pub(super) fn groups(registry: &Registry) -> Vec<AddedGroup> {
     let depth = |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
     let added = registry.groups.added.borrow();
     let mut groups = registry.groups.all();
     groups.retain(|group| added.contains(group.name()));
+    // Parents first, so that each parent exists when its members are added.
     groups.sort_by_key(depth);
     let tell = |group: Arc<ThrottleGroup>| {
         let parent = group.parent().map(|parent| parent.name().to_owned());
-        // What it is in is said where it is made.
+        // The parent is set when the group is created.
         let throttled = of_throttle(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
         AddedGroup { name: group.name().to_owned(), parent, settings: settings(group.name(), throttled) }
     };
     groups.into_iter().map(tell).collect()
 }
 
-/// The arguments of `x-weir-set` for all of these; a size that nobody has said is 0 there.
+/// Arguments of `x-weir-set` for these settings; a size without a value is 0 there.
 fn settings(name: &str, values: impl IntoIterator<Item = Named>) -> Map<String, Value> {
     let value = |value: Value| if value.is_null() { json!(0) } else { value };
     let values = values.into_iter().map(|(key, said)| (key.to_owned(), value(said)));
     values.chain([("name".to_owned(), json!(name))]).collect()
 }
 
-/// The newcomer may be in another directory.
+/// Makes paths absolute: the new process may run in another directory.
 fn with_whole_paths(mut node: Map<String, Value>) -> Map<String, Value> {
     for (key, value) in &mut node {
         match value {
@@ -93,16 +97,16 @@ fn with_whole_paths(mut node: Map<String, Value>) -> Map<String, Value> {
     node
 }
 
-/// A server, and how many clients it may have.
+/// Origin of a server, with its maximum number of clients.
 pub(super) fn server(serving: &Serving) -> Origin<usize> {
     match serving.added.get() {
         None => Origin::Config,
         Some(Added { max_connections, has_objects: false }) => Origin::Added(max_connections),
-        Some(_) => Origin::Bound("only the other has the objects for its TLS".to_owned()),
+        Some(_) => Origin::Bound("only the old process has its TLS objects".to_owned()),
     }
 }
 
-/// An export over NBD.
+/// Origin of an NBD export.
 pub(super) fn export(export: &RunningExport) -> Origin<AddedExport> {
     match &export.new {
         Some(NewExport { id, description, access, .. }) if export.added.get() => Origin::Added(AddedExport {
@@ -114,7 +118,7 @@ pub(super) fn export(export: &RunningExport) -> Origin<AddedExport> {
     }
 }
 
-/// One with a door of its own.
+/// Origin of an export with a separate endpoint.
 pub(super) fn door(export: &RunningExport) -> Origin<String> {
     let Some(door) = export.said.as_ref().filter(|_| export.added.get()) else { return Origin::Config };
     let whole = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
@@ -141,7 +145,7 @@ pub(super) fn read_door(kind: &str, text: &str) -> anyhow::Result<Own> {
     read.map_err(|rule: String| anyhow!("{text}: {rule}"))
 }
 
-/// A device of the host that was added, as the newcomer is to have it.
+/// Planned export for an added device of the host.
 pub(super) fn device(offered: &OfferedDevice, text: &str) -> anyhow::Result<wanted::Wanted> {
     let door = read_door(&offered.kind, text)?;
     Ok(wanted::Wanted {

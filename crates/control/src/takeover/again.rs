@@ -1,8 +1,8 @@
-//! What clients of the control socket have added to the other daemon, done again by the newcomer
-//! of a takeover.
+//! Adds to the new process of an upgrade the objects that clients of the control socket added to
+//! the old process.
 //!
-//! It does so in its sandbox: whatever it is told, it does no more than a client of its control
-//! socket could have it do.
+//! Runs inside the sandbox: whatever the old process sends has no more effect than commands of a
+//! client of the control socket.
 
 use std::rc::Rc;
 
@@ -28,12 +28,12 @@ use crate::{
 };
 
 impl Newcomer {
-    /// Has what was added to the other, and is not in this config; returns what that is. `perform`
-    /// does what a client of the control socket could ask for, `add_disk` has a disk as these nodes
-    /// make it, of files that were passed.
+    /// Adds the old process's added objects that are not in this config; returns their names.
+    /// `perform` executes a command of the control socket, `add_disk` adds a disk from these nodes
+    /// and passed files.
     ///
     /// # Errors
-    /// What cannot be had here.
+    /// An object cannot be added.
     pub async fn have_added(
         &mut self,
         registry: &Rc<Registry>,
@@ -43,10 +43,12 @@ impl Newcomer {
     ) -> anyhow::Result<Vec<String>> {
         let mut had = Vec::new();
         for group in &self.offer.groups {
+            // The new config may contain it by now; its settings win.
             if registry.groups.get(&group.name).is_ok() {
                 continue;
             }
-            let named = || format!("group {}: it was added, and cannot be had here", group.name);
+            let named =
+                || format!("group {}: it was added at run time, and cannot be added here", group.name);
             let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
             let made = adding::make_group(registry, &group.name, GroupSettings::default(), parent.as_ref());
             made.await.with_context(named)?;
@@ -58,6 +60,7 @@ impl Newcomer {
         for at in 0..self.offer.servers.len() {
             let address = self.offer.servers[at].endpoint.clone();
             let Origin::Added(max_connections) = self.offer.servers[at].origin else { continue };
+            // A server of the new config has already taken the sockets.
             if self.sockets[at].is_empty() {
                 continue;
             }
@@ -69,6 +72,7 @@ impl Newcomer {
             let standard = registry.exports.door_terms()?.nbd.clone();
             let server = nbd::NbdServer::new(None, nbd::NbdServerTerms { max_connections, ..standard });
             let serving = Serving::new(server, endpoint, listeners, workers);
+            // Not a standard server: later disks without explicit exports must not appear there.
             serving.added.set(Some(Added { max_connections, has_objects: false }));
             serving.standard.set(Some(false));
             registry.add_server(&serving);
@@ -79,9 +83,10 @@ impl Newcomer {
             if registry.disks.get(&offered.name).is_ok() {
                 continue;
             }
-            let named = || format!("disk {}: it was added, and cannot be had here", offered.name);
+            let named =
+                || format!("disk {}: it was added at run time, and cannot be added here", offered.name);
             if let Some(keys) = keys.clone() {
-                // Its exports are transferred by themselves.
+                // Its exports are transferred separately.
                 let (name, exports) = (offered.name.clone(), Some(Vec::new()));
                 let new = NewDisk { name, keys, exports, sockets: Vec::new() };
                 new.add_again(registry, self.passed.clone()).await.with_context(named)?;
@@ -95,15 +100,18 @@ impl Newcomer {
         }
         for offered in &self.offer.exports {
             let Origin::Added(told) = &offered.origin else { continue };
+            // Exports of the new config are already there.
             if export(registry, &offered.endpoint, &offered.name).is_none() {
-                let named = || format!("export {}: it was added, and cannot be had here", told.id);
+                let named =
+                    || format!("export {}: it was added at run time, and cannot be added here", told.id);
                 had.push(add_export(registry, offered, told).await.with_context(named)?);
             }
         }
         for offered in &self.offer.machines {
             let Origin::Added(text) = &offered.origin else { continue };
             if machine(registry, offered).is_none() {
-                let named = || format!("export {}: it was added, and cannot be had here", offered.id);
+                let named =
+                    || format!("export {}: it was added at run time, and cannot be added here", offered.id);
                 had.push(add_machine(registry, offered, text).await.with_context(named)?);
             }
         }

@@ -1,13 +1,12 @@
-//! Messages between two daemons, with descriptors: a Unix socket of their own, on which both speak
-//! in turn.
+//! Messages with descriptors between two daemons, over a dedicated Unix socket; both sides take
+//! turns.
 //!
 //! ```text
 //!   a message   ▕ lengths │ count ▏▕ JSON ▏▕ bytes ▏ ▕ · ▏▕ · ▏ …    each with up to 250 descriptors
 //! ```
 //!
-//! The other end is of the same user, and may still be another version, or die at any byte: what
-//! comes is bounded, and whoever does not answer in time is given up. Knows nothing of what is
-//! said.
+//! The peer has the same user, but may be another version, or die at any byte: sizes are bounded,
+//! and every receive has a deadline. Independent of the content of messages.
 
 use std::{
     cell::Cell,
@@ -35,19 +34,19 @@ use rustix::net::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Bytes of JSON: a thousand for each of a hundred thousand clients.
+/// Maximum bytes of JSON: a thousand for each of a hundred thousand clients.
 const MOST_TEXT: u64 = 128 << 20;
-/// Bytes that clients have sent and nobody has begun.
+/// Maximum bytes that clients have sent and no server has parsed.
 const MOST_BYTES: u64 = 16 << 30;
 const MOST_DESCRIPTORS: u64 = 1 << 20;
-/// The kernel takes 253 (SCM_MAX_FD).
+/// Descriptors per message; the kernel allows 253 (SCM_MAX_FD).
 const AT_ONCE: usize = 250;
 
-/// One end.
+/// One end of the connection.
 #[derive(Debug)]
 pub(super) struct Channel(UnixStream);
 
-/// What came with a message.
+/// Bytes and descriptors of a message.
 #[derive(Debug, Default)]
 pub(super) struct Luggage {
     pub(super) bytes: Vec<u8>,
@@ -55,39 +54,39 @@ pub(super) struct Luggage {
 }
 
 impl Luggage {
-    /// To be taken out in the order in which they are told of.
+    /// Starts taking them out, in the order of the message.
     pub(super) fn pieces(&mut self) -> Pieces<'_> {
         Pieces { bytes: &self.bytes, descriptors: self.descriptors.drain(..) }
     }
 }
 
-/// What is left of a message's luggage.
+/// Remaining bytes and descriptors of a message.
 pub(super) struct Pieces<'a> {
     bytes: &'a [u8],
     descriptors: std::vec::Drain<'a, OwnedFd>,
 }
 
 impl<'a> Pieces<'a> {
-    /// The next bytes.
+    /// Takes the next bytes.
     pub(super) fn bytes(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
-        let (own, rest) = self.bytes.split_at_checked(count).context("fewer bytes came than were told of")?;
+        let (own, rest) = self.bytes.split_at_checked(count).context("fewer bytes arrived than announced")?;
         self.bytes = rest;
         Ok(own)
     }
 
-    /// The next descriptor.
+    /// Takes the next descriptor.
     pub(super) fn descriptor(&mut self) -> anyhow::Result<OwnedFd> {
-        self.descriptors.next().context("fewer descriptors came than were told of")
+        self.descriptors.next().context("fewer descriptors arrived than announced")
     }
 
-    /// The next so many.
+    /// Takes the next `count` descriptors.
     pub(super) fn descriptors(&mut self, count: usize) -> anyhow::Result<Vec<OwnedFd>> {
-        ensure!(self.descriptors.len() >= count, "fewer descriptors came than were told of");
+        ensure!(self.descriptors.len() >= count, "fewer descriptors arrived than announced");
         Ok(self.descriptors.by_ref().take(count).collect())
     }
 }
 
-/// User and process at the other end.
+/// User and process of the peer.
 fn peer(socket: &UnixStream) -> Option<(Uid, u32)> {
     let peer = getsockopt(socket, PeerCredentials).ok()?;
     Some((Uid::from_raw(peer.uid()), u32::try_from(peer.pid()).ok()?))
@@ -97,50 +96,52 @@ fn is_trusted(user: Uid) -> bool {
     user.is_root() || user == geteuid()
 }
 
-/// Whether whoever listens at the other end may be believed: root, the own user, or `user`, whom
-/// the newcomer goes on as. Others could serve this process's images on sockets of theirs.
+/// Fails unless the listener is root, the own user, or `user`, as which the new process continues.
+/// Other users could serve this process's images on sockets of theirs.
 pub(super) fn check_listener(socket: &UnixStream, user: Option<&str>) -> anyhow::Result<()> {
-    let (listener, _) = peer(socket).context("nobody knows whose the socket is")?;
+    let (listener, _) = peer(socket).context("the user of the socket is unknown")?;
     let named = user.and_then(|name| match name.parse() {
         Ok(number) => Some(Uid::from_raw(number)),
         Err(_) => User::from_name(name).ok().flatten().map(|user| user.uid),
     });
     ensure!(
         is_trusted(listener) || named == Some(listener),
-        "what listens there is of another user, number {listener} (a daemon of root, of one's own or of --user can be taken over from)"
+        "the daemon there runs as another user, {listener} (it must run as root, as this user or as --user)"
     );
     Ok(())
 }
 
 impl Channel {
-    /// One end, and the other for whoever is to be spoken with.
+    /// Creates a channel and the descriptor of its other end.
     pub(super) fn pair() -> io::Result<(Self, OwnedFd)> {
         let (here, there) = UnixStream::pair()?;
         Ok((Self(here), there.into()))
     }
 
-    /// The end that somebody has passed, who must be a user that may.
+    /// Channel over a socket that a peer passed; fails if the peer is of another user.
     pub(super) fn passed(socket: OwnedFd) -> anyhow::Result<Self> {
+        // Any descriptor may be passed, so its type is checked first.
         let kind = getsockopt(&socket, SockType).context("what came is no socket")?;
         ensure!(kind == socket::SockType::Stream, "what came is no stream socket");
         let socket = UnixStream::from(socket);
+        // The flag belongs to the open file description, and the peer may have set it.
         socket.set_nonblocking(false)?;
-        let (user, _) = peer(&socket).context("nobody knows whose the socket is")?;
-        ensure!(is_trusted(user), "it is of another user (only root and the daemon's own may take over)");
+        let (user, _) = peer(&socket).context("the user of the socket is unknown")?;
+        ensure!(is_trusted(user), "it belongs to another user (only root and the daemon's user can upgrade)");
         Ok(Self(socket))
     }
 
-    /// Another hold of the same end.
+    /// Duplicates this end.
     pub(super) fn again(&self) -> io::Result<Self> {
         self.0.try_clone().map(Self)
     }
 
-    /// The process at the other end.
+    /// Process id of the peer.
     pub(super) fn process(&self) -> Option<u32> {
         peer(&self.0).map(|(_, process)| process)
     }
 
-    /// Says something, on another thread.
+    /// Sends a message, on another thread.
     pub(super) async fn say<T: Serialize + Send + 'static>(
         self,
         message: T,
@@ -154,12 +155,12 @@ impl Channel {
         .await
     }
 
-    /// The same on this thread.
+    /// Sends a message on this thread.
     pub(super) fn say_now<T: Serialize>(&self, message: &T) -> anyhow::Result<()> {
         self.send(message, &[], &[])
     }
 
-    /// Waits for what the other says, on another thread, and no longer than that for any of it.
+    /// Receives a message on another thread; fails after `patience`.
     pub(super) async fn hear<T: DeserializeOwned + Send + 'static>(
         self,
         patience: Duration,
@@ -171,7 +172,7 @@ impl Channel {
         .await
     }
 
-    /// The same on this thread.
+    /// Receives a message on this thread; fails after `patience`.
     pub(super) fn hear_now<T: DeserializeOwned>(
         self,
         patience: Duration,
@@ -180,8 +181,8 @@ impl Channel {
         Ok((self, message, luggage))
     }
 
-    /// As [`Channel::hear`]; where that fails, the other cannot have said it: either it is heard
-    /// here, or saying it fails there.
+    /// As [`Channel::hear`]. After a failure the peer cannot have sent the message: either it is
+    /// received here, or sending it fails there.
     pub(super) async fn hear_or_close<T: DeserializeOwned + Send + 'static>(
         self,
         patience: Duration,
@@ -193,7 +194,7 @@ impl Channel {
         .await
     }
 
-    /// Waits until the other has closed, for so long at most.
+    /// Waits until the peer has closed the connection, at most `patience`.
     pub(super) async fn wait_for_end(self, patience: Duration) {
         reactor::run_blocking(move || {
             let _ = self.0.set_read_timeout(Some(patience));
@@ -205,12 +206,14 @@ impl Channel {
     fn send<T: Serialize>(&self, message: &T, bytes: &[u8], descriptors: &[OwnedFd]) -> anyhow::Result<()> {
         let text = serde_json::to_vec(message)?;
         let mut socket = &self.0;
+        // A timeout for each write; a peer that reads slowly but steadily is tolerated.
         socket.set_write_timeout(Some(PATIENCE))?;
         for number in [text.len(), bytes.len(), descriptors.len()] {
             socket.write_all(&(number as u64).to_le_bytes())?;
         }
         socket.write_all(&text)?;
         socket.write_all(bytes)?;
+        // One byte for each batch: SCM_RIGHTS needs at least one byte of data (unix(7)).
         for some in descriptors.chunks(AT_ONCE) {
             send_with(socket, b".", some)?;
         }
@@ -231,7 +234,7 @@ impl Channel {
         let [text, bytes, count] = [until.number()?, until.number()?, until.number()?];
         ensure!(
             text <= MOST_TEXT && bytes <= MOST_BYTES && count <= MOST_DESCRIPTORS,
-            "the other said something that is no message"
+            "the peer sent an invalid message"
         );
         let text = until.exactly(text)?;
         let bytes = until.exactly(bytes)?;
@@ -239,33 +242,34 @@ impl Channel {
         while (descriptors.len() as u64) < count {
             let expected = (count - descriptors.len() as u64).min(AT_ONCE as u64) as usize;
             let some = until.some_descriptors()?;
-            // The kernel leaves out those that this process may not have.
+            // The kernel drops descriptors beyond this process's limit without an error.
             ensure!(
                 some.len() >= expected,
                 "descriptors are missing: {count} were sent (`ulimit -n` or LimitNOFILE= must be larger)"
             );
-            ensure!(some.len() == expected, "the other sent more descriptors than it said");
+            // The batch size is fixed, so an excess is a protocol error.
+            ensure!(some.len() == expected, "the peer sent more descriptors than announced");
             descriptors.extend(some);
         }
-        let message = serde_json::from_slice(&text).context("what the other said is not understood")?;
+        let message = serde_json::from_slice(&text).context("the message of the peer cannot be parsed")?;
         Ok((message, Luggage { bytes, descriptors }))
     }
 }
 
-/// Receives one message, and waits for all of it no longer than that: whoever sends a byte now and
-/// then must not keep everybody.
+/// Receives one message with a deadline for all of it: a peer that sends single bytes must not
+/// extend the wait.
 struct Until<'a> {
     socket: &'a UnixStream,
     end: Cell<Instant>,
     at_last: Cell<AtLast>,
 }
 
-/// What is done when the time is up.
+/// Action at the deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AtLast {
     GiveUp,
-    /// The other can say no more, and what it has said is read where it was left: there may be the
-    /// rest of a message of which a part is read.
+    /// Shuts the connection down, so that the peer can send no more, then reads the data already in
+    /// the receive queue: it may hold the rest of a partially read message.
     Close,
 }
 
@@ -275,7 +279,7 @@ impl io::Read for &Until<'_> {
             self.wait_no_longer()?;
             let mut socket = self.socket;
             match socket.read(buffer) {
-                // It is looked once more what that means.
+                // Timed out: `wait_no_longer` decides whether that is final.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 done => return done,
             }
@@ -285,13 +289,15 @@ impl io::Read for &Until<'_> {
 
 impl Until<'_> {
     fn wait_no_longer(&self) -> io::Result<()> {
+        // Recomputed before every system call, so that the deadline covers the whole message.
         let mut left = self.end.get().saturating_duration_since(Instant::now());
         if left.is_zero() {
             if self.at_last.replace(AtLast::GiveUp) == AtLast::GiveUp {
                 return Err(ErrorKind::WouldBlock.into());
             }
+            // Data that has arrived remains readable after a shutdown of a Unix socket.
             self.socket.shutdown(Shutdown::Both)?;
-            // For what is there, and nothing is waited for any more.
+            // For the data in the receive queue; no more can arrive.
             left = PATIENCE;
             self.end.set(Instant::now() + left);
         }
@@ -305,7 +311,7 @@ impl Until<'_> {
         Ok(u64::from_le_bytes(number))
     }
 
-    /// Memory is taken as they come.
+    /// Reads `count` bytes. Allocates as they arrive: `count` is not trusted.
     fn exactly(&self, count: u64) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.take(count).read_to_end(&mut bytes).map_err(plain)?;
@@ -320,7 +326,7 @@ impl Until<'_> {
         self.wait_no_longer().map_err(plain)?;
         let received = recvmsg(self.socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
             .map_err(|errno| plain(errno.into()))?;
-        ensure!(received.bytes == 1, "the other went while it sent descriptors");
+        ensure!(received.bytes == 1, "the peer disconnected while sending descriptors");
         let some = control.drain().flat_map(|message| match message {
             RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
             _ => Vec::new(),
@@ -329,7 +335,7 @@ impl Until<'_> {
     }
 }
 
-/// Sends bytes, and with the first of them up to 250 descriptors; returns how many bytes went.
+/// Sends bytes, with up to 250 descriptors on the first; returns the number of bytes sent.
 pub(super) fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[OwnedFd]) -> anyhow::Result<usize> {
     let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(OwnedFd::as_fd).collect();
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
@@ -338,15 +344,15 @@ pub(super) fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[OwnedF
     Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
 }
 
-/// How long the other may take to read what it is told.
+/// Time limit for the peer to read a message.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The kernel's word for a time that is up is another.
+/// Error for users: the kernel reports a timeout as EAGAIN.
 fn plain(error: io::Error) -> io::Error {
     match error.kind() {
         ErrorKind::WouldBlock => io::Error::new(ErrorKind::TimedOut, "no answer in time"),
         ErrorKind::UnexpectedEof => {
-            io::Error::new(ErrorKind::UnexpectedEof, "the other has closed the connection")
+            io::Error::new(ErrorKind::UnexpectedEof, "the peer has closed the connection")
         }
         _ => error,
     }
@@ -367,6 +373,7 @@ mod tests {
     fn text_bytes_and_many_descriptors_arrive() {
         let (one, other) = pair();
         let file = tempfile::tempfile().unwrap();
+        // Three batches: 250, 250 and 100.
         let descriptors: Vec<OwnedFd> = (0..600).map(|_| file.try_clone().unwrap().into()).collect();
         let sending = std::thread::spawn(move || {
             one.send(&"hello", &[7; 300_000], &descriptors).unwrap();
@@ -387,6 +394,7 @@ mod tests {
         const OVER: Duration = Duration::ZERO;
         let text = serde_json::to_vec("yours").unwrap();
         let message = [[text.len() as u64, 0, 0].map(u64::to_le_bytes).concat(), text].concat();
+        // The deadline passes after each number of bytes.
         for read in 0..message.len() {
             let (one, other) = pair();
             one.send(&"yours", &[], &[]).unwrap();
@@ -400,7 +408,7 @@ mod tests {
             assert_eq!(until.exactly((message.len() - read) as u64).unwrap(), message[read..]);
             one.send(&"more", &[], &[]).unwrap_err();
         }
-        // Of what was not said whole, the rest cannot be said any more.
+        // After a partial message the rest cannot be sent.
         let (one, other) = pair();
         (&one.0).write_all(&message[..9]).unwrap();
         other.receive_or::<String>(OVER, AtLast::Close).unwrap_err();
@@ -415,17 +423,17 @@ mod tests {
             drop(one);
             format!("{:#}", other.receive::<String>(PATIENCE).unwrap_err())
         };
-        assert_eq!(said(b""), "the other has closed the connection");
-        assert_eq!(said(&[0; 23]), "the other has closed the connection");
-        assert_eq!(said(&[255; 24]), "the other said something that is no message");
+        assert_eq!(said(b""), "the peer has closed the connection");
+        assert_eq!(said(&[0; 23]), "the peer has closed the connection");
+        assert_eq!(said(&[255; 24]), "the peer sent an invalid message");
         let lengths = |text: u64, count: u64| [text, 0, count].map(u64::to_le_bytes).concat();
-        assert!(said(&[lengths(2, 0), b"{}".to_vec()].concat()).contains("not understood"));
+        assert!(said(&[lengths(2, 0), b"{}".to_vec()].concat()).contains("cannot be parsed"));
         assert_eq!(said(&[lengths(100 << 20, 0), b"\"".to_vec()].concat()), "unexpected end of file");
         assert!(said(&[lengths(2, 1), b"\"\".".to_vec()].concat()).contains("descriptors are missing"));
         let (_one, other) = pair();
         let silent = other.receive::<String>(Duration::from_millis(1)).unwrap_err();
         assert_eq!(silent.to_string(), "no answer in time");
-        // Another byte each time that it is waited for, of a message that never ends.
+        // A peer that sends bytes faster than the deadline, of a message that never ends.
         let (slow, other) = pair();
         let slow = std::thread::spawn(move || while (&slow.0).write_all(&[1]).is_ok() {});
         let end = Instant::now() + Duration::from_millis(50);

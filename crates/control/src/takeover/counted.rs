@@ -1,7 +1,6 @@
-//! What was counted so far, as it is told: the newcomer counts on from there, so that no counter
-//! falls, and `weir status` goes on.
+//! Transferred counters: the new process continues them, so that no counter decreases.
 //!
-//! Counters of the process itself (its time, its workers, its caches) begin anew with it.
+//! Counters of the process itself (time, workers, caches) start at zero.
 
 use std::{collections::BTreeMap, rc::Rc};
 
@@ -24,18 +23,18 @@ use crate::{
     registry::{Registry, RunningExport},
 };
 
-/// Of a disk.
+/// Counters of a disk.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfDisk {
     /// Reads, writes, bytes of both, merged requests.
     totals: [u64; 5],
-    /// Reads, writes, flushes, discards.
+    /// Errors of reads, writes, flushes, discards.
     errors: [u64; 4],
     throttle: OfThrottle,
     /// In the order of [`prefetch::Stats`].
     read_ahead: [u64; 9],
-    /// None where nobody has measured it.
+    /// `None` if no client reads measures.
     measures: Option<OfMeasures>,
 }
 
@@ -102,14 +101,14 @@ fn heard(told: [u64; 9]) -> prefetch::PrefetchStats {
     }
 }
 
-/// Of a disk or a group, where requests pass.
+/// Counters of the throttle layer for a disk or group.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfThrottle {
-    /// By direction: requests, bytes, those that waited, nanoseconds.
+    /// By direction: requests, bytes, throttled requests, nanoseconds of waiting.
     passed: [[u64; 4]; 2],
     limited_ns: u64,
-    /// Nanoseconds in which a promise was kept, and in which it was not.
+    /// Nanoseconds in which the reservation was met, and in which it was missed.
     kept: Option<[u64; 2]>,
     waits: Vec<(u16, u32)>,
     longest_wait_ns: u64,
@@ -149,7 +148,7 @@ impl From<OfThrottle> for throttle::CumulativeStats {
     }
 }
 
-/// How long the requests of a disk took, and what held them back.
+/// Latencies of a disk, and its time by throttle cause.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct OfMeasures {
@@ -159,7 +158,7 @@ struct OfMeasures {
     held_ns: [[[u64; 2]; 6]; 3],
 }
 
-/// How many are in each bucket that is not empty, and the sum of all in nanoseconds.
+/// Nonempty buckets of a histogram, and the sum of all values in nanoseconds.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct OfSpread {
@@ -190,18 +189,17 @@ impl From<OfMeasures> for MeasuresSnapshot {
     }
 }
 
-/// Of the daemon: of its servers, doors and events.
+/// Counters of the daemon: servers, endpoints and events.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfDaemon {
-    /// By where they listen: clients that were refused for their network, for connections, names
-    /// and exports.
+    /// By endpoint: clients rejected by network, number of connections, name and export.
     servers: BTreeMap<String, [u64; 4]>,
-    /// By their exports' ids: requests, kicks, calls, copies, and bytes that were copied.
+    /// By export id: requests, kicks, calls, copies, copied bytes.
     doors: BTreeMap<String, [u64; 5]>,
-    /// By kind: told, left out.
+    /// By event type: recorded, dropped.
     event_counts: BTreeMap<String, [u64; 2]>,
-    /// As clients are told, the oldest first.
+    /// Events as clients receive them, oldest first.
     events: Vec<Value>,
     /// Delivered, failed, skipped.
     deliveries: Option<[u64; 3]>,
@@ -226,12 +224,13 @@ impl OfDaemon {
             servers: servers.collect(),
             doors: doors.collect(),
             event_counts: counts.map(|(kind, counts)| (kind.name().to_owned(), counts)).collect(),
+            // In their public form, which both versions understand.
             events: registry.events.since(0).iter().map(|event| event.to_json()).collect(),
             deliveries,
         }
     }
 
-    /// All but what doors have counted: see [`OfDaemon::count_on_at`].
+    /// Adds all counters except those of endpoints: see [`OfDaemon::count_on_at`].
     pub(super) fn count_on(&mut self, registry: &Registry) {
         for serving in registry.exports.servers() {
             if let Some([networks, connections, names, exports]) =
@@ -241,7 +240,7 @@ impl OfDaemon {
             }
         }
         let counts = std::mem::take(&mut self.event_counts);
-        // A kind that this one does not know is none of its own.
+        // Event types that this version does not know are dropped.
         let counts = counts.iter().filter_map(|(name, counts)| Some((Kind::named(name)?, *counts)));
         let events = self.events.drain(..).filter_map(|told| Event::from_json(&told));
         registry.events.go_on_from(events.collect(), counts);
@@ -250,7 +249,7 @@ impl OfDaemon {
         }
     }
 
-    /// The same for the door of an export, which the other called so.
+    /// Adds the counters of an export's endpoint, which the old process had under the id `called`.
     pub(super) fn count_on_at(&mut self, called: &str, export: &RunningExport) {
         if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.entrance()) {
             let [requests, kicks, calls, copies, copied_bytes] = told.map(Some);
@@ -280,7 +279,7 @@ mod tests {
         ) {
             let spread = |at: usize| {
                 let (mut counts, sum_ns) = spreads[at].clone();
-                // Those at the end are not told.
+                // Trailing empty buckets are not transferred.
                 counts.truncate(counts.iter().rposition(|count| *count > 0).map_or(0, |last| last + 1));
                 HistogramSnapshot::new(counts, sum_ns)
             };

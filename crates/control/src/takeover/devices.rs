@@ -1,14 +1,14 @@
-//! Devices and files of this host in a takeover, on both sides.
+//! Devices and files of this host in an upgrade, in both processes.
 //!
 //! ```text
-//!   nbd-device   our ends of the sockets go over; the kernel sees nothing of it
-//!   fuse         the descriptor that its requests come from goes over
-//!   ublk         stays the old daemon's until it has ended; then the other recovers it, as after a
-//!                kill, and the kernel gives it all that was not answered
+//!   nbd-device   weir's ends of the sockets are passed; the kernel does not notice
+//!   fuse         the descriptor of the FUSE device is passed
+//!   ublk         stays with the old process until it has ended; then the new one recovers it, as
+//!                after a kill, and the kernel reissues all requests without a reply
 //! ```
 //!
-//! The newcomer opens none of them before it knows how they stand. Those of ublk it has only once
-//! nobody else has them: where that fails, the device waits, and the next start has it.
+//! The new process opens none of them before it has received their state, and ublk devices only
+//! after the old process has ended: if recovery fails, the device waits for the next start.
 
 use std::{
     cell::RefCell,
@@ -34,10 +34,10 @@ use crate::{
     wanted::{Wanted, Way},
 };
 
-/// What the other is told before anything stands still.
+/// Description of a device before the quiesce.
 ///
 /// # Errors
-/// It cannot be taken over.
+/// It cannot be transferred.
 pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<OfferedDevice> {
     let id = &export.id;
     if let Host::Ublk(server) = host {
@@ -57,7 +57,7 @@ pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<Off
     })
 }
 
-/// How it stands, once it has come to rest: what goes along behind the other bytes and descriptors.
+/// State of a quiesced device. Appends its bytes and descriptors to those of the message.
 pub(super) fn standing(
     id: &str,
     host: &Host,
@@ -102,7 +102,7 @@ pub(super) fn standing(
     Ok(Some(StandingDevice { id: id.to_owned(), kind }))
 }
 
-/// What the newcomer is to have, each with what its own config says of it.
+/// Devices to take over, each with its planned export in this config.
 pub(super) struct Awaited(RefCell<Vec<(OfferedDevice, Option<Wanted>)>>);
 
 impl Awaited {
@@ -110,7 +110,7 @@ impl Awaited {
         Self(RefCell::new(offered.into_iter().map(|device| (device, None)).collect()))
     }
 
-    /// Whether the other has it, so that it is opened later.
+    /// True if the old process has this export, so that it is opened later.
     pub(super) fn puts_off(&self, wanted: &Wanted, registry: &Registry) -> bool {
         let Way::Own(door) = &wanted.way else { return false };
         let mut awaited = self.0.borrow_mut();
@@ -126,16 +126,16 @@ impl Awaited {
         true
     }
 
-    /// Has those that were added to the other, and are not in this config, opened later too; which
-    /// these are.
+    /// Plans the added devices that are not in this config; returns them.
     ///
     /// # Errors
-    /// One that cannot be opened here.
+    /// A device cannot be opened here.
     pub(super) fn have_added(&self, registry: &Registry) -> anyhow::Result<Vec<OfferedDevice>> {
         let mut had = Vec::new();
         for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
             let Origin::Added(text) = &offered.origin else { continue };
-            let named = || format!("export {}: it was added, and cannot be had here", offered.id);
+            let named =
+                || format!("export {}: it was added at run time, and cannot be added here", offered.id);
             let wanted = added::device(offered, text).with_context(named)?;
             let Way::Own(door) = &wanted.way else { continue };
             registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door)).with_context(named)?;
@@ -146,13 +146,13 @@ impl Awaited {
         Ok(had)
     }
 
-    /// Of their exports.
+    /// Ids of the exports.
     pub(super) fn ids(&self) -> Vec<String> {
         self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
     }
 
-    /// Whether the newcomer's config has all of them, but for what may come: added or not, of a
-    /// disk.
+    /// Fails if this config lacks a device. `may_come` exempts devices that follow later, by
+    /// whether they were added, and by disk.
     pub(super) fn check(
         &self,
         registry: &Registry,
@@ -175,7 +175,7 @@ impl Awaited {
         Ok(())
     }
 
-    /// Goes on with those that have come, but for serving; those of ublk are left.
+    /// Opens the transferred devices except ublk; they do not serve yet.
     pub(super) async fn take_up(
         &self,
         standing: Vec<StandingDevice>,
@@ -183,6 +183,7 @@ impl Awaited {
         registry: &Rc<Registry>,
     ) -> anyhow::Result<()> {
         for StandingDevice { id, kind } in standing {
+            // Only offered devices: the old process may not add one at this point.
             let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
             let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
             registry.exports.awaited.borrow_mut().remove(&id);
@@ -191,15 +192,16 @@ impl Awaited {
             opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
             registry.exports.get(&id)?.added.set(is_added);
         }
-        // Somebody has unmounted it meanwhile.
+        // Devices without state were unmounted in the meantime.
         self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
         let left = self.0.borrow();
         let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
+        // Frees the ids of the devices that were unmounted.
         registry.exports.awaited.borrow_mut().retain(|id, _| is_left(id));
         Ok(())
     }
 
-    /// Recovers those of ublk, now that the other has ended; how many.
+    /// Recovers the ublk devices after the old process has ended; returns their number.
     pub(super) async fn recover(self, registry: &Rc<Registry>) -> usize {
         let mut recovered = 0;
         for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
@@ -213,7 +215,7 @@ impl Awaited {
                     }
                 }
                 Err(error) => {
-                    let what = "its users wait until weir is restarted";
+                    let what = "its openers wait until weir is restarted";
                     tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({what})");
                 }
             }
@@ -221,7 +223,7 @@ impl Awaited {
         recovered
     }
 
-    /// Also whether it was added.
+    /// Takes the planned export of a device, and whether it was added.
     fn take(&self, id: &str) -> Option<(Wanted, bool)> {
         let mut awaited = self.0.borrow_mut();
         let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK)?;

@@ -1,25 +1,25 @@
-//! Whether a disk of the newcomer is the one that the other serves: the same bytes, read and
-//! written in the same way, so that what clients were told and what they have written stays true.
+//! Comparison of a disk of the new process with the one that the old process serves: the same
+//! bytes, read and written in the same way, so that acknowledged writes and negotiated properties
+//! stay valid.
 //!
-//! Decided here alone, and by the newcomer, before anybody stands still. Limits, groups,
-//! read-ahead, caches and what imitates a slow or failing device are no part of it: they may
-//! differ.
+//! Only the new process compares, before anything is quiesced. Limits, groups, prefetch, caches and
+//! emulation of slow or failing devices are not compared: they may differ.
 
 use block::disk::Disk;
 use console::figures;
 use serde::{Deserialize, Serialize};
 
-/// What a disk really is.
+/// Properties of a disk that an upgrade must preserve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Identity {
     size_bytes: u64,
-    /// The least that a device of it reads and writes at a time.
+    /// Minimum size of a request.
     block_bytes: u32,
     read_only: bool,
-    /// Locked only while somebody holds it.
+    /// True if the image is locked only while a guest uses it.
     handover: bool,
-    /// The image, and those behind it.
+    /// The image and its backing chain.
     layers: Vec<Layer>,
 }
 
@@ -27,18 +27,18 @@ pub(super) struct Identity {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Layer {
     format: String,
-    /// What tells internal snapshots apart.
+    /// Distinguishes internal snapshots.
     table: Option<u64>,
-    /// Its own, and its data file if it has one.
+    /// Image file, and its data file if there is one.
     files: Vec<File>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
-    /// The same for all names of a file.
+    /// Identity of the file, independent of its name.
     what: String,
-    /// For people.
+    /// Path for messages.
     path: Option<String>,
     parts: Vec<Part>,
     cache: Option<String>,
@@ -64,16 +64,16 @@ impl Identity {
         }
     }
 
-    /// What is written to.
+    /// Files that are written to.
     pub(super) fn written(&self) -> impl Iterator<Item = &str> {
         let files = self.layers.iter().flat_map(|layer| &layer.files);
         files.filter(|file| !file.read_only).map(|file| file.what.as_str())
     }
 
-    /// Why `here` is not the disk that the other serves; none where it is. It may have become
-    /// longer.
+    /// Reason why `here` is not the disk of the old process; `None` if it is. It may have grown.
     pub(super) fn difference(&self, here: &Self) -> Option<String> {
         let Self { size_bytes, block_bytes, read_only, handover, layers } = self;
+        // The top image first: its difference explains most others.
         if let Some((one, other)) = layers.first().zip(here.layers.first())
             && let Some(difference) = one.difference(other, "image")
         {
@@ -97,6 +97,7 @@ impl Identity {
         if *handover != here.handover {
             return Some(format!("{} handover", if *handover { "with" } else { "without" }));
         }
+        // A larger disk is accepted: clients keep the size that they know.
         if here.size_bytes < *size_bytes {
             return Some(format!("with {size_bytes} bytes, and has only {} here", here.size_bytes));
         }
@@ -263,6 +264,7 @@ mod tests {
     fn another_name_and_more_bytes_are_no_difference() {
         let mut here = disk();
         here.size_bytes = 8192;
+        // The same file (`what`) by another name.
         here.layers[0].files[0].path = Some("/elsewhere/vm1".to_owned());
         assert_eq!(disk().difference(&here), None);
     }

@@ -1,13 +1,13 @@
-//! The daemon that runs, while another takes over from it.
+//! Old process of an upgrade.
 //!
 //! ```text
-//!   offer ─► flush ─► nobody new is let in ─► stand still ─► lay down images ─► state ─► end
-//!            └─ still serves ──────────────┘  └─ nobody is served: some milliseconds ─┘
+//!   offer ─► flush ─► stop accepting ─► quiesce ─► write image metadata ─► state ─► end
+//!            └─ still serves ─────────┘ └─ no client is served: some milliseconds ─┘
 //! ```
 //!
-//! Whatever goes wrong before the end, it goes on where it stopped: connections from the bytes that
-//! they had, images from their files. Never ends anything tidily after it has said that the other
-//! serves: files, locks and sockets are the other's.
+//! After any failure before the end it resumes where it stopped: connections from their unparsed
+//! bytes, images from their files. Never cleans up after it has sent `Yours`: files, locks and
+//! sockets belong to the new process.
 
 use std::{
     io,
@@ -47,49 +47,49 @@ use crate::{
     serving::Serving,
 };
 
-/// How long the other may take to open everything: keys of encrypted images are derived.
+/// Time limit for opening everything in the new process; it derives the keys of encrypted images.
 const TO_PREPARE: Duration = Duration::from_secs(60);
-/// How long it may take while nobody is served.
+/// Time limit of the new process while no client is served.
 const TO_BE_READY: Duration = Duration::from_secs(10);
-/// How long clients may shake hands when nobody else is let in any more.
+/// Time for pending handshakes after accepting has stopped.
 const HANDSHAKES: Duration = Duration::from_secs(1);
-/// How long what is in flight may take.
+/// Time limit for requests in flight.
 const IN_FLIGHT: Duration = Duration::from_secs(5);
-/// For so long a service manager may take to hear who goes on: this process's end would be the
-/// service's.
+/// Time limit for the service manager to read the new main process id; if this process ends before,
+/// the manager considers the service ended.
 const MANAGER_READS: Duration = Duration::from_secs(10);
-/// How long a client may take nothing of a reply while everybody is served.
+/// Time without progress in reading replies after which a client is disconnected.
 const UNREAD: Duration = Duration::from_secs(5);
-/// The same while others wait.
+/// As [`UNREAD`], during the quiesce.
 const UNREAD_AT_REST: Duration = Duration::from_secs(1);
-/// Descriptors of a front end: its socket and its memory. Each ring has two more.
+/// Descriptors of a front end: its socket and memory. Each virtqueue has two more.
 const OF_A_FRONT_END: u64 = 10;
-/// How long everybody waits for an image that is to be had back.
+/// Time that all disks wait for the reopening of images after a failure.
 const TO_BE_BACK: Duration = Duration::from_secs(5);
-/// How often an image that could not be read is tried again.
+/// Interval between attempts to reopen an image.
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
-/// What a newcomer says of itself.
+/// Request of a new process.
 #[derive(Debug)]
 pub(crate) struct Asked {
-    /// Where it speaks: the sandbox calls nobody.
+    /// Socket for the transfer; passed, as the sandbox permits no connections.
     pub(crate) socket: OwnedFd,
     pub(crate) format: u64,
     pub(crate) version: String,
 }
 
-/// Begins to leave, if that can be; what becomes of it the log tells, and the newcomer.
+/// Begins an upgrade, and returns; the rest runs in the background and is logged.
 ///
 /// # Errors
-/// What cannot be taken over.
+/// Reason why an upgrade is impossible.
 pub(crate) async fn begin(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> {
     let sizes = look_at_sizes(registry).await;
     sizes.and_then(|()| begin_or_refuse(registry, asked)).inspect_err(|error| {
-        tracing::warn!("another weir cannot take over, and all goes on: {error:#}");
+        tracing::warn!("upgrade rejected, this process continues: {error:#}");
     })
 }
 
-/// The new process receives the sizes that clients would receive now.
+/// Probes the sizes of all images, so that the new process receives current sizes.
 async fn look_at_sizes(registry: &Registry) -> anyhow::Result<()> {
     let look = |running: Rc<RunningDisk>| {
         reactor::spawn_joinable(async move {
@@ -107,15 +107,17 @@ async fn look_at_sizes(registry: &Registry) -> anyhow::Result<()> {
 fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> {
     ensure!(
         asked.format == FORMAT,
-        "weir {} takes over in the format {}, and this is weir {}, which has {FORMAT} (restart it)",
+        "weir {} uses upgrade format {}, and the running weir {} uses {FORMAT} (restart it)",
         asked.version,
         asked.format,
         env!("CARGO_PKG_VERSION")
     );
-    ensure!(!registry.lifecycle.leaving.get(), "another is taking over already (wait for it)");
+    // All checks and the flag below run without an await, so neither an upgrade nor a change
+    // interleaves.
+    ensure!(!registry.lifecycle.leaving.get(), "another upgrade is in progress (wait for it)");
     ensure!(!registry.lifecycle.ending.get(), "weir is stopping");
-    ensure!(!registry.lifecycle.turns.is_taken(), "the config file is being read (try again)");
-    // From then on nobody begins with that.
+    ensure!(!registry.lifecycle.turns.is_taken(), "a reload is in progress (try again)");
+    // From here on `leaving` rejects new additions and removals.
     if let Some((disk, what)) = registry.disks.in_between() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");
     }
@@ -124,20 +126,21 @@ fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> 
     tracing::info!(
         version = asked.version,
         process = channel.process(),
-        "another weir is about to take over"
+        "an upgrade to a new process begins"
     );
     registry.lifecycle.leaving.set(true);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
         let ended = leave(&registry, channel, offer, descriptors).await;
         let Err(error) = ended;
-        tracing::warn!("nobody has taken over, and all goes on: {error:#}");
+        tracing::warn!("the upgrade failed, this process continues: {error:#}");
         registry.lifecycle.leaving.set(false);
     });
     Ok(())
 }
 
-/// That descriptors ran out on this side: whoever is told would look for it on his own.
+/// Names this process as the one that ran out of descriptors; the user would otherwise look at the
+/// new process.
 fn of_descriptors(error: anyhow::Error) -> anyhow::Error {
     let is_out = |cause: &(dyn std::error::Error + 'static)| {
         let of_system = cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
@@ -145,14 +148,14 @@ fn of_descriptors(error: anyhow::Error) -> anyhow::Error {
     };
     match error.chain().any(is_out) {
         true => anyhow!(
-            "the weir that runs may open no more descriptors, and has to for all that goes over (`prlimit --pid {} --nofile=NUMBER` raises that while it runs)",
+            "the running weir is at its limit of descriptors, and needs more for the upgrade (`prlimit --pid {} --nofile=NUMBER` raises it while it runs)",
             std::process::id()
         ),
         false => error,
     }
 }
 
-/// Everything that there is.
+/// Description of everything that runs, with its descriptors.
 fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut servers = Vec::new();
@@ -245,7 +248,7 @@ fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     ))
 }
 
-/// About how many descriptors go over with whoever uses a door of its own.
+/// Estimate of the descriptors that the client of a single-disk endpoint adds to the transfer.
 fn of_front_end(export: &RunningExport) -> u64 {
     let Door::Own(entrance) = &export.door else { return 0 };
     match entrance.machine() {
@@ -257,7 +260,7 @@ fn of_front_end(export: &RunningExport) -> u64 {
     }
 }
 
-/// A place where clients connect, and its sockets behind the other descriptors.
+/// Describes a listening endpoint; appends its sockets to the descriptors.
 fn server(
     endpoint: String,
     listening: &[Listening],
@@ -270,7 +273,7 @@ fn server(
     Ok(OfferedServer { endpoint, sockets: listening.iter().map(|(_, file)| file.clone()).collect(), origin })
 }
 
-/// Returns only with the reason why it goes on.
+/// Runs the upgrade. Returns only on failure, with the reason for which this process continues.
 async fn leave(
     registry: &Rc<Registry>,
     channel: Channel,
@@ -283,7 +286,7 @@ async fn leave(
     let prepared = hear_prepared(channel, &mut heirs).await;
     let channel = match prepared {
         Ok(Ok(channel)) => channel,
-        // In order: it closes what it has open.
+        // An orderly refusal: the new process closes its images itself.
         Ok(Err(why)) => bail!("{why}"),
         Err(error) => {
             shut_out(registry, &heirs).await;
@@ -298,6 +301,7 @@ async fn leave(
         Door::Own(entrance) => Some((export.id.clone(), entrance.host()?.clone())),
         Door::Nbd(..) => None,
     });
+    // From here on every failure must resume all of these.
     let mut still = Still {
         servers: registry.exports.servers(),
         machines: machines.collect(),
@@ -307,6 +311,7 @@ async fn leave(
         heirs,
         is_told: false,
     };
+    // `give` consumes the channel; a failure is still to be reported.
     let again = channel.again()?;
     let given = give(registry, channel, &mut still).await;
     let (_channel, disconnected) = match given {
@@ -314,18 +319,20 @@ async fn leave(
         Err(error) => {
             still.go_on().await;
             registry.lifecycle.close_control(false);
-            // Where it cannot be told, it hears of the end.
+            // If this fails, the new process sees the end of the connection.
             let _ = again.say(Standing::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
             return Err(error);
         }
     };
     drop(again);
-    // From here on the other serves.
+    // From here on the new process serves.
+    // Read before the servers drop their connections.
     let clients = registry.exports.connections();
+    // Closes the connections with TLS; all others are left to the new process.
     each(&still.servers, |server| async move { server.hand_over().await }).await;
-    // What was served here is in them; the other has its own.
+    // Recordings contain only what this process served; the new process starts its own.
     registry.recordings.end_all().await;
-    // Others that look would take it for one that uses them.
+    // Otherwise other clients of the Ceph cluster still see this process as a user of the images.
     let disks =
         registry.disks.all().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
     let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.close_own().await }));
@@ -336,21 +343,21 @@ async fn leave(
     if disconnected > 0 {
         tracing::info!(
             clients = disconnected,
-            "disconnected in order: their TLS cannot move (they can connect again)"
+            "disconnected: TLS sessions cannot be transferred (they can connect again)"
         );
     }
     let clients = clients.saturating_sub(disconnected);
-    tracing::info!(process, clients, "another weir has taken over");
-    // To be told before this process ends, or its end would be the service's.
+    tracing::info!(process, clients, "a new process has taken over");
+    // Sent and read before this process ends, or the manager considers the service ended.
     notify::tell(&[NotifyState::MainPid(process)]);
     let _ = reactor::timeout(MANAGER_READS, notify::all_told()).await;
     reactor::run_blocking(logging::flush).await;
-    // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
-    // the channel.
+    // No destructors: everything belongs to the new process. It detects the end of this process by
+    // the end of the connection.
     std::process::exit(0)
 }
 
-/// Waits until all is prepared, or for why it cannot be, and for how clusters call the other.
+/// Waits until the new process is prepared or refuses. Collects its client ids in Ceph clusters.
 async fn hear_prepared(
     mut channel: Channel,
     heirs: &mut Vec<u64>,
@@ -363,58 +370,65 @@ async fn hear_prepared(
             Word::OpensAs(client) => heirs.push(client),
             Word::Prepared => return Ok(Ok(channel)),
             Word::Refused(why) => return Ok(Err(why)),
-            other => bail!("the other said {other:?} too early"),
+            other => bail!("unexpected message {other:?} from the new process"),
         }
     }
 }
 
-/// Of a newcomer that has ended without a word: clusters would still see it for 30 s, and everybody
-/// who asks all that have an image open waits for it.
+/// Blocklists a new process that ended without closing its images: a Ceph cluster would keep its
+/// watches for 30 s, and operations that notify all users of an image would wait for them.
 async fn shut_out(registry: &Registry, heirs: &[u64]) {
     for running in registry.disks.all() {
         let disk = &running.disk;
         let shut_out = reactor::timeout(TO_BE_BACK, disk.blocklist(heirs)).await;
         if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
-            tracing::warn!(disk = %disk.name(), %error, "the newcomer cannot be shut out of its cluster");
+            tracing::warn!(disk = %disk.name(), %error, "the new process cannot be blocklisted in its cluster");
         }
     }
 }
 
-/// Stands still and gives everything away. The other serves once this has returned. Also says how
-/// many clients it cannot have.
+/// Quiesces and transfers everything. The new process serves once this has returned. Also returns
+/// the number of clients that cannot be transferred.
 async fn give(
     registry: &Rc<Registry>,
     channel: Channel,
     still: &mut Still,
 ) -> anyhow::Result<(Channel, usize)> {
     let disks = registry.disks.all();
-    // What another process may have is not even read.
+    // Released disks with handover may be open in another process, so they are not even read.
     let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_released()).collect();
+    // Before anything is quiesced, so that an unresponsive image costs no client a pause.
     let answering = in_use.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
     let answering: Vec<_> = answering.collect();
     for (running, answers) in in_use.iter().zip(answering) {
         ensure!(
             answers.await,
-            "disk {}: its image has answered no read for {} s, so what is in flight would not end (see to it, or restart weir)",
+            "disk {}: its image has not answered a read for {} s, so requests in flight would not end (check its storage, or restart weir)",
             running.disk.name(),
             IN_FLIGHT.as_secs()
         );
     }
     for running in in_use {
-        // What is written now need not be while everybody waits.
+        // Writes dirty metadata now, to shorten the pause.
         running.disk.preflush().await.map_err(|error| not_written(&running.disk, error))?;
     }
+    // A reply that a client does not read is in flight, and would make the quiesce time out.
     for client in each(&still.servers, |server| async move { server.disconnect_stalled(UNREAD).await }).await {
         client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
     }
+    // The order matters: first stop accepting, then give handshakes in progress their time, and
+    // only then start the pause. A client in its handshake could not be transferred.
+    // No command may change the state that is about to be transferred.
     registry.lifecycle.close_control(true);
     each(&still.servers, |server| async move { server.stop_accepting(HANDSHAKES).await }).await;
+    // Disks with handover are held before their virtqueues stop, or stopping would release them.
     let began_ns = clock_ns();
     for running in &disks {
         if running.disk.retain().await {
             still.kept.push(Arc::clone(&running.disk));
         }
     }
+    // All kinds of servers are quiesced concurrently; the pause is as long as the slowest.
     let machines = still.machines.iter().map(|(_, server)| {
         let server = Arc::clone(server);
         reactor::spawn_joinable(async move { server.quiesce(IN_FLIGHT).await })
@@ -429,33 +443,35 @@ async fn give(
     for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
         ensure!(
             is_at_rest.await,
-            "export {id}: what its machine has in flight takes longer than {} s",
+            "export {id}: requests of its virtual machine take longer than {} s",
             IN_FLIGHT.as_secs()
         );
     }
     for ((id, _), is_at_rest) in still.hosts.iter().zip(hosts) {
         ensure!(
             is_at_rest.await,
-            "export {id}: what its users have in flight takes longer than {} s",
+            "export {id}: requests in flight take longer than {} s",
             IN_FLIGHT.as_secs()
         );
     }
     for (serving, is_at_rest) in still.servers.iter().zip(rested) {
         ensure!(
             is_at_rest,
-            "{} at {}: what it has in flight takes longer than {} s",
+            "{} at {}: its requests take longer than {} s",
             serving.server.unquiesced_client().unwrap_or_else(|| "a client".to_owned()),
             serving.address(),
             IN_FLIGHT.as_secs()
         );
     }
+    // Only now, with nothing in flight: a late write may have failed.
     for running in &disks {
         let disk = &running.disk;
         disk.check_upgrade().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
     }
     let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_released());
+    // Set before the work: a disk that fails halfway must be reopened as well.
     still.laid_down = in_use.cloned().collect();
-    // All at once, as each may wait for another storage.
+    // Concurrently: each may wait for another storage.
     let laying = still.laid_down.iter().map(|disk| {
         let disk = Arc::clone(disk);
         reactor::spawn_joinable(
@@ -469,9 +485,11 @@ async fn give(
     all?;
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
     let mut left = 0;
+    // The order of bytes and descriptors is that of `told::State`.
     for serving in &still.servers {
         let endpoint = name(&serving.endpoint);
         for (export, rested) in serving.server.quiesced_state() {
+            // TLS state lives in this process and cannot be transferred.
             if !rested.tls {
                 let received = rested.bytes.len() as u64;
                 clients.push(Client::new(&endpoint, &export, &rested.session, received, rested.skip));
@@ -522,14 +540,16 @@ async fn give(
     let last_event = registry.events.last();
     let counted = OfDaemon::of(registry);
     let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups, counted });
+    // Set before sending: after a partial send the new process may have received everything.
     still.is_told = true;
     let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
+        // A signal may have arrived during the pause; then this process ends in order.
         Word::Ready if !registry.lifecycle.ending.get() => {}
         Word::Ready => bail!("weir is stopping"),
         Word::Refused(why) => bail!("{why}"),
-        other => bail!("the other said {other:?} too early"),
+        other => bail!("unexpected message {other:?} from the new process"),
     }
     channel.say(Word::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
 }
@@ -539,25 +559,24 @@ fn not_written(disk: &Disk, error: Error) -> anyhow::Error {
     match error {
         Error::TIMED_OUT => {
             anyhow!(
-                "disk {name}: its storage takes too long to write what it has (see to it, or restart weir)"
+                "disk {name}: its storage takes too long to write buffered data (check it, or restart weir)"
             )
         }
         error => anyhow!(error).context(format!("disk {name}: its image cannot be written")),
     }
 }
 
-/// Whether an image answers in the time that what is in flight may take: one that does not would
-/// have everybody stand still for nothing.
+/// True if an image answers within the time limit of requests in flight. An unresponsive image
+/// would make the quiesce fail after a pause for all clients.
 async fn answers(disk: Arc<Disk>) -> bool {
-    /// Enough for any device.
+    /// A sector, which every device can read.
     const BYTES: u64 = 512;
     let length = disk.size_bytes().min(BYTES) as usize;
-    // That it fails is an answer too.
+    // An error is an answer, too.
     length == 0 || reactor::timeout(IN_FLIGHT, disk.image().read(0, length)).await.is_ok()
 }
 
-/// Has all clients of a server come to rest; those that have stopped reading only now do not keep
-/// the others for long.
+/// Quiesces all clients of a server. Disconnects clients that stop reading replies meanwhile.
 async fn come_to_rest(server: &Arc<export::nbd::NbdServer>) -> bool {
     let reading = Arc::clone(server);
     let pushing_out = reactor::spawn_joinable(async move {
@@ -570,11 +589,11 @@ async fn come_to_rest(server: &Arc<export::nbd::NbdServer>) -> bool {
 }
 
 fn pushed_out(client: &str, patience: Duration) {
-    let what = "disconnected: it takes no replies, and so cannot go over";
+    let what = "disconnected: it does not read replies, so it cannot be transferred";
     tracing::warn!(client, patience_s = patience.as_secs(), "{what}");
 }
 
-/// Has something done for all servers at once, and waits for all.
+/// Runs an operation for all servers concurrently, and waits for all of them.
 async fn each<T: 'static, F: Future<Output = T> + 'static>(
     servers: &[Rc<Serving>],
     what: impl Fn(Arc<export::nbd::NbdServer>) -> F,
@@ -588,35 +607,35 @@ async fn each<T: 'static, F: Future<Output = T> + 'static>(
     done
 }
 
-/// What has stopped and is to go on if the other does not.
+/// Quiesced objects, to be resumed on failure.
 struct Still {
     servers: Vec<Rc<Serving>>,
-    /// By their exports.
+    /// By export id.
     machines: Vec<(String, Arc<vhost_user_blk::VhostUserServer>)>,
     hosts: Vec<(String, Host)>,
-    /// That are handed over, and somebody held.
+    /// Disks with handover that a guest held.
     kept: Vec<Arc<Disk>>,
     laid_down: Vec<Arc<Disk>>,
-    /// What clusters call the other.
+    /// Client ids of the new process in Ceph clusters.
     heirs: Vec<u64>,
-    /// The other may have gone on with them.
+    /// True if the new process may have continued with the state.
     is_told: bool,
 }
 
 impl Still {
     async fn go_on(self) {
         let tried = self.laid_down.into_iter().map(|disk| {
-            // One that was told nothing has nothing.
+            // Before the state was sent, the new process had no lock to break.
             let heirs = if self.is_told { self.heirs.clone() } else { Vec::new() };
             let (trying, tried) = async_channel::bounded::<()>(1);
             reactor::spawn(take_back(disk, heirs, trying));
             tried
         });
         let tried: Vec<_> = tried.collect();
-        // A disk whose cluster does not answer waits alone.
+        // A disk whose cluster does not answer must not delay all disks.
         let all = async {
             for tried in tried {
-                // Closed once it was.
+                // Closed after the first attempt.
                 let _ = tried.recv().await;
             }
         };
@@ -634,20 +653,21 @@ impl Still {
     }
 }
 
-/// Has an image back that was laid down, as often as that takes; `trying` is dropped once it was
-/// tried. The other has served nobody, so what is in memory is right, but for what an opening
-/// changes; and of an image in a cluster, requests that write wait for its lock.
+/// Reopens a quiesced image, retrying as long as necessary; `trying` is dropped after the first
+/// attempt. The new process has served no client, so data in memory are valid, except metadata that
+/// opening an image changes. For an image in a Ceph cluster, writes wait for its lock.
 async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Sender<()>) {
     let Err(error) = disk.resume(&heirs).await else { return };
+    // Unblocks `go_on`, which waits for the first attempt of each disk.
     drop(trying);
     if disk.is_blocklisted() {
-        // The log has it.
+        // The error is already logged.
         return;
     }
     let error = anyhow!(error);
     let until_then = match disk.image().storage().is_in_cluster() {
         true => "its writes wait",
-        false => "it goes on with what it knows, and reads nothing ahead",
+        false => "it uses its metadata in memory, without prefetch",
     };
     tracing::error!(
         disk = %disk.name(),
@@ -662,10 +682,11 @@ async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Send
             Err(_) => {}
         }
     }
-    tracing::info!(disk = %disk.name(), "its image is read again, and can be taken over");
+    tracing::info!(disk = %disk.name(), "its image can be read again");
 }
 
-/// What its buckets hold; of limits of a cluster nothing: a new run begins at its safe share, full.
+/// Bucket levels; `None` for cluster-wide limits: a new process starts at its fallback share with
+/// full buckets.
 fn filled(group: &ThrottleGroup) -> Option<Buckets> {
     group.bucket_levels().filter(|_| group.quota_lease().is_none()).map(Into::into)
 }

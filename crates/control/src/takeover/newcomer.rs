@@ -1,16 +1,16 @@
-//! `weir serve --takeover`: a daemon that takes over from the one that runs.
+//! New process of an upgrade: `weir serve --takeover`.
 //!
 //! ```text
-//!   ask ─► offer ─► images by the descriptors that came, groups, servers: as every start
-//!                   └─ all that the other has must be here ─► prepared
-//!   state ─► tables are read, buckets filled, clients sorted ─► ready ─► yours ─► serves
+//!   ask ─► offer ─► images by passed descriptors, groups, servers: as in every start
+//!                   └─ everything that the old process has must be here ─► prepared
+//!   state ─► read metadata, fill buckets, assign clients ─► ready ─► yours ─► serve
 //! ```
 //!
-//! What clients of the control socket have added to the other is made anew in between: see
+//! Objects that clients of the control socket added to the old process are added in between: see
 //! [`again`](super::again).
 //!
-//! Whatever fails before the other gives up its place has no effect on it: locks, sockets' files
-//! and images are left as they are.
+//! Failures before `Yours` have no effect on the old process: locks, socket files and images stay
+//! unchanged.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -52,45 +52,45 @@ use crate::{
     wanted::Wanted,
 };
 
-/// How long the other may take to answer.
+/// Time limit for an answer of the old process.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long it may take to stand still: handshakes, what is in flight, flushes.
+/// Time limit for its quiesce: handshakes, requests in flight, flushes.
 const TO_STAND_STILL: Duration = Duration::from_secs(60);
-/// How long until it has ended.
+/// Time limit for its end.
 const TO_END: Duration = Duration::from_secs(15);
 
-/// A daemon that another has offered everything.
+/// New process that has received the offer.
 pub struct Newcomer {
     channel: Channel,
     pub(super) offer: Offer,
-    /// Of each server, in the order of the offer.
+    /// Sockets of each server, in the order of the offer.
     pub(super) sockets: Vec<VecDeque<OwnedFd>>,
     control: VecDeque<OwnedFd>,
-    /// Of each machine that connects, in the order of the offer.
+    /// Listening sockets of vhost-user exports, in the order of the offer.
     machines: VecDeque<OwnedFd>,
     pub(super) devices: Awaited,
     pub(super) passed: PassedFiles,
 }
 
-/// The daemon that was taken over from, on its way out.
+/// The old process after `Yours`.
 pub struct Before {
     channel: Channel,
     devices: Awaited,
     began_ns: u64,
     in_use: BTreeSet<String>,
     clients: usize,
-    /// Of doors that are not open yet.
+    /// Counters of endpoints that are not open yet.
     counted: OfDaemon,
 }
 
 impl Before {
-    /// Clients and front ends that have come from it.
+    /// Number of transferred clients and front ends.
     pub fn clients(&self) -> usize {
         self.clients
     }
 
-    /// Waits until it has ended, and has the devices that it had until then. Returns the exports
-    /// with a door of their own whose users came from it.
+    /// Waits for its end, and recovers the ublk devices that it had until then. Returns the exports
+    /// with endpoints of their own whose clients were transferred.
     pub async fn end(mut self, registry: &Rc<Registry>) -> BTreeSet<String> {
         self.channel.wait_for_end(TO_END).await;
         if self.devices.recover(registry).await > 0 {
@@ -102,34 +102,34 @@ impl Before {
     }
 }
 
-/// Microseconds since then.
+/// Microseconds since an instant of [`clock_ns`].
 fn since_us(began_ns: u64) -> u64 {
     clock_ns().saturating_sub(began_ns) / 1000
 }
 
-/// For a newcomer that comes to nothing.
+/// Reports a failure of the new process.
 pub struct Regrets(Channel);
 
 impl Regrets {
-    /// Tells the other why, so that its log has it too.
+    /// Sends the reason to the old process, which logs it.
     pub fn tell(self, why: &anyhow::Error) {
-        // Where it cannot be told, it hears of the end.
+        // If this fails, the old process sees the end of the connection.
         let _ = self.0.say_now(&Word::Refused(format!("{why:#}")));
     }
 }
 
 impl Newcomer {
-    /// To be told if this one comes to nothing.
+    /// Returns the means to report a failure of this process.
     pub fn regrets(&self) -> io::Result<Regrets> {
         self.channel.again().map(Regrets)
     }
 
-    /// Asks the daemon at a control socket, and hears what it has.
+    /// Asks the daemon at a control socket for an upgrade, and receives its offer.
     ///
-    /// `user` is whom this process goes on as.
+    /// `user` is the user that this process continues as.
     ///
     /// # Errors
-    /// Nobody is there, or somebody who is not believed, or it refuses.
+    /// No daemon listens there, its user is not trusted, or it refuses.
     pub fn ask(control: &Path, user: Option<&str>) -> anyhow::Result<Self> {
         let about = || format!("taking over from unix:{}", control.display());
         let (channel, other) = Channel::pair()?;
@@ -140,8 +140,9 @@ impl Newcomer {
 
     fn new(channel: Channel, offer: Offer, luggage: Luggage) -> anyhow::Result<Self> {
         let mut descriptors = VecDeque::from(luggage.descriptors);
+        // The descriptors come in the order of `Offer`, which contains the counts.
         let mut some = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
-            ensure!(descriptors.len() >= count, "fewer descriptors came than were told of");
+            ensure!(descriptors.len() >= count, "fewer descriptors arrived than announced");
             Ok(descriptors.drain(..count).collect())
         };
         let sockets = offer.servers.iter().map(|server| some(server.sockets.len()));
@@ -162,13 +163,13 @@ impl Newcomer {
         let images = offer.disks.iter().flat_map(|disk| disk.identity.written()).map(str::to_owned);
         let announcing = channel.again()?;
         let passed = PassedFiles::new(files, images, move |client| {
-            // Where it cannot be told the other has gone.
+            // If this fails the old process is gone.
             let _ = announcing.say_now(&Word::OpensAs(client));
         });
         Ok(Self { channel, sockets, control, machines, devices, passed, offer })
     }
 
-    /// The other's.
+    /// Version of the old process.
     pub fn version(&self) -> &str {
         &self.offer.version
     }
@@ -185,15 +186,16 @@ impl Newcomer {
         adopted.map(adopt).collect::<anyhow::Result<_>>().map(Some)
     }
 
-    /// The same, with what was added.
+    /// Checks that everything of the old process is here, including added objects.
     ///
     /// # Errors
-    /// What is not here.
+    /// An object is missing or differs.
     pub fn check(&self, registry: &Registry) -> anyhow::Result<()> {
         self.check_but(registry, |_, _| false)
     }
 
-    /// `may_come` says whether something may come later, that was added or not, of this disk.
+    /// As `check`; `may_come` exempts objects that follow later, by whether they were added and by
+    /// disk.
     fn check_but(&self, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
         let left = self
             .offer
@@ -204,7 +206,7 @@ impl Newcomer {
         let left = left.map(|(server, _)| (server.endpoint.clone(), &server.origin));
         let control = || Some((format!("unix:{}", self.offer.control.first()?.display()), &Origin::Config));
         let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
-            let what = format!("{left}: it is open, and is not in this config");
+            let what = format!("{left}: it is open, but not in this config");
             Err(anyhow!("{}", remedied(what, origin, registry)))
         });
         check(&self.offer, registry, &may_come)?;
@@ -212,6 +214,7 @@ impl Newcomer {
             may_come(true, "") || self.passed.remaining() == 0,
             "images are in use that this config does not have"
         );
+        // Checked now, since exceeding the limit during the pause would fail the upgrade late.
         let (to_come, free) = (self.offer.descriptors, operation::free_descriptors());
         ensure!(
             to_come < free,
@@ -221,38 +224,47 @@ impl Newcomer {
         sockets
     }
 
-    /// Takes over: when this returns the other does not go on, and every client that came is
-    /// served.
+    /// Takes over: when this returns, the old process cannot resume, and all transferred clients
+    /// are served.
     ///
     /// # Errors
-    /// The other does not give it, or what it gave cannot be taken up. It goes on then.
+    /// The old process does not transfer its state, or the state cannot be used. The old process
+    /// resumes.
     pub async fn finish(self, registry: &Rc<Registry>, workers: &[ReactorWorker]) -> anyhow::Result<Before> {
         let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
-        let (channel, standing, luggage): (_, Standing, _) =
-            channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
+        let (channel, standing, luggage): (_, Standing, _) = channel
+            .hear(TO_STAND_STILL)
+            .await
+            .context("the old process did not transfer its state (see its log)")?;
         let state = match standing {
             Standing::Still(state) => *state,
-            Standing::Refused(why) => bail!("the other goes on: {why}"),
+            Standing::Refused(why) => bail!("the old process continues: {why}"),
         };
+        // Later events have larger numbers than those of the old process.
         registry.events.go_on_after(state.last_event);
         let (began_ns, device_ids) = (state.began_ns, devices.ids());
+        // Computed before `take_up` consumes the state; logged only after success.
         let set_otherwise = unsaved::set_otherwise(&state, registry);
         let (clients, machines, counted) =
             take_up(state, luggage, (&offer.machines, &devices), registry).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
-        let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
+        // After a timeout it must be certain that the old process resumes: see `hear_or_close`.
+        let (channel, word, _) =
+            channel.hear_or_close(PATIENCE).await.context("the old process continues")?;
         match word {
             Word::Yours => {}
-            Word::Refused(why) => bail!("the other goes on: {why}"),
-            other => bail!("the other said {other:?} instead of giving up its place"),
+            Word::Refused(why) => bail!("the old process continues: {why}"),
+            other => bail!("unexpected message {other:?} from the old process"),
         }
+        // From here on files and locks belong to this process, also at its end.
         passed.take_ownership();
         let disks = registry.disks.all();
         let held = disks.iter().filter(|running| running.disk.has_handover() && !running.disk.is_released());
         held.for_each(|running| let_go_soon(Arc::clone(&running.disk)));
         let count = clients.len() + machines.len();
         for (number, (server, client)) in clients.into_iter().enumerate() {
+            // Round-robin: the old process's assignment to workers is not transferred.
             server.adopt(client, &workers[number % workers.len()]);
         }
         let pause_us = since_us(began_ns);
@@ -321,7 +333,8 @@ impl Source for Newcomer {
     }
 }
 
-/// Whether everything that the other has is here, but for what may come.
+/// Checks that all disks and exports of the old process are here and equal, except those that
+/// follow later.
 fn check(offer: &Offer, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
     for offered in &offer.disks {
         let disk = registry.disks.get(&offered.name);
@@ -384,8 +397,7 @@ fn check(offer: &Offer, registry: &Registry, may_come: impl Fn(bool, &str) -> bo
     Ok(())
 }
 
-/// An export of a virtual machine, and its door: by where the machine connects, and where weir does
-/// that by its id.
+/// Finds a vhost-user export and its endpoint: by socket if weir listens, else by id.
 pub(super) fn machine(
     registry: &Registry,
     offered: &OfferedMachine,
@@ -402,14 +414,14 @@ pub(super) fn machine(
     })
 }
 
-/// An export by where it is and its name: its server, its number there, itself.
+/// Finds an NBD export by endpoint and name; returns its server, its number there, and itself.
 pub(super) fn export(
     registry: &Registry,
     endpoint: &str,
     called: &str,
 ) -> Option<(Arc<NbdServer>, usize, Rc<RunningExport>)> {
     registry.exports.all().into_iter().find_map(|export| match &export.door {
-        // The endpoint's name is made for the comparison, so the other one first: clients wait.
+        // The cheap comparison first: this runs during the pause.
         Door::Nbd(serving, number) if export.name == called && name(&serving.endpoint) == endpoint => {
             Some((Arc::clone(&serving.server), *number, export))
         }
@@ -417,9 +429,9 @@ pub(super) fn export(
     })
 }
 
-/// Goes on where the other stands, but for serving; returns the clients and where they belong, the
-/// exports of the machines that have come, and what is left of what was counted. A machine whose
-/// memory cannot be had any more is left behind alone: it is disconnected when the other ends.
+/// Applies the transferred state without serving yet. Returns the clients with their servers, the
+/// exports of transferred front ends, and the remaining counters. A front end whose memory is not
+/// accessible any more is skipped; it is disconnected when the old process ends.
 async fn take_up(
     state: State,
     mut luggage: Luggage,
@@ -428,9 +440,10 @@ async fn take_up(
 ) -> anyhow::Result<(Vec<(Arc<NbdServer>, QuiescedNbdConnection)>, Vec<String>, OfDaemon)> {
     let standing: HashMap<&str, &StandingDisk> =
         state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
-    // All at once, as each may wait for another storage.
+    // Concurrently: each may wait for another storage.
     let taking = registry.disks.all().into_iter().map(|running| {
         let standing = standing.get(&**running.disk.name()).copied();
+        // Released disks with handover are opened by their guests' next use.
         let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
         let disk = is_to_be.then(|| Arc::clone(&running.disk));
         let taking = disk.map(|disk| reactor::spawn_joinable(async move { disk.resume(&[]).await }));
@@ -450,7 +463,7 @@ async fn take_up(
         let before = standing.map_or(0, |standing| standing.size_bytes);
         ensure!(
             disk.size_bytes() >= before || disk.is_released(),
-            "disk {}: it has become longer meanwhile, which cannot be seen here (try again)",
+            "disk {}: it has grown since, which is not visible here (try again)",
             disk.name()
         );
     }
@@ -473,8 +486,10 @@ async fn take_up(
     }
     let mut counted = state.counted;
     counted.count_on(registry);
+    // From here on in the order of `told::State`.
     let mut pieces = luggage.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
+    // Cached: many clients share few exports, and each lookup visits all exports.
     let mut places: HashMap<(String, String), (Arc<NbdServer>, usize)> = HashMap::new();
     let mut clients = Vec::new();
     for (client, socket) in state.clients.iter().zip(sockets) {
@@ -509,10 +524,12 @@ async fn take_up(
         }
         let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
         let descriptors = pieces.descriptors(begun.descriptors)?;
+        // Replays the messages, which maps the guest's memory.
         match machine.server.adopt(vhost_user_blk::QuiescedFrontEnd { socket, said, bytes, descriptors, used_ns }) {
             Ok(()) => machines.push(export.id.clone()),
             Err(why) if why.is_modified_file() => {
-                let what = "its machine is disconnected: memory that it has lent is no longer there";
+                let what =
+                    "its virtual machine is disconnected: its shared memory is not accessible any more";
                 tracing::warn!(export = id, %why, "{what} (it can connect again)");
             }
             Err(why) => {
@@ -520,7 +537,7 @@ async fn take_up(
             }
         }
     }
-    // Where nobody is connected, too.
+    // Also for exports without a connected client.
     for offered in offered {
         if let Some((export, _)) = machine(registry, offered) {
             counted.count_on_at(&offered.id, &export);
@@ -531,7 +548,7 @@ async fn take_up(
     Ok((clients, machines, counted))
 }
 
-/// Of devices of this host, which are called as they were, those that are open now.
+/// Adds the counters of devices that are open by now; their export ids are unchanged.
 fn count_on_at_devices(counted: &mut OfDaemon, registry: &Registry) {
     for export in registry.exports.all() {
         if export.entrance().is_some_and(|entrance| entrance.host().is_some()) {
@@ -540,17 +557,17 @@ fn count_on_at_devices(counted: &mut OfDaemon, registry: &Registry) {
     }
 }
 
-/// Whether every bitmap records that did, and those that exports show are the ones that were found
-/// while the other had the images.
+/// Fails if a recording dirty bitmap is missing here, or an exported bitmap is not the one that was
+/// found while the old process had the images.
 async fn check_bitmaps(disks: &[StandingDisk], registry: &Registry) -> anyhow::Result<()> {
     for disk in disks {
-        // What came while this one started is not here.
+        // Disks that were added during this start are missing here.
         let here = registry.disks.get(&disk.name).map_err(|_| {
             anyhow!("disk {}: it was added while this weir started, and is not here (try again)", disk.name)
         })?;
         let here = here.disk.image().recorded_bitmaps();
         if let Some(missing) = disk.bitmaps.iter().find(|bitmap| !here.contains(bitmap)) {
-            bail!("disk {}: its bitmap {missing:?} records, and cannot be read here", disk.name);
+            bail!("disk {}: its recording bitmap {missing:?} cannot be read here", disk.name);
         }
     }
     for export in registry.exports.all() {
@@ -569,15 +586,16 @@ async fn check_bitmaps(disks: &[StandingDisk], registry: &Registry) -> anyhow::R
     Ok(())
 }
 
-/// Asks a daemon to take over from it, by what both then speak on, and waits for its answer.
+/// Sends the upgrade command to a daemon, with the socket for the transfer, and waits for its
+/// reply.
 fn command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::Result<()> {
-    /// Longest line that is read.
+    /// Maximum length of a line.
     const MOST: u64 = 1 << 20;
     let socket = UnixStream::connect(control).map_err(|error| match error.kind() {
         io::ErrorKind::PermissionDenied => {
             anyhow!("no permission to ask the daemon there (be root, or the daemon's own user)")
         }
-        _ => anyhow!(error).context("nobody listens there (start without --takeover)"),
+        _ => anyhow!(error).context("no process listens there (start without --takeover)"),
     })?;
     check_listener(&socket, user)?;
     socket.set_read_timeout(Some(PATIENCE))?;
@@ -593,6 +611,7 @@ fn command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::Resul
                 _ => anyhow!(error).context("the daemon there gives no answer"),
             })?;
             let message: Value = serde_json::from_str(&line).context("what listens there is not weir")?;
+            // Events may come between a command and its reply.
             if message.get("event").is_none() {
                 return Ok(message);
             }

@@ -1,18 +1,17 @@
-//! What two daemons tell each other, as values: what there is, how clients and limits stand, and
-//! who goes on.
+//! Messages of an upgrade: what runs, the state of clients and limits, and which process continues.
 //!
 //! ```text
-//!   the old one                       the new one
+//!   old process                       new process
 //!     Offer        ──────────────►      opens all of it
-//!                  ◄──────────────    OpensAs, perhaps several; then Prepared, or Refused
-//!     (stands still)
-//!     Standing     ──────────────►      reads tables, takes clients in
+//!                  ◄──────────────    OpensAs, any number; then Prepared, or Refused
+//!     (quiesces)
+//!     Standing     ──────────────►      reads metadata, assigns clients
 //!                  ◄──────────────    Ready
 //!     Yours        ──────────────►      serves
 //! ```
 //!
-//! Until it says [`Word::Yours`] the old one may go on, and after that never. Only data, and how it
-//! is read: nothing here is believed because it came.
+//! Until it sends [`Word::Yours`] the old process may resume; after that it never does. Data and
+//! their validation only: no received value is trusted.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -30,35 +29,35 @@ use super::{
     identity::Identity,
 };
 
-/// Of these messages. Another one has other members, or means something else by them. Only what is
-/// for the log alone may be missing: an older side does not tell it.
+/// Version of the format. It changes whenever members are added or change their meaning, except
+/// members that are only logged: these may be missing, as an older process does not send them.
 pub(crate) const FORMAT: u64 = 8;
 
-/// A step that takes no more words.
+/// Message without attachments.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) enum Word {
-    /// It is about to open images of a cluster, which knows it by this number.
+    /// The new process is about to open images in a Ceph cluster, as the client with this id.
     OpensAs(u64),
-    /// Everything is open that could be opened beside the other.
+    /// Everything that can be opened while the old process serves is open.
     Prepared,
-    /// It cannot be: why.
+    /// The upgrade failed, with the reason.
     Refused(String),
-    /// Clients can be served from now on.
+    /// The new process can serve.
     Ready,
-    /// The other serves from now on.
+    /// The new process serves from now on.
     Yours,
 }
 
-/// Who has asked for what runs.
+/// Source of a running object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Origin<T> {
-    /// A config file or a command line: the newcomer has to have it too.
+    /// Config file or command line: the new config must contain it, too.
     Config,
-    /// A client of the control socket: what it takes to have it again.
+    /// Client of the control socket, with the parameters for adding it again.
     Added(T),
-    /// The same, and it cannot be had again: why.
+    /// Client of the control socket; it cannot be added again, with the reason.
     Bound(String),
 }
 
@@ -68,20 +67,20 @@ impl<T> Origin<T> {
     }
 }
 
-/// A disk that was added.
+/// Added disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct AddedDisk {
-    /// The arguments of each `blockdev-add`, the lowest node's first.
+    /// Arguments of each `blockdev-add`, lowest node first.
     pub(super) nodes: Vec<Map<String, Value>>,
     /// Arguments of `x-weir-set`.
     pub(super) settings: Map<String, Value>,
-    /// Keys of its table in a config file, if it was added by these. It has no nodes then.
+    /// Keys of its table in a config file, if it was added by keys; it has no nodes then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) keys: Option<Map<String, Value>>,
 }
 
-/// A group that was added.
+/// Added group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct AddedGroup {
@@ -91,7 +90,7 @@ pub(super) struct AddedGroup {
     pub(super) settings: Map<String, Value>,
 }
 
-/// An export over NBD that was added.
+/// Added NBD export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct AddedExport {
@@ -100,7 +99,7 @@ pub(super) struct AddedExport {
     pub(super) access: ToldAccess,
 }
 
-/// [`Access`].
+/// Form of [`Access`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct ToldAccess {
@@ -112,7 +111,7 @@ pub(super) struct ToldAccess {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ToldNames {
-    /// A pattern, whether it is a glob, whether it allows.
+    /// Pattern, whether it is a glob, whether it allows.
     rules: Vec<(String, bool, bool)>,
     otherwise: bool,
 }
@@ -132,7 +131,7 @@ impl From<&AccessRules> for ToldAccess {
 
 impl ToldAccess {
     /// # Errors
-    /// A network that is none.
+    /// A network is invalid.
     pub(super) fn access(&self) -> anyhow::Result<AccessRules> {
         let networks = |texts: &[String]| {
             texts.iter().map(|text| text.parse().map_err(anyhow::Error::msg)).collect::<anyhow::Result<_>>()
@@ -153,19 +152,19 @@ impl ToldAccess {
     }
 }
 
-/// What there is to be had. Descriptors, in this order: of each server's sockets, of the control
-/// sockets, two for each file of each disk, and of each machine's socket.
+/// Everything that runs. Descriptors, in this order: sockets of each server, control sockets, two
+/// for each file of each disk, listening sockets of vhost-user exports.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Offer {
     pub(super) version: String,
-    /// How often the service manager wants to hear of the daemon: it tells only the first.
+    /// Watchdog interval; the service manager passes it only to the first process.
     pub(super) watchdog_ns: Option<u64>,
-    /// About how many descriptors will come with [`State`].
+    /// Estimated number of descriptors that come with [`State`].
     pub(super) descriptors: u64,
     pub(super) servers: Vec<OfferedServer>,
     pub(super) control: Vec<PathBuf>,
-    /// That were added, each behind the one that it is in.
+    /// Added groups, parents first.
     pub(super) groups: Vec<AddedGroup>,
     pub(super) disks: Vec<OfferedDisk>,
     pub(super) exports: Vec<OfferedExport>,
@@ -176,11 +175,11 @@ pub(super) struct Offer {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfferedServer {
-    /// As it was asked for.
+    /// Endpoint as configured.
     pub(super) endpoint: String,
-    /// One for each socket: the file that goes with it.
+    /// For each socket, the socket file that weir created.
     pub(super) sockets: Vec<Option<PathBuf>>,
-    /// With how many clients at the most.
+    /// For an added server, its maximum number of clients.
     pub(super) origin: Origin<usize>,
 }
 
@@ -188,7 +187,7 @@ pub(super) struct OfferedServer {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfferedDisk {
     pub(super) name: String,
-    /// That are written to.
+    /// Number of its writable files.
     pub(super) files: usize,
     pub(super) identity: Identity,
     pub(super) origin: Origin<AddedDisk>,
@@ -205,69 +204,68 @@ pub(super) struct OfferedExport {
     pub(super) origin: Origin<AddedExport>,
 }
 
-/// The door of a virtual machine.
+/// vhost-user export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfferedMachine {
-    /// Of its export.
+    /// Export id.
     pub(super) id: String,
     pub(super) disk: String,
     pub(super) read_only: bool,
-    /// Where it listens, with the file that goes with it; nowhere where it calls the machine.
+    /// Address and socket file; `None` if weir connects to the front end.
     pub(super) listening: Option<(String, Option<PathBuf>)>,
-    /// Its door, as the command line has it.
+    /// For an added export, its endpoint in the syntax of the command line.
     pub(super) origin: Origin<String>,
 }
 
 impl OfferedMachine {
-    /// For people.
+    /// Address for messages.
     pub(super) fn place(&self) -> &str {
         self.listening.as_ref().map_or("its machine", |(name, _)| name)
     }
 }
 
-/// A device or a file of this host. It is opened once how it stands is known.
+/// Device or file of this host. It is opened when its state is known.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct OfferedDevice {
-    /// Of its export.
+    /// Export id.
     pub(super) id: String,
-    /// As the config file calls it.
+    /// Kind, as in the config file.
     pub(super) kind: String,
-    /// As it was asked for.
+    /// Address as configured.
     pub(super) address: String,
     pub(super) disk: String,
     pub(super) read_only: bool,
-    /// Its door, as the command line has it.
+    /// For an added export, its endpoint in the syntax of the command line.
     pub(super) origin: Origin<String>,
 }
 
-/// What becomes of it once everything is prepared.
+/// Answer of the old process to [`Word::Prepared`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) enum Standing {
-    /// Everybody stands still.
+    /// All clients are quiesced.
     Still(Box<State>),
-    /// The old one goes on: why.
+    /// The old process resumes, with the reason.
     Refused(String),
 }
 
-/// How everything stands. Descriptors: of each client's socket, then of each machine's front end
-/// its socket, those of its messages and those of a message that is not whole, then those of each
-/// device. Bytes: what each client has sent and nobody has begun, then of each front end the
-/// payload of each message and what has come of one that is not whole, then what each device's
-/// queues or connections were asked and have not begun, one behind the other.
+/// State of a quiesced process. Descriptors: the socket of each client; for each front end its
+/// socket, those of its messages and those of an incomplete message; those of each device. Bytes:
+/// the unparsed bytes of each client; for each front end the payload of each message and an
+/// incomplete message; the unparsed requests of each device's queues or connections.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct State {
-    /// When the old one began to stand still, on the clock that both have (CLOCK_MONOTONIC).
+    /// Start of the pause, on CLOCK_MONOTONIC.
     pub(super) began_ns: u64,
-    /// The number of the last event.
+    /// Number of the last event.
     pub(super) last_event: u64,
     pub(super) clients: Vec<Client>,
     pub(super) machines: Vec<StandingMachine>,
-    /// Those that are gone meanwhile are left out, and so are those of ublk: the kernel has all of
-    /// these, and gives them away when the old one has ended.
+    /// Excludes devices that were removed meanwhile, and ublk devices: the kernel has their state,
+    /// and releases them when the old process has ended.
     pub(super) devices: Vec<StandingDevice>,
     pub(super) disks: Vec<StandingDisk>,
     pub(super) groups: Vec<StandingGroup>,
@@ -281,14 +279,14 @@ pub(super) struct Client {
     pub(super) export: String,
     style: Style,
     flags: u16,
-    /// By their numbers.
+    /// Ids of its metadata contexts.
     contexts: Vec<u32>,
     sizes_acknowledged: bool,
     minimum_block: u32,
     maximum_payload: u32,
-    /// How many of the bytes are its.
+    /// Number of its unparsed bytes.
     pub(super) received: u64,
-    /// How many more are to be dropped.
+    /// Number of bytes of payload that are still to be received and dropped.
     pub(super) skip: u64,
 }
 
@@ -320,13 +318,14 @@ impl Client {
         }
     }
 
-    /// What it agreed on with the other server, at the export of this number here.
+    /// Negotiated session, at the export with this number here.
     pub(super) fn session(&self, export: usize) -> anyhow::Result<NbdSession> {
         let mut contexts = MetaContexts::NONE;
         for id in &self.contexts {
             let context = MetaContext::from_id(*id).with_context(|| format!("no context has number {id}"))?;
             contexts.insert(context);
         }
+        // Range checks use it as a mask.
         ensure!(self.minimum_block.is_power_of_two(), "a block of {} bytes", self.minimum_block);
         Ok(NbdSession {
             export,
@@ -344,21 +343,21 @@ impl Client {
     }
 }
 
-/// The front end that is connected there.
+/// Connected vhost-user front end.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct StandingMachine {
-    /// Of its export.
+    /// Export id.
     pub(super) id: String,
-    /// What it would say to be where it is.
+    /// Messages that bring a new server into the same state.
     pub(super) said: Vec<Message>,
-    /// What has come of a message that is not whole.
+    /// Received part of an incomplete message.
     pub(super) begun: Begun,
-    /// For how long it has used the disk, if it has: nanoseconds.
+    /// Time for which it has used the disk, in nanoseconds, if it has.
     pub(super) used_ns: Option<u64>,
 }
 
-/// The beginning of a message.
+/// Sizes of an incomplete message.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Begun {
@@ -366,21 +365,21 @@ pub(super) struct Begun {
     pub(super) descriptors: usize,
 }
 
-/// Of vhost-user.
+/// vhost-user message.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Message {
     pub(super) code: u32,
-    /// Of its payload.
+    /// Size of its payload.
     pub(super) bytes: usize,
     pub(super) descriptors: usize,
 }
 
-/// A device or a file of this host, between two requests.
+/// State of a quiesced device or file of this host.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct StandingDevice {
-    /// Of its export.
+    /// Export id.
     pub(super) id: String,
     pub(super) kind: StandingKind,
 }
@@ -388,9 +387,10 @@ pub(super) struct StandingDevice {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) enum StandingKind {
-    /// Of the kernel's NBD client: a socket each.
+    /// Kernel NBD client, one socket for each connection.
     NbdDevice { number: u32, connections: Vec<StandingConnection> },
-    /// A file: the descriptor of its requests, and of who unmounts it if all are killed.
+    /// FUSE file, with the descriptor of its requests, and that of the process that unmounts it if
+    /// all servers are killed.
     Fuse {
         path: PathBuf,
         by_helper: bool,
@@ -401,10 +401,10 @@ pub(super) enum StandingKind {
         gid: u32,
         modified: (u64, u32),
         openers: usize,
-        /// Bytes of the file, where it ends before the disk.
+        /// Size of the file in bytes, if it is shorter than the disk.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         file_bytes: Option<u64>,
-        /// Of its requests that have not begun.
+        /// Size of its unparsed requests.
         bytes: usize,
     },
 }
@@ -412,9 +412,9 @@ pub(super) enum StandingKind {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct StandingConnection {
-    /// How many of the bytes are its.
+    /// Number of its unparsed bytes.
     pub(super) received: usize,
-    /// How many more are to be dropped.
+    /// Number of bytes of payload that are still to be received and dropped.
     pub(super) skip: u64,
 }
 
@@ -426,13 +426,13 @@ pub(super) type Told = Map<String, Value>;
 pub(super) struct StandingDisk {
     pub(super) name: String,
     pub(super) size_bytes: u64,
-    /// Not where nobody holds one that is handed over: then it may be another process's.
+    /// False for a disk with handover that no guest holds: another process may have it open.
     pub(super) is_laid_down: bool,
     pub(super) counted: OfDisk,
     pub(super) filled: Option<Buckets>,
     #[serde(default)]
     pub(super) set: Option<Told>,
-    /// That record what is written. Their bits are in the file.
+    /// Names of recording dirty bitmaps. Their bits are in the image.
     pub(super) bitmaps: Vec<String>,
 }
 
@@ -446,8 +446,8 @@ pub(super) struct StandingGroup {
     pub(super) set: Option<Told>,
 }
 
-/// [`Filled`]: settings by their names, levels in billionths as text, since JSON's numbers end
-/// before.
+/// Form of [`Filled`]: settings by name; levels in billionths as text, since they exceed the range
+/// of JSON numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Buckets {
@@ -468,7 +468,7 @@ impl From<BucketSnapshot> for Buckets {
 
 impl Buckets {
     /// # Errors
-    /// What is none.
+    /// A limit or level is invalid.
     pub(crate) fn filled(&self) -> anyhow::Result<BucketSnapshot> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
@@ -539,6 +539,7 @@ mod tests {
             filled: None,
             set: Some(Told::new()),
         };
+        // An older process does not send `set`, which is only logged.
         let mut told = serde_json::to_value(&group).unwrap();
         assert_eq!(told.as_object_mut().unwrap().remove("set"), Some(serde_json::json!({})));
         assert!(serde_json::from_value::<StandingGroup>(told).unwrap().set.is_none());

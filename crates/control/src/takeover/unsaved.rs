@@ -1,7 +1,7 @@
-//! What is set of disks and groups, as it is told: the newcomer sets them by its own config, and
-//! its log has what that sets otherwise than what ran, such as a change without `--save`.
+//! Transferred settings of disks and groups. The new process uses the settings in its config, and
+//! logs the differences to what ran, such as a change without `--save`.
 //!
-//! Only what is not as it is by itself is told. What is made of it is a line in a log and no more.
+//! Only values other than the defaults are transferred. Never used for anything but log lines.
 
 use block::layer::throttle::ThrottleGroup;
 use serde_json::Value;
@@ -18,8 +18,8 @@ pub(super) fn of_group(group: &ThrottleGroup) -> Told {
     unlike_default(&config_of(group))
 }
 
-/// A line for each group and disk that is set otherwise here. Where the other does not tell, being
-/// older, nothing is said.
+/// One line for each group and disk with other settings here. Empty if the old process is older and
+/// sends none.
 pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
     let config = match &registry.config {
         Some(file) => file.display().to_string(),
@@ -39,7 +39,7 @@ pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
     groups.chain(disks).map(line).collect()
 }
 
-/// The config of a running group. Limits that its cluster grants are not in it: no config has them.
+/// Config of a running group. Excludes limits that its cluster grants, which are in no config.
 fn config_of(group: &ThrottleGroup) -> GroupConfig {
     let mut settings = ThrottleConfig::from_running(&group.settings());
     if group.quota_lease().is_some() {
@@ -49,7 +49,7 @@ fn config_of(group: &ThrottleGroup) -> GroupConfig {
     GroupConfig { settings, group: parent, ..GroupConfig::default() }
 }
 
-/// Keys that a client can change, or that say which group contains this.
+/// Keys that a client can change, and the group.
 fn keys<T: KeyTable>() -> impl Iterator<Item = &'static ConfigKey<T>> {
     T::keys().iter().filter(|key| key.change == Apply || key.name == "group")
 }
@@ -63,9 +63,10 @@ fn unlike_default<T: KeyTable>(config: &T) -> Told {
     set.filter_map(|key| Some((key.name.to_owned(), value(key, config)?))).collect()
 }
 
-/// `iops-total 500 → 2000, weight 50 → 100`.
+/// Form `iops-total 500 → 2000, weight 50 → 100`.
 fn changes<T: KeyTable>(told: &Told, here: &T) -> Option<String> {
     let change = |key: &ConfigKey<T>| {
+        // A missing key means its default, as only other values are transferred.
         let before = told.get(key.name).cloned().or_else(|| value(key, &T::default()));
         let here = value(key, here);
         (before != here).then(|| format!("{} {} → {}", key.name, shown(key, before), shown(key, here)))
@@ -74,12 +75,12 @@ fn changes<T: KeyTable>(told: &Told, here: &T) -> Option<String> {
     (!all.is_empty()).then(|| all.join(", "))
 }
 
-/// A value as users write it.
+/// Value as users write it.
 fn shown<T: KeyTable>(key: &ConfigKey<T>, value: Option<Value>) -> String {
     match value {
         None => "none".to_owned(),
         Some(Value::String(text)) if text.is_empty() => "none".to_owned(),
-        // The other process may be any: its text is not trusted.
+        // The text of the peer process is not trusted.
         Some(Value::String(text)) => text.chars().filter(|char| !char.is_control()).take(256).collect(),
         Some(Value::Number(number)) => match number.as_u64() {
             Some(0) => "none".to_owned(),
@@ -110,7 +111,7 @@ mod tests {
         assert_eq!(changes(&told, &with(500, 0)), None);
         let said = changes(&told, &with(0, 10 << 20)).unwrap();
         assert!(said.contains("iops-total 500 → none") && said.contains("bps-total none → 10M"), "{said}");
-        // Keys and values of another version are shown and not understood.
+        // Keys and values of another version are shown without interpretation.
         let strange = json!({ "iops-total": ["\n"], "zzz": 1 }).as_object().cloned().unwrap();
         assert_eq!(changes(&strange, &with(0, 0)).unwrap(), "iops-total [\"\\n\"] → none");
         assert_eq!(keys::<settings::DiskConfig>().count(), keys::<GroupConfig>().count() + 13);

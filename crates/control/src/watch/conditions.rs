@@ -1,5 +1,5 @@
-//! What comes and goes: limits that are hit, reservations that are missed, watermarks, devices that
-//! are slow. What was measured goes to `events::judge`, which decides.
+//! Conditions of disks, groups and devices: limit hit, reservation missed, watermark exceeded,
+//! device slow. Takes the measurements; `events::judge` decides.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -25,28 +25,28 @@ use crate::{
     registry::Registry,
 };
 
-/// How often devices are looked at.
+/// Interval between samples of devices.
 const DEVICES: Duration = Duration::from_secs(10);
 
-/// Of disks and groups, by name.
+/// Conditions of disks and groups, by name.
 #[derive(Default)]
 pub(super) struct Conditions(HashMap<String, Subject>);
 
 struct Subject {
     of: Of,
-    /// Those that were not looked at have gone.
+    /// Time of the last sample. Objects missing in the current sample are removed.
     at: Instant,
     brief: ThrottleSummary,
     limit: Condition,
     reservation: Condition,
     watermark: Condition,
-    /// The limit that was hit.
+    /// Limit that was hit.
     binding: Option<&'static str>,
-    /// What its device does counts, whoever does it.
+    /// True if the state may change by other users' load on its device.
     has_watermark: bool,
 }
 
-/// What is measured of a disk or a group.
+/// Measurements of a disk or group.
 struct Measured {
     brief: ThrottleSummary,
     enforcement: Enforcement,
@@ -76,7 +76,7 @@ impl Conditions {
         self.0.retain(|_, subject| subject.at == now);
     }
 
-    /// Whether none of them changes by time alone.
+    /// True if no condition can change by time alone.
     pub(super) fn are_still(&self) -> bool {
         self.0.values().all(|subject| {
             let conditions = [&subject.limit, &subject.reservation, &subject.watermark];
@@ -85,7 +85,7 @@ impl Conditions {
         })
     }
 
-    /// For how long all of them were limited so far.
+    /// Total time limited of all disks and groups.
     pub(super) fn limited_ns(&self) -> u64 {
         self.0.values().fold(0, |sum, subject| sum.saturating_add(subject.brief.limited_ns))
     }
@@ -95,6 +95,7 @@ impl Conditions {
             Some(subject) if subject.of == of => subject,
             _ => {
                 let subject = Subject::new(of, &measured, now);
+                // The first sample of a new object is only a baseline.
                 self.0.insert(name.to_owned(), subject);
                 return;
             }
@@ -131,16 +132,17 @@ impl Subject {
         if let Some(kind) = brief.binding {
             self.binding = Some(LimitSetting::Limit(kind, LimitPart::Rate).name());
         }
+        // The last known cause: the sample itself may fall into a pause.
         let limit = self.binding.unwrap_or("a limit");
         match self.limit.observe(judge::limit(percent), judge::LIMITS, now) {
             Some(Turn::Begins) => {
                 let message =
-                    format!("{whose} is at its limit: {limit} holds requests in {percent} % of the time");
+                    format!("{whose} is at its limit: {limit} throttles requests {percent} % of the time");
                 let news = News::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
                 tell(news.with("waiting", brief.waiting.iter().sum::<usize>()));
             }
             Some(Turn::Ends(lasted)) => {
-                let message = format!("{whose} is at its limit no longer, after {} s", lasted.as_secs());
+                let message = format!("{whose} is below its limit again, after {} s", lasted.as_secs());
                 tell(
                     News::new(Kind::LimitReleased, message)
                         .with("limit", limit)
@@ -153,11 +155,11 @@ impl Subject {
         let sample = judge::reservation(&before, &brief);
         match sample.and_then(|sample| self.reservation.observe(sample, judge::RESERVATIONS, now)) {
             Some(Turn::Begins) => {
-                let message = format!("{whose} waits and has less than its reservation");
+                let message = format!("{whose} gets less than its reservation");
                 tell(News::new(Kind::ReservationMissed, message));
             }
             Some(Turn::Ends(lasted)) => {
-                let message = format!("{whose} has its reservation again, after {} s", lasted.as_secs());
+                let message = format!("{whose} gets its reservation again, after {} s", lasted.as_secs());
                 tell(News::new(Kind::ReservationMet, message).with("seconds", seconds(lasted)));
             }
             None => {}
@@ -170,7 +172,8 @@ impl Subject {
         };
         match self.watermark.observe(sample, judge::WATERMARKS, now) {
             Some(Turn::Begins) => {
-                let message = format!("the device of {whose} is used above its watermark: limits hold");
+                let message =
+                    format!("the device of {whose} is used above its watermark: limits are enforced");
                 tell(News::new(Kind::WatermarkReached, message));
             }
             Some(Turn::Ends(lasted)) => {
@@ -186,7 +189,7 @@ fn seconds(lasted: Duration) -> Value {
     lasted.as_secs().into()
 }
 
-/// Whether they do what was measured.
+/// Compares devices with their measured capacity.
 #[derive(Default)]
 pub(super) struct Devices {
     looked: Option<Instant>,
@@ -194,7 +197,7 @@ pub(super) struct Devices {
 }
 
 impl Devices {
-    /// Whether none was measured, so that it would be looked at.
+    /// True if no device has a measured capacity, so that nothing is sampled.
     pub(super) fn are_still(&self) -> bool {
         self.known.is_empty()
     }
@@ -211,7 +214,7 @@ impl Devices {
     }
 
     fn look_at(&mut self, device: &Arc<Device>, events: &Events, now: Instant) {
-        // One that is imitated was not measured: it is as it was asked for.
+        // The capacity of an emulated device is configured, not measured.
         let capacity = device.capacity().filter(|_| device.capacity_source() == CapacitySource::Probe);
         let (Some(capacity), Ok(statistics)) = (capacity, device.statistics(now)) else { return };
         let known = match self.known.entry(device.name().to_owned()) {
@@ -233,16 +236,16 @@ impl Devices {
         };
         let message = match kind {
             Kind::DeviceSlow => format!(
-                "device {name} has {queue:.0} requests at a time and does {percent} % of what was measured"
+                "device {name} is slow: {percent} % of its measured capacity with {queue:.0} requests in flight"
             ),
-            _ => format!("device {name} is no slower than measured any more"),
+            _ => format!("device {name} is as fast as measured again"),
         };
         let news = News::new(kind, message).with("device", name).with("percent", percent);
         events.tell(news.with("queue", (queue * 10.0).round() / 10.0));
     }
 }
 
-/// Rates between two looks; `None` if totals fell.
+/// Rates between two samples; `None` if a counter decreased.
 fn done(before: &DeviceStatistics, after: &DeviceStatistics, elapsed: Duration) -> Option<Done> {
     let done = after.since(before)?;
     let a_second = |amount: u64| {
@@ -251,6 +254,7 @@ fn done(before: &DeviceStatistics, after: &DeviceStatistics, elapsed: Duration) 
     Some(Done {
         iops: [a_second(done.reads), a_second(done.writes)],
         bps: [a_second(done.read_bytes), a_second(done.written_bytes)],
+        // Little's law: queued time per elapsed time is the average queue length.
         queue: done.queued_ms as f64 / 1000.0 / elapsed.as_secs_f64().max(1e-9),
     })
 }

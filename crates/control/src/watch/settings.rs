@@ -1,4 +1,4 @@
-//! What is set of a disk or a group, to tell what of it has changed.
+//! Settings of a disk or group, for reports of their changes.
 
 use std::fmt;
 
@@ -12,11 +12,11 @@ use crate::{
     running::RunningDisk,
 };
 
-/// By their names in the config file.
+/// Settings by their names in the config file.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Settings(Vec<Named>);
 
-/// One of them.
+/// Changed setting.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Changed {
     setting: &'static str,
@@ -55,7 +55,7 @@ impl Changed {
         json!({ "setting": self.setting, "before": self.before, "after": self.after })
     }
 
-    /// That `what` was so changed.
+    /// Event about changed settings of `what`.
     pub(crate) fn news(what: &str, changes: &[Self]) -> News {
         let said: Vec<_> = changes.iter().map(Self::to_string).collect();
         let told: Vec<_> = changes.iter().map(Self::to_json).collect();
@@ -63,7 +63,7 @@ impl Changed {
     }
 }
 
-/// `iops-total 1000, was 500`.
+/// Form `iops-total 1000 (was 500)`.
 impl fmt::Display for Changed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let said = |value: &Value| match value.as_str() {

@@ -1,5 +1,5 @@
 //! `x-weir-add-disk` and `x-weir-add-group`: a disk with all its exports, or a group, described by
-//! the keys of the config file.
+//! keys of the config file.
 
 use std::rc::Rc;
 
@@ -24,6 +24,7 @@ impl Command for AddDisk {
         let named =
             exports.iter().flatten().filter_map(|export| export["listen"].as_str()?.strip_prefix("fd:"));
         let passed = arguments.passed();
+        // Takes only descriptors that the exports name; later commands may use the rest.
         let socket = |name: &str| Some((name.to_owned(), passed.take(name).map(PassedFd::into_owned)?));
         let sockets = named.filter_map(socket).collect();
         Ok(Self(NewDisk { name, keys, exports, sockets }))

@@ -1,7 +1,7 @@
-//! Disks that come, go and change their size while the daemon runs.
+//! Disks that are added, removed and resized at run time with QEMU's commands.
 //!
-//! [`node`](super::node) says how QEMU's graph of nodes becomes a disk with a name. Where a node is
-//! put over a disk, the disk takes the node's name until that is deleted.
+//! [`node`](super::node) defines how QEMU's graph of nodes becomes a disk with a name. While a node
+//! is above a disk, the disk has the node's name.
 
 use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
@@ -28,7 +28,7 @@ use crate::{
     registry::{NodeBelow, Refused, Registry, RunningDisk, StorageNode},
 };
 
-/// What made a disk: see [`RunningDisk::told`].
+/// Commands that created a disk: see [`RunningDisk::told`].
 type Told = Option<Vec<Map<String, Value>>>;
 
 #[derive(Debug)]
@@ -75,9 +75,10 @@ async fn add(
     told: Told,
     passed: Option<PassedFiles>,
 ) -> Result<(), Error> {
+    // Before the image is opened: invalid settings must not open a file.
     let prefetch = chain.prefetch.apply_to(prefetch::PrefetchConfig::default())?;
     let opened = open_bottom(registry, chain, storage, passed).await?;
-    // Others had their turn while it was opened.
+    // Opening awaits; other commands may have used the names in the meantime.
     check_names(registry, chain)?;
     for node in &below {
         registry.check_name(&node.name).map_err(generic)?;
@@ -97,29 +98,34 @@ async fn add(
     registry.add_disk(disk).map_err(generic)
 }
 
-/// A format over a node that is there: its file is closed, and opened as that. If it cannot be,
-/// the node is there again as it was.
+/// Adds a format node over an existing node: closes the node's file and opens it with the format.
+/// On failure the node is added again unchanged.
 async fn open_over(registry: &Rc<Registry>, chain: Chain, own: Told) -> Result<(), Error> {
     let Bottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
     let (bottom, below) = (bottom.clone(), find_below(registry, bottom)?);
     let is_over_another = below.below.iter().any(|node| node.stays);
     let storage = below.storage.clone().filter(|_| !is_over_another).ok_or_else(|| {
-        Error::rule("file", format_args!("is to be a file; the node '{}' is more than that", shown(&bottom)))
+        Error::rule(
+            "file",
+            format_args!("must be a file; the node '{}' has a format or is a device", shown(&bottom)),
+        )
     })?;
     drop(below);
     let taken = registry.take_disk(&bottom).map_err(in_use(&bottom))?;
     taken.close().await;
     let (under, told) = (taken.below, taken.told);
+    // Closes the file and releases its lock, which the new image needs.
     drop(taken.disk);
     let (nodes, both) = (nodes_over(&chain, &bottom, &storage, &under), one_more(told.clone(), own));
     let added = add(registry, &chain.over(&storage), &storage, nodes, both, None).await;
     if added.is_err() {
+        // The previous disk is restored even though the command fails.
         open_again(registry, &bottom, &storage, under, told).await;
     }
     added
 }
 
-/// The nodes below a format over one that is closed for it, and had these.
+/// Nodes below a format node, over a node that is closed for it and has the nodes `under` below.
 fn nodes_over(chain: &Chain, bottom: &str, storage: &Rc<StorageNode>, under: &[NodeBelow]) -> Vec<NodeBelow> {
     let mut nodes = inner_nodes(chain);
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: Some(Rc::clone(storage)) });
@@ -127,8 +133,8 @@ fn nodes_over(chain: &Chain, bottom: &str, storage: &Rc<StorageNode>, under: &[N
     nodes
 }
 
-/// Has a disk as these commands made it in another daemon, which has passed its files. A node that
-/// is closed for what is put over it is not opened.
+/// Adds a disk as these commands created it in the old process, with files that it passed. A node
+/// that is closed for the node above it is not opened.
 ///
 /// # Errors
 /// The first command that would fail.
@@ -140,7 +146,7 @@ pub(in crate::qmp) async fn add_again(
     let mut chains = Vec::new();
     for sent in told {
         let mut arguments = Arguments::new(sent.clone());
-        // Its group may be another by now, and is set afterwards.
+        // The group may have changed since; it is set afterwards.
         let name = arguments.optional("node-name")?;
         let chain = Chain { group: None, ..Chain::read(&mut arguments, name)? };
         arguments.finish()?;
@@ -170,18 +176,18 @@ pub(in crate::qmp) async fn add_again(
     Ok(())
 }
 
-/// With what was put over it.
+/// Appends the command of the node above.
 fn one_more(below: Told, own: Told) -> Told {
     below.zip(own).map(|(below, own)| [below, own].concat())
 }
 
-/// Without what is taken off.
+/// Removes the command of the topmost node.
 fn one_less(mut told: Told) -> Told {
     told.as_mut().map(Vec::pop);
     told
 }
 
-/// What was closed under another node is a disk of its own again.
+/// Adds a node again that was closed for the node above it.
 async fn open_again(
     registry: &Rc<Registry>,
     name: &str,
@@ -190,7 +196,7 @@ async fn open_again(
     told: Told,
 ) {
     if let Err(error) = add(registry, &Chain::of_storage(name, storage), storage, below, told, None).await {
-        tracing::error!(node = name, error = %error, "what was below another node could not be opened again");
+        tracing::error!(node = name, error = %error, "a node could not be opened again after the node above it was removed");
     }
 }
 
@@ -235,7 +241,7 @@ fn build(
     Ok(disk)
 }
 
-/// An existing node, with nothing above.
+/// Existing topmost node.
 fn find_below(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, Error> {
     registry.disks.get(name).map_err(|_| {
         let shown = shown(name);
@@ -253,10 +259,11 @@ fn put_over(registry: &Rc<Registry>, chain: &Chain, bottom: &str, own: Told) -> 
     if chain.read_only && !below.disk.image().is_read_only() {
         return Err(Error::rule(
             "read-only",
-            format_args!("is the node '{name}' to say (open it read-only)"),
+            format_args!("is a setting of the node '{name}' (open it read-only)"),
         ));
     }
     let group = match (group_of(registry, chain)?, below.disk.throttle().group()) {
+        // A disk is in one group only.
         (Some(_), Some(other)) => {
             let rule = format!("would be the second; the node '{name}' is in group '{}'", other.name());
             return Err(Error::rule("throttle-group", rule));
@@ -264,6 +271,7 @@ fn put_over(registry: &Rc<Registry>, chain: &Chain, bottom: &str, own: Told) -> 
         (one, other) => one.or(other),
     };
     let prefetch = chain.prefetch.apply_to(below.disk.prefetch().settings())?;
+    // No await from here on: the disk is in no list until `rename`.
     drop(below);
     let taken = registry.take_disk(bottom).map_err(in_use(bottom))?;
     let taken = move_taken(registry, taken, group.as_ref())?;
@@ -282,8 +290,8 @@ fn put_over(registry: &Rc<Registry>, chain: &Chain, bottom: &str, own: Told) -> 
     rename(registry, RunningDisk { told, ..taken }, &chain.names[0], nodes)
 }
 
-/// Moves a disk that was taken out to a group, or out of any; where its reservations cannot be
-/// kept, nothing has happened.
+/// Moves a disk that was taken out to a group, or out of its group. If its reservations do not fit,
+/// it is added back unchanged.
 fn move_taken(
     registry: &Rc<Registry>,
     taken: RunningDisk,
@@ -296,7 +304,7 @@ fn move_taken(
     Ok(taken)
 }
 
-/// Puts a disk that was taken out back under another name.
+/// Adds a disk that was taken out under another name.
 fn rename(
     registry: &Rc<Registry>,
     taken: RunningDisk,
@@ -349,7 +357,7 @@ async fn open_bottom(
     let opening = async {
         let opened = match open(&spec, options.clone()).await {
             Err(_) if may_be_read_only && !options.storage.read_only => {
-                // The descriptor can be passed again for this attempt.
+                // A new descriptor: the first attempt has consumed its descriptor.
                 options.storage.descriptor = None;
                 let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
                 open(&spec, ImageOptions { storage, ..options }).await
@@ -358,7 +366,7 @@ async fn open_bottom(
         };
         Ok::<_, Error>(opened)
     };
-    // An NBD server has time limits, which the options set.
+    // The time limit covers files only: the timeouts of an NBD server are set by its options.
     let opened = match image.path() {
         Some(_) => reactor::timeout(PATIENCE, opening).await.unwrap_or_else(|_| {
             Err(Error::generic(format!("Could not open '{spec}': {}", no_answer(&spec))))
@@ -367,7 +375,7 @@ async fn open_bottom(
     };
     opened.map_err(|error| {
         let OpenError { image, why, remedy, .. } = registry.naming_holder(error);
-        // What lies behind it is no part of its name.
+        // The path ends before the text about a file in its backing chain.
         let (image, behind) = match image.split_once(": its ") {
             Some((image, behind)) => (image, format!("its {behind}: ")),
             None => (image.as_str(), String::new()),
@@ -381,7 +389,7 @@ fn no_answer(spec: &str) -> String {
     format!("the file system of {spec} has not answered for {seconds} s (restore it, and add the disk again)")
 }
 
-/// QEMU has a driver for files and one for devices.
+/// Checks the type of the file: QEMU has one driver for files and one for devices.
 fn check_kind(path: &Path, device: bool) -> Result<(), String> {
     use std::os::unix::fs::FileTypeExt as _;
     let Ok(kind) = std::fs::metadata(path).map(|metadata| metadata.file_type()) else { return Ok(()) };
@@ -441,8 +449,8 @@ impl Command for BlockdevDel {
     }
 }
 
-/// A disk ends with a block of each machine and device that has it: with another size none of them
-/// could have it after a restart.
+/// Fails unless the size is a multiple of the block size of each endpoint: otherwise an export
+/// could not open the disk after a restart.
 fn check_blocks(registry: &Registry, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
     for export in registry.exports.of_disk(disk.disk.name()) {
         let block = export.block_bytes().map_or(1, u64::from);
@@ -460,7 +468,7 @@ fn check_blocks(registry: &Registry, disk: &Rc<RunningDisk>, size_bytes: u64) ->
     Ok(())
 }
 
-/// Multiple of the sizes that `block_resize` sets, as guests count.
+/// Unit of the sizes that `block_resize` sets: the sector of guests.
 const SECTOR_BYTES: u64 = 512;
 
 #[derive(Debug)]
@@ -495,6 +503,7 @@ impl Command for BlockResize {
             return Err(Error::rule("size", format_args!("({}) cannot be: {refused}", self.size_bytes)));
         }
         let before = disk.disk.size_bytes();
+        // Listeners of the size notify all exports.
         disk.disk.resize(self.size_bytes).await.map_err(|error| match error {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
                 Error::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))

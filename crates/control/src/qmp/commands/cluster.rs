@@ -1,4 +1,4 @@
-//! Commands for groups whose limits hold over many hosts: they say and change what is in etcd.
+//! Commands for cluster-wide limits: query and change them in etcd.
 
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ use crate::{
     registry::Registry,
 };
 
-/// The most hosts, as policy has it.
+/// Maximum number of hosts, from the policy.
 const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
 
 fn cluster(registry: &Registry) -> Result<Rc<ClusterMembership>, Error> {
@@ -57,6 +57,7 @@ impl Command for ClusterSet {
         let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
+        // Zero removes the setting, so that the default applies.
         let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
         let change = GroupLimitChange { group, limits, hosts, safe_share_ppm: safe_share, ..GroupLimitChange::default() };
         Ok(Self { change })
@@ -74,7 +75,7 @@ impl Command for ClusterSet {
     }
 }
 
-/// Limits of all hosts that were a slip, or that nobody needs any more.
+/// Removes cluster-wide limits.
 #[derive(Debug)]
 pub(super) struct ClusterRemove {
     group: String,

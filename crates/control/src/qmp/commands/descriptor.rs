@@ -1,5 +1,4 @@
-//! Descriptors that come beside a command: `getfd`, `closefd`, `add-fd`, `remove-fd`,
-//! `query-fdsets`.
+//! Descriptors that come with a command: `getfd`, `closefd`, `add-fd`, `remove-fd`, `query-fdsets`.
 //!
 //! Source: QEMU's `qapi/misc.json`.
 
@@ -91,7 +90,7 @@ impl Command for RemoveFd {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let descriptor = arguments.number("fd", 0..=i64::MAX as u64)?;
-        // Fits.
+        // At most `i64::MAX` by the range above.
         let descriptor = descriptor.map(|number| number as i64);
         Ok(Self { set: arguments.required("fdset-id")?, descriptor })
     }

@@ -1,5 +1,5 @@
-//! What `block-export-add` is told of an export with a door of its own. QEMU's types have QEMU's
-//! arguments; what it has not begins with `x-`, and takes the keys of the config file.
+//! Arguments of `block-export-add` for exports with endpoints of their own. Types of QEMU have
+//! QEMU's arguments; weir's types begin with `x-` and use the keys of the config file.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::qmp::{arguments::Arguments, error::Error};
 
 pub(super) const TYPES: [&str; 4] = ["vhost-user-blk", "fuse", "x-ublk", "x-nbd-device"];
 
-/// Those whose clients are told whether there is a write cache, and by that flush or not.
+/// Types whose clients learn whether there is a write cache, and flush accordingly.
 pub(super) const WITH_WRITE_CACHE: [&str; 2] = ["vhost-user-blk", "x-ublk"];
 
 pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<ExportTarget, Error> {
@@ -27,7 +27,7 @@ pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<ExportTarget
             ExportTarget::Fuse(with_keys(arguments, FuseConfig::new(file.into()), &[])?)
         }
         "x-ublk" => {
-            // Fits.
+            // Fits into u32 by the range.
             let number = arguments.number("number", 0..=(1 << 20) - 1)?.map(|number| number as u32);
             let write_cache = !writethrough(arguments)?;
             ExportTarget::Ublk(with_keys(
@@ -53,6 +53,7 @@ fn with_keys<K: AddressedConfig>(
     others: &[&str],
 ) -> Result<K, Error> {
     for key in K::options().filter(|key| key.name != "read-only" && !others.contains(&key.name)) {
+        // Converted to text, so that the config file's parser applies with its ranges.
         let text = match key.value {
             KeyType::Flag => arguments.optional::<bool>(key.name)?.map(|on| on.to_string()),
             _ => match arguments.optional::<Value>(key.name)? {
@@ -79,12 +80,12 @@ fn with_keys<K: AddressedConfig>(
     Ok(export)
 }
 
-/// QEMU's name for a device without a write cache.
+/// QEMU's argument for a device without a write cache.
 fn writethrough(arguments: &mut Arguments) -> Result<bool, Error> {
     Ok(arguments.optional("writethrough")?.unwrap_or(false))
 }
 
-/// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
+/// Arguments of QEMU's `BlockExportOptionsVhostUserBlk`; the default is one queue.
 fn machine(arguments: &mut Arguments) -> Result<VhostUserBlkConfig, Error> {
     let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
     let kind = address.choice("type", &["unix", "fd"])?;
@@ -106,12 +107,12 @@ fn machine(arguments: &mut Arguments) -> Result<VhostUserBlkConfig, Error> {
     if arguments.optional::<Value>("write-cache")?.is_some() {
         return Err(Error::rule(
             "write-cache",
-            "is said by its contrary here, 'writethrough' (default false)",
+            "is given by its inverse here, 'writethrough' (default false)",
         ));
     }
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
     let write_cache = !writethrough(arguments)?;
-    // From 1 to 256.
+    // Fits into u16 by the range.
     let machine = VhostUserBlkConfig { queues: queues as u16, write_cache, ..VhostUserBlkConfig::new(socket) };
     let machine = with_keys(arguments, machine, &["queues", "write-cache"])?;
     machine.check().map_err(Error::generic)?;
@@ -124,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// The door as the command line has it, or what is wrong.
+    /// Endpoint in the syntax of the command line, or the error.
     fn told(kind: &str, arguments: Value) -> Result<String, String> {
         Arguments::read_all(arguments, |arguments| read(kind, arguments)).map(|door| door.to_string())
     }
@@ -144,7 +145,7 @@ mod tests {
             (json!({ "addr": addr, "serial": "x".repeat(21) }), "20 at most"),
             (json!({ "addr": addr, "logical-block-size": 8192 }), "logical-block-size"),
             (json!({ "addr": addr, "client": "yes" }), "client"),
-            // QEMU calls them otherwise.
+            // Arguments with other names in QEMU.
             (json!({ "addr": addr, "queues": 4 }), "is 'num-queues' here"),
             (json!({ "addr": addr, "write-cache": false }), "'writethrough'"),
             (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "needs unix:PATH"),

@@ -1,4 +1,4 @@
-//! `x-weir-query-events`: what has happened lately.
+//! `x-weir-query-events`: latest events.
 
 use std::rc::Rc;
 

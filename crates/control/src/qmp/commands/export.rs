@@ -1,5 +1,5 @@
-//! Exports. QEMU has one NBD server, weir any number; `x-weir-listen` says which is meant, by its
-//! address, where not just one is for disks that do not say where.
+//! Exports. QEMU has one NBD server, weir any number; `x-weir-listen` selects one by its address,
+//! unless exactly one is for disks without explicit exports.
 
 use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
@@ -18,7 +18,8 @@ use crate::{
     serving::Serving,
 };
 
-/// Bytes of a name or a description: what the NBD protocol can carry ("Values", strings).
+/// Maximum length of a name or description in bytes: the limit of the NBD protocol ("Values",
+/// strings).
 const MAX_STRING_BYTES: usize = 4096;
 
 #[derive(Debug)]
@@ -27,14 +28,14 @@ pub(super) struct BlockExportAdd {
     node: String,
     writable: bool,
     kind: Kind,
-    /// Not on the command line.
+    /// False for a command of the command line.
     is_sent: bool,
 }
 
 #[derive(Debug)]
 enum Kind {
     Nbd(Nbd),
-    /// With the socket that was passed for it, if one was.
+    /// With the socket that was passed for it, if there is one.
     Own(ExportTarget, Option<OwnedFd>),
 }
 
@@ -56,6 +57,7 @@ impl Command for BlockExportAdd {
         let kind = arguments.choice("type", &types)?.ok_or_else(|| Error::missing("type"))?;
         let id: String = arguments.required("id")?;
         let node: String = arguments.required("node-name")?;
+        // Before the options are read, so that the more specific error wins.
         refuse_unsupported(arguments, types[kind])?;
         let kind = match kind {
             0 => Kind::Nbd(Nbd::read(arguments, &node)?),
@@ -94,20 +96,22 @@ impl Command for BlockExportAdd {
                 if let (Some(name), Some(socket)) = (door.inherited_name(), socket) {
                     let terms =
                         registry.exports.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+                    // The endpoint finds it there by its name.
                     terms.inherited.borrow_mut().add(name, socket);
                 }
                 let added = registry.add_door(id.clone(), disk, !writable, &door, None).await;
                 added.map_err(|error| Error::generic(format!("{error:#}")))?
             }
         };
+        // Exports of the command line belong to the config; a reload or upgrade treats them so.
         registry.exports.get(&id)?.added.set(is_sent);
         tracing::info!(export = %id, disk = %node, at = %address, "an export was added");
         Ok(json!({}))
     }
 }
 
-/// As exports of a config file and of a command line are called: by the disk or the name, where
-/// that is taken with an address.
+/// True for ids that weir assigns to exports of a config file or command line: the disk or the
+/// name, with `@` and the address if that is in use.
 fn is_ours(id: &str, names: [&String; 2]) -> bool {
     let behind = |name: &String| id.strip_prefix(name.as_str());
     let is_called = |behind: &str| behind.is_empty() || behind.len() > 1 && behind.starts_with('@');
@@ -140,7 +144,7 @@ impl Nbd {
         })
     }
 
-    /// The address where it is.
+    /// Adds the export; returns its address.
     async fn add(
         self,
         registry: &Rc<Registry>,
@@ -185,6 +189,7 @@ impl Nbd {
             (None, _) => {
                 let standard = registry.exports.standard_servers();
                 let is_for_all = !standard.is_empty();
+                // Without a default server, a server that exports only this disk is unambiguous.
                 let candidates = if is_for_all { standard } else { registry.exports.servers_of(disk) };
                 if let [only] = &*candidates {
                     return Ok(Rc::clone(only));
@@ -197,7 +202,7 @@ impl Nbd {
     }
 }
 
-/// Who may have it; others are not told of it.
+/// Access rules; a client that they deny does not see the export.
 fn access(arguments: &mut Arguments) -> Result<AccessRules, Error> {
     let networks = |arguments: &mut Arguments, key: &str| {
         let texts: Vec<String> = arguments.optional(key)?.unwrap_or_default();
@@ -209,32 +214,32 @@ fn access(arguments: &mut Arguments) -> Result<AccessRules, Error> {
     Ok(AccessRules { networks: NetworkRules { allow, deny }, names: names.map(NameRules::any_of) })
 }
 
-/// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
+/// Rejects arguments of QEMU that weir does not support, unless they request weir's behaviour.
 fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error> {
     if !door::WITH_WRITE_CACHE.contains(&kind) && arguments.optional("writethrough")?.unwrap_or(false) {
         return Err(Error::rule(
             "writethrough",
-            "is the disk's to say here (serve it with cache = \"writethrough\")",
+            "is a setting of the disk here (serve it with cache = \"writethrough\")",
         ));
     }
     if let Some(thread) = arguments.optional::<String>("iothread")? {
         return Err(Error::generic(format!(
-            "iothread \"{}\" not found (leave iothread away: the daemon's --workers serve the queues)",
+            "iothread \"{}\" not found (omit iothread: the daemon's --workers serve the queues)",
             shown(&thread)
         )));
     }
     let _: Option<bool> = arguments.optional("fixed-iothread")?;
-    // No node of weir's is ever inactive.
+    // No node of weir is ever inactive.
     let _: Option<bool> = arguments.optional("allow-inactive")?;
     if arguments.optional::<Value>("read-only")?.is_some() {
-        return Err(Error::rule("read-only", "is said by its contrary here, 'writable' (default false)"));
+        return Err(Error::rule("read-only", "is given by its inverse here, 'writable' (default false)"));
     }
-    // Clients may ask for it anyway.
+    // Clients can always request it.
     let _: Option<bool> = arguments.optional("allocation-depth")?;
     Ok(())
 }
 
-/// Names of the exported node's own bitmaps; `{"node", "name"}` where the node is that one.
+/// Names of dirty bitmaps of the exported node, also in the form `{"node", "name"}`.
 fn read_bitmaps(arguments: &mut Arguments, node: &str) -> Result<Vec<String>, Error> {
     let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
     let name = |bitmap: &Value| match bitmap {
@@ -290,7 +295,7 @@ impl Command for BlockExportDel {
     }
 }
 
-/// A device of this host that is mounted, held or open stays.
+/// Fails if a device of this host is mounted, claimed or open.
 async fn refuse_used(registry: &Registry, id: &str) -> Result<(), Error> {
     let export = registry.exports.get(id)?;
     let Reach::Own(entrance) = &export.door else { return Ok(()) };

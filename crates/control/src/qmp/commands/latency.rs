@@ -1,7 +1,7 @@
-//! `x-weir-query-latencies`: histograms of each disk's latencies and of its waits for limits.
+//! `x-weir-query-latencies`: histograms of each disk's latencies and of its throttling.
 //!
-//! Counted from the first time that somebody asks: whoever wants to know of a time asks at both of
-//! its ends. Never told with the state of all, which is asked for each second and is long already.
+//! Counting starts with the first query: a client that measures an interval queries at both ends.
+//! Not part of the status, which is queried every second and is large already.
 
 use block::{
     disk::Disk,
@@ -16,6 +16,7 @@ query!(QueryLatencies, "x-weir-query-latencies", |registry| {
 
 /// Returns the histograms of a disk, of reads and writes together.
 fn told(disk: &Disk) -> Value {
+    // Starts measuring at the first call.
     let measures = disk.measure();
     json!({
         "name": &**disk.name(),
@@ -24,7 +25,7 @@ fn told(disk: &Disk) -> Value {
     })
 }
 
-/// Returns the non-empty buckets of the sum of both.
+/// Returns the nonempty buckets of the sum of both.
 fn buckets([reads, writes]: [HistogramSnapshot; 2]) -> Value {
     let both = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let bucket = |(place, requests): (usize, u64)| {

@@ -1,4 +1,4 @@
-//! `x-weir-move-disk`: a disk goes to another host of the cluster.
+//! `x-weir-move-disk`: migrates a disk to another host of the cluster.
 
 use std::rc::Rc;
 

@@ -1,12 +1,13 @@
-//! What `blockdev-add` describes: a node over a node, down to the one that has the bytes.
+//! Arguments of `blockdev-add`: a chain of nodes, down to the protocol node, which stores the
+//! bytes.
 //!
 //! ```text
-//!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU's, one disk of weir's: t0
+//!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU, one disk of weir: t0
 //! ```
 //!
-//! A disk has the name of its topmost node; the bottom may be a disk that is there already. What
-//! weir cannot do is refused by name; what it does anyway (image locks, unmapping) may be asked
-//! for. The files behind a `qcow2` node are no nodes. Prefetching is set at the topmost node.
+//! A disk has the name of its topmost node; the bottom may be an existing disk. Unsupported options
+//! are rejected by name; options that request weir's fixed behaviour (image locks, unmapping) are
+//! accepted. The files of a `qcow2` node are no nodes. Prefetch is set at the topmost node.
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
@@ -33,25 +34,25 @@ use crate::{
     registry::StorageNode,
 };
 
-/// Bytes of a node's name, as in QEMU.
+/// Maximum length of a node's name in bytes, as in QEMU.
 const MAX_NODE_NAME: usize = 31;
-/// The longest `reconnect-delay` and `open-timeout`, in seconds: QEMU counts them in 32 bits.
+/// Maximum `reconnect-delay` and `open-timeout` in seconds: QEMU uses 32 bits.
 const MOST_SECONDS: u64 = u32::MAX as u64;
-/// The size of `null-co` that says none.
+/// Default size of `null-co`.
 const NULL_BYTES: u64 = 1 << 30;
 const DRIVERS: [&str; 9] =
     ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd", "throttle", "x-weir-memory"];
 
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
-    /// Topmost first, which is the disk's.
+    /// Node names, topmost first; the first is the disk's.
     pub(super) names: Vec<String>,
     pub(super) group: Option<String>,
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
-    /// The part of a raw image that is the disk.
+    /// Part of a raw image that the disk consists of.
     pub(super) part: Option<StoragePart>,
-    /// Another daemon may take it over: see `--handover`.
+    /// Another daemon may open it while this one runs: see `--handover`.
     pub(super) handover: bool,
     pub(super) discards: Discards,
     pub(super) detect_zeroes: DetectZeroes,
@@ -63,10 +64,10 @@ pub(super) struct Chain {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Qcow2Node {
     pub(super) caches: CacheSettings,
-    /// Whatever the image says.
+    /// Ignores the backing file that the image names.
     pub(super) no_backing: bool,
     pub(super) key_secret: Option<String>,
-    /// An internal snapshot to serve in its place.
+    /// Internal snapshot to serve.
     pub(super) snapshot: Option<String>,
 }
 
@@ -77,7 +78,7 @@ pub(super) enum Bottom {
 }
 
 impl Chain {
-    /// `name` is the disk's where that was read already, by weir's rule and not QEMU's.
+    /// `name` is the disk's name if it was already read, by weir's rule instead of QEMU's.
     pub(super) fn read(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
         let mut chain = Self {
             names: name.into_iter().collect(),
@@ -105,22 +106,22 @@ impl Chain {
             return Ok(chain);
         }
         if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
-            let rule = "is said where the image is opened";
+            let rule = "is set where the image is opened";
             return Err(Error::rule("x-weir-handover", rule));
         }
         if chain.discards == Discards::Ignore && matches!(chain.bottom, Bottom::Node(_)) {
             return Err(Error::rule(
                 "discard",
-                "is said where the image is opened; 'ignore' is not to be had here",
+                "is set where the image is opened; 'ignore' is not supported here",
             ));
         }
         if chain.detect_zeroes != DetectZeroes::Off && matches!(chain.bottom, Bottom::Node(_)) {
-            return Err(Error::rule("detect-zeroes", "is said where the image is opened, not here"));
+            return Err(Error::rule("detect-zeroes", "is set where the image is opened, not here"));
         }
         Ok(chain)
     }
 
-    /// A node that was opened as it lies, by itself.
+    /// Chain of one node that was opened without a format.
     pub(super) fn of_storage(name: &str, storage: &StorageNode) -> Self {
         Self {
             names: vec![name.to_owned()],
@@ -137,12 +138,12 @@ impl Chain {
         }
     }
 
-    /// Whether an existing node below has to be opened in another way than it was.
+    /// True if an existing node below must be opened with other options.
     pub(super) fn is_opened_anew(&self) -> bool {
         matches!(self.bottom, Bottom::Node(_)) && (self.qcow2.is_some() || self.part.is_some())
     }
 
-    /// The same over a node that is described and no longer named.
+    /// Chain of these nodes over a node that is described instead of named.
     pub(super) fn over(self, storage: &StorageNode) -> Self {
         Self {
             read_only: self.read_only || storage.read_only,
@@ -154,7 +155,7 @@ impl Chain {
         }
     }
 
-    /// How its bottom was opened, if nothing above changes what the bytes are.
+    /// Options of its protocol node, if the nodes above do not change the format.
     pub(super) fn as_it_lies(&self) -> Option<StorageNode> {
         let Bottom::Storage(storage) = &self.bottom else { return None };
         let is_plain = self.qcow2.is_none() && self.part.is_none();
@@ -170,8 +171,7 @@ impl Chain {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
     }
 
-    /// The config of the disk that it describes, on this storage, without what can be changed
-    /// later.
+    /// Config of the described disk on this storage, without settings that can change later.
     pub(super) fn config(&self, storage: &StorageNode) -> DiskConfig {
         DiskConfig {
             image: storage.image.clone(),
@@ -191,7 +191,7 @@ impl Chain {
         }
     }
 
-    /// An option that is no key of a disk, and has a meaning on this host alone.
+    /// Option that is no config key, and is valid on this host only.
     pub(super) fn only_here(&self) -> Option<&'static str> {
         let node = self.qcow2.as_ref()?;
         node.key_secret.is_some().then_some("key-secret").or(node.no_backing.then_some("backing"))
@@ -232,6 +232,7 @@ impl Chain {
         above: Inherited,
         root: bool,
     ) -> Result<(), Error> {
+        // The name of the root may already be known: see `read`.
         if !root || self.names.is_empty() {
             let name: Option<String> = arguments.optional("node-name")?;
             if let Some(name) = &name {
@@ -243,11 +244,11 @@ impl Chain {
         }
         let common = Inherited::read(arguments, above)?;
         self.read_only |= common.read_only;
-        // Of several nodes each has to let a discard through, and QEMU's default is not weir's.
+        // A discard passes only if every node permits it; QEMU's default differs from weir's.
         if arguments.choice("discard", &["unmap", "ignore"])? == Some(1) {
             self.discards = Discards::Ignore;
         }
-        // And of several nodes each looks.
+        // The strongest mode of all nodes applies.
         let looks = arguments.choice("detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
         let looks = looks.map(|index| DetectZeroes::ALL[index]).unwrap_or_default();
         self.detect_zeroes = self.detect_zeroes.max(looks);
@@ -258,6 +259,7 @@ impl Chain {
             }
             "qcow2" => {
                 let node = qcow2(arguments)?;
+                // An internal snapshot cannot be written.
                 self.read_only |= node.snapshot.is_some();
                 if self.qcow2.replace(node).is_some() {
                     let rule = "does not go into another 'qcow2' (one image, one node)";
@@ -298,12 +300,12 @@ impl Chain {
     }
 }
 
-/// A device that takes the same time for every request.
+/// Emulated device with the same latency for every request.
 fn delay_of(time: Duration) -> DelayOptions {
     DelayOptions { read: time, write: time, zero: time, flush: time, parallel: None }
 }
 
-/// Options that nodes below take over, as in QEMU.
+/// Options that nodes below inherit, as in QEMU.
 #[derive(Clone, Copy, Debug, Default)]
 struct Inherited {
     read_only: bool,
@@ -328,6 +330,7 @@ impl Inherited {
             return Err(Error::generic("force-share=on can only be used with read-only images"));
         }
         if let Some(mut cache) = arguments.object("cache")? {
+            // As in QEMU, a node inherits cache options that it does not set.
             own.direct = cache.optional("direct")?.unwrap_or(above.direct);
             own.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
             if own.direct && own.no_flush {
@@ -347,12 +350,12 @@ impl Inherited {
     }
 }
 
-/// A choice of QEMU's that weir has made: only `possible` may be asked for.
+/// Checks an option whose value is fixed in weir: only `possible` values are accepted.
 fn always(arguments: &mut Arguments, key: &str, words: &[&str], possible: &[&str]) -> Result<(), Error> {
     match arguments.choice(key, words)? {
         Some(place) if !possible.contains(&words[place]) => Err(Error::rule(
             &arguments.name_of(key),
-            format!("is always '{}' here; '{}' is not to be had", possible[0], words[place]),
+            format!("is always '{}' here; '{}' is not supported", possible[0], words[place]),
         )),
         _ => Ok(()),
     }
@@ -372,7 +375,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
             device = Some(driver == "host_device");
             let path: String = arguments.required("filename")?;
             always(arguments, "locking", &["on", "auto", "off"], &["on", "auto"])?;
-            // How QEMU would reach the file; here it is io_uring.
+            // Access method in QEMU; weir always uses io_uring.
             arguments.choice("aio", &["io_uring", "threads", "native"])?;
             format!("file:{path}")
         }
@@ -387,7 +390,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
         "null-co" => {
             let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);
             latency = nanos.map(Duration::from_nanos);
-            // Without it what is read is undefined: zeroes will do.
+            // Without it the contents are undefined, so zeroes are valid.
             let _: Option<bool> = arguments.optional("read-zeroes")?;
             format!("null:{}", size(arguments)?.unwrap_or(NULL_BYTES))
         }
@@ -413,8 +416,8 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
     }))
 }
 
-/// As QEMU's `BlockdevOptionsRbd` has it: where the image is, and how its cluster is reached. A key
-/// is in a keyring, where nobody sees it on the way: `key-secret` is none that is known.
+/// Arguments of QEMU's `BlockdevOptionsRbd`: the image, and the connection to its cluster. Keys
+/// must be in a keyring, where they are not exposed; `key-secret` is not supported.
 fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
     let mut address = RbdAddress {
         pool: arguments.required("pool")?,
@@ -439,7 +442,7 @@ fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
     Ok(address.to_string())
 }
 
-/// As QEMU's `BlockdevOptionsRaw` has it.
+/// Arguments of QEMU's `BlockdevOptionsRaw`.
 fn part(arguments: &mut Arguments) -> Result<Option<StoragePart>, Error> {
     let offset = arguments.optional("offset")?;
     let size = arguments.number("size", 1..=u64::MAX)?;
@@ -471,7 +474,7 @@ fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
     arguments.number("size", 1..=1 << 63)
 }
 
-/// As QEMU judges a node's name.
+/// QEMU's rule for node names.
 fn check_name(name: &str) -> Result<(), Error> {
     if !identifier::is_well_formed(name) {
         return Err(Error::generic(format!("Invalid node-name: '{}' {}", shown(name), identifier::RULE)));
@@ -550,6 +553,7 @@ mod tests {
             with("encrypt", json!({"format": "aes"})),
             "Parameter 'encrypt.format' is 'luks' here; the old 'aes' is broken and not supported",
         );
+        // A format over a named node, which is opened again with it.
         let over = read(with("file", json!("f0"))).unwrap();
         assert!(over.is_opened_anew() && over.bottom == Bottom::Node("f0".to_owned()));
         refused(
@@ -584,7 +588,7 @@ mod tests {
         }
         refused(
             json!({"driver": "raw", "node-name": "a", "discard": "ignore", "file": "b"}),
-            "Parameter 'discard' is said where the image is opened; 'ignore' is not to be had here",
+            "Parameter 'discard' is set where the image is opened; 'ignore' is not supported here",
         );
         refused(json!({"driver": "null-co"}), "'node-name' must be specified for the root node");
         refused(
@@ -600,7 +604,7 @@ mod tests {
         );
         refused(
             file("locking", json!("off")),
-            "Parameter 'locking' is always 'on' here; 'off' is not to be had",
+            "Parameter 'locking' is always 'on' here; 'off' is not supported",
         );
         refused(
             json!({"driver": "raw", "node-name": "a", "file": 5}),

@@ -1,5 +1,5 @@
-//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`,
-//! `qom-get`, `qom-set`.
+//! Throttle groups in QEMU's object model: `object-add`, `object-del`, `qom-list`, `qom-get`,
+//! `qom-set`.
 //!
 //! ```text
 //!   /                    container
@@ -7,9 +7,9 @@
 //!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret, tls-creds-…, authz-…
 //! ```
 //!
-//! Every group is an object, also one of the config file. Beside them there are passphrases
-//! (`secret`), keys of TLS for servers (`tls-creds-x509`, `tls-creds-psk`) and rules about names of
-//! clients (`authz-simple`, `authz-list`), which can be made and deleted, and never looked into.
+//! Every group is an object, including groups of the config file. There are also passphrases
+//! (`secret`), TLS credentials of servers (`tls-creds-x509`, `tls-creds-psk`) and rules for names
+//! of clients (`authz-simple`, `authz-list`), which can be added and deleted, but not read.
 
 use std::{path::Path, rc::Rc};
 
@@ -56,7 +56,7 @@ const OWN: [(&str, &str); 5] = [
 
 #[derive(Debug)]
 pub(super) enum ObjectAdd {
-    /// One that is sent is on no command line.
+    /// `is_sent` is false for a command of the command line.
     Group {
         id: String,
         parent: Option<String>,
@@ -88,7 +88,7 @@ impl Command for ObjectAdd {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let is_sent = arguments.sent().is_some();
-        // In QEMU's order, so that of two slips the same one is named.
+        // In QEMU's order, so that of two mistakes the same one is reported.
         let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
         match TYPES[kind] {
             SECRET => return read_secret(arguments),
@@ -142,12 +142,12 @@ fn duplicate(id: &str) -> Error {
     ))
 }
 
-/// All but the type.
+/// Reads a secret, whose type is already read.
 fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     if arguments.choice("format", &["raw", "base64"])? == Some(1) {
-        return Err(Error::rule("format", "is always 'raw' here; 'base64' is not to be had"));
+        return Err(Error::rule("format", "is always 'raw' here; 'base64' is not supported"));
     }
     let data: Option<String> = arguments.optional("data")?;
     let data = data.map(|text| Secret::new(text.into_bytes()));
@@ -173,18 +173,18 @@ async fn add_secret(registry: &Registry, id: &str, from: SecretFrom) -> Result<V
     Ok(json!({}))
 }
 
-/// As QEMU's `TlsCredsX509Properties` and `TlsCredsPskProperties`, for servers alone.
+/// Reads QEMU's `TlsCredsX509Properties` and `TlsCredsPskProperties`, for servers only.
 fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     let ends = ["client", "server"];
-    // QEMU's default is the client's end.
+    // QEMU's default is `client`.
     if arguments.choice("endpoint", &ends)? != Some(1) {
-        return Err(Error::rule("endpoint", "is 'server' here, where nobody is a client"));
+        return Err(Error::rule("endpoint", "must be 'server' here: these objects are for servers"));
     }
     let directory: String = arguments.required("dir")?;
     let verify_peer = arguments.optional("verify-peer")?.unwrap_or(true);
-    // weir looks at each file anyway.
+    // weir always checks the files.
     let _: Option<bool> = arguments.optional("sanity-check")?;
     let of = match kind {
         X509 => TlsCredentialFiles::Certificates { directory: directory.into(), verify_peer },
@@ -193,7 +193,7 @@ fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, 
     Ok(ObjectAdd::Credentials { id, of })
 }
 
-/// As QEMU's `AuthZSimpleProperties` and `AuthZListProperties`.
+/// Reads QEMU's `AuthZSimpleProperties` and `AuthZListProperties`.
 fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
@@ -247,6 +247,7 @@ impl Command for ObjectDel {
         let Ok(group) = registry.groups.get(&self.id) else {
             return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
         };
+        // The counter is exact even while members are not listed, such as disks being closed.
         if group.members() > 0 {
             let members = match registry.members_of(&group) {
                 names if names.is_empty() => group.members().to_string(),
@@ -391,7 +392,7 @@ impl Command for QomSet {
     }
 }
 
-/// What setting a property changes. The `x-` limits are for creation alone, as in QEMU.
+/// Changes of a property. The `x-` limits can only be set at creation, as in QEMU.
 fn changes(property: String, value: Value) -> Result<Changes, Error> {
     if property == "type" || property == "x-weir-parent" {
         return Err(read_only(TYPE, &property));

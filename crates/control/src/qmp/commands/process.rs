@@ -1,4 +1,4 @@
-//! The process: what it is, what it can do, and its end.
+//! The process: its version, its commands, its state and its end.
 
 use std::rc::Rc;
 
@@ -12,7 +12,7 @@ use crate::{
 
 query!(QueryVersion, "query-version", |_| session::version());
 query!(QueryName, "query-name", |_| json!({}));
-// Stopped while the errors of any disk stop it, as a guest of QEMU's is by any of its disks.
+// Stopped while any disk is stopped at an error, as a guest in QEMU is.
 query!(QueryStatus, "query-status", |registry| match registry.disks.is_stopped() {
     false => json!({ "running": true, "status": "running" }),
     true => json!({ "running": false, "status": "io-error" }),
@@ -21,11 +21,10 @@ query!(Continue, "cont", |registry| {
     registry.resume();
     json!({})
 });
-/// How long what was held may take until it is told what came of it.
+/// Time for held requests to be retried before the result is reported.
 const TO_BE_TRIED: Duration = Duration::from_secs(2);
 
-/// `cont` that tells what comes of it, for all disks or one: QEMU's guest goes on with all of its
-/// own.
+/// As `cont`, for all disks or one, and reports whether they stopped again.
 #[derive(Debug)]
 pub(super) struct Resume {
     name: Option<String>,
@@ -43,6 +42,7 @@ impl Command for Resume {
             Some(name) => vec![registry.disks.get(name)?],
             None => registry.disks.all(),
         };
+        // Collected before the resume, which clears the state.
         disks.retain(|running| running.disk.failures().stopped_by().is_some());
         match &self.name {
             Some(name) => registry.resume_disk(name)?,
@@ -65,7 +65,7 @@ impl Command for Resume {
 }
 
 query!(QueryCommands, "query-commands", |_| super::names().map(|name| json!({ "name": name })).collect());
-// The answer is on its way before the end begins, on this thread.
+// Runs on this thread, so the reply is queued before the end begins.
 query!(Quit, "quit", |registry| {
     (registry.lifecycle.ender)(End::Asked);
     json!({})

@@ -1,7 +1,6 @@
-//! What a client may ask about disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
+//! Queries of disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
 //!
-//! A disk is a device and a node at once, both called by its name. What weir does not know is
-//! absent.
+//! A disk is a device and a node at the same time, both with its name. Unknown values are omitted.
 
 use std::rc::Rc;
 
@@ -41,7 +40,7 @@ query!(QueryBlock, "query-block", |registry| {
     for (running, node) in nodes(&registry).await {
         let mut entry = json!({
             "device": &**running.disk.name(),
-            // QEMU's own answer to everything.
+            // The value that QEMU always returns.
             "type": "unknown",
             "removable": false,
             "locked": false,
@@ -62,7 +61,7 @@ impl Command for QueryNamedBlockNodes {
     const NAME: &'static str = "query-named-block-nodes";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        // Leaves out backing images, of which there are none.
+        // Omits backing images, which are no nodes here.
         arguments.optional::<bool>("flat")?;
         Ok(Self)
     }
@@ -73,11 +72,11 @@ impl Command for QueryNamedBlockNodes {
     }
 }
 
-/// A `BlockDeviceInfo`.
+/// Returns a `BlockDeviceInfo`.
 async fn node(running: &RunningDisk) -> Value {
     let disk = &running.disk;
     let own = disk.throttle().settings().limits;
-    // QEMU knows one level of limits: the disk's own, or else its group's.
+    // QEMU has one level of limits: the disk's own, or else its group's.
     let group = disk.throttle().group().filter(|_| own.is_unlimited());
     let limits = group.as_ref().map_or(own, |group| group.settings().limits);
     let mut info = settings::of_device(&limits);
@@ -126,7 +125,7 @@ fn depth(image: &Image) -> usize {
     image.chain().skip(1).count()
 }
 
-/// An `ImageInfo`, without those of the images behind it.
+/// Returns an `ImageInfo`, without those of its backing chain.
 async fn image(running: &RunningDisk, file: &str) -> Value {
     let mut info = json!({
         "filename": file,
@@ -146,7 +145,7 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
     info
 }
 
-/// QEMU's name, or weir's own.
+/// Driver by QEMU's name, or weir's own.
 fn driver(running: &RunningDisk) -> &'static str {
     match running.config.image.to_string().split(':').next() {
         _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
@@ -164,7 +163,7 @@ impl Command for QueryBlockstats {
     const NAME: &'static str = "query-blockstats";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        // Asks for nodes that no device shows; here every node is a device.
+        // Requests nodes that no device uses; here every node is a device.
         arguments.optional::<bool>("query-nodes")?;
         Ok(Self)
     }
@@ -174,8 +173,8 @@ impl Command for QueryBlockstats {
     }
 }
 
-/// A `BlockStats`. Operations and bytes are as clients asked, discards among the writes; what was
-/// held and failed again has failed twice.
+/// Returns a `BlockStats`. Counts requests and bytes of clients, discards as writes; a held request
+/// that failed again has failed twice.
 fn statistics(running: &RunningDisk) -> Value {
     let totals = running.disk.totals();
     let errors = running.disk.failures().errors();

@@ -1,4 +1,4 @@
-//! `weir record`: recordings of disks, to a descriptor that the client has passed with `getfd`.
+//! `weir record`: recordings of disks, to a descriptor that the client passed with `getfd`.
 
 use std::{os::fd::OwnedFd, rc::Rc};
 

@@ -1,4 +1,5 @@
-//! `x-weir-reload`: what SIGHUP does, with an answer; or the answer alone.
+//! `x-weir-reload`: reloads the config as SIGHUP does and returns the changes, or only returns
+//! them.
 
 use std::rc::Rc;
 

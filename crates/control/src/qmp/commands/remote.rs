@@ -1,12 +1,12 @@
-//! The driver `nbd` of `blockdev-add`: a disk that another server has.
+//! Driver `nbd` of `blockdev-add`: a disk on another server.
 //!
 //! ```text
 //!   {"driver": "nbd", "server": {"type": "inet", "host": "h", "port": "10809"}, "export": "vm1"}
 //!      ──►  nbd://h:10809/vm1
 //! ```
 //!
-//! QEMU's `reconnect-delay` and `open-timeout` are read beside it. What QEMU says by an object of
-//! TLS credentials is said in a URI here, `x-weir-uri`. Never connects.
+//! The caller reads QEMU's `reconnect-delay` and `open-timeout`. TLS credentials, which QEMU takes
+//! from an object, are part of a URI here, `x-weir-uri`. Never connects.
 //!
 //! Source: `BlockdevOptionsNbd` of QEMU's `qapi/block-core.json`.
 
@@ -14,12 +14,12 @@ use nbd::uri;
 
 use crate::qmp::{arguments::Arguments, error::Error};
 
-/// The export as a URI.
+/// URI of the export.
 pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
     for (key, rule) in [
-        ("tls-creds", "is said by 'x-weir-uri' here (nbds://HOST/EXPORT?tls-certificates=DIR)"),
-        ("tls-hostname", "is said by 'x-weir-uri' here (nbds://HOST/EXPORT?tls-hostname=NAME)"),
-        ("x-dirty-bitmap", "is not to be had; base:allocation is asked for alone"),
+        ("tls-creds", "is part of 'x-weir-uri' here (nbds://HOST/EXPORT?tls-certificates=DIR)"),
+        ("tls-hostname", "is part of 'x-weir-uri' here (nbds://HOST/EXPORT?tls-hostname=NAME)"),
+        ("x-dirty-bitmap", "is not supported; only base:allocation is requested"),
     ] {
         if arguments.optional::<String>(key)?.is_some() {
             return Err(Error::rule(&arguments.name_of(key), rule));
@@ -73,7 +73,7 @@ mod tests {
             (json!({}), "Parameter 'server' is missing"),
             (json!({"server": {"host": "h"}}), "Parameter 'server.type' is missing"),
             (json!({"server": {"type": "unix"}}), "Parameter 'server.path' is missing"),
-            (json!({"tls-creds": "t"}), "Parameter 'tls-creds' is said by 'x-weir-uri' here"),
+            (json!({"tls-creds": "t"}), "Parameter 'tls-creds' is part of 'x-weir-uri' here"),
             (json!({"x-weir-uri": "nbd://h/x", "export": "y"}), "Parameter 'export' is in 'x-weir-uri'"),
         ] {
             let refused = read(value).unwrap_err();

@@ -1,7 +1,7 @@
-//! `x-weir-remove-disk`: a disk and all its exports, where nobody uses any of them.
+//! `x-weir-remove-disk`: removes an unused disk and all its exports.
 //!
-//! QEMU's commands remove one thing each, and a client that comes in between would be in the way
-//! of the rest.
+//! QEMU's commands remove one object each, and a client that connects in between would prevent the
+//! rest.
 
 use std::rc::Rc;
 
@@ -26,17 +26,17 @@ impl Command for RemoveDisk {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        // An unavailable disk has no exports to check.
         if registry.give_up_unopened(&self.name) {
             return Ok(json!({}));
         }
         let disk = registry.disks.get(&self.name)?;
         if disk.below.iter().any(|node| node.stays) {
-            let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);
+            let why = format!("disk {}: it is above another node (`blockdev-del` removes it)", self.name);
             return Err(Error::generic(why));
         }
         drop(disk);
-        // Clients of an export that was removed before are disconnected. Only their requests are
-        // left.
+        // Exports that are ending have no connected clients, only requests in flight.
         for export in registry.exports.of_disk(&self.name).iter().filter(|export| !export.is_ending()) {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }

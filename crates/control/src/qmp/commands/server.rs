@@ -1,8 +1,8 @@
-//! `nbd-server-start` and `nbd-server-stop`: an NBD server for exports that are added later, where
-//! the daemon was not told of any.
+//! `nbd-server-start` and `nbd-server-stop`: an NBD server for exports that are added later, if the
+//! daemon has none.
 //!
-//! An address is written as QMP has it here (`{"type": "unix", "data": {"path": …}}`), or without
-//! `data`, as on a command line.
+//! The address has the form of QMP (`{"type": "unix", "data": {"path": …}}`), or the form without
+//! `data` of a command line.
 
 use std::{os::fd::OwnedFd, rc::Rc};
 
@@ -22,7 +22,7 @@ use crate::{
 #[derive(Debug)]
 enum Place {
     Address(ListenAddress),
-    /// A socket by its name, passed just now, or else to the daemon.
+    /// Socket by name, passed with this command or to the daemon.
     Passed(String, Option<OwnedFd>),
 }
 
@@ -30,10 +30,10 @@ enum Place {
 pub(super) struct NbdServerStart {
     place: Place,
     credentials: Option<String>,
-    /// The id of rules about names.
+    /// Id of an object with name rules.
     names: Option<String>,
     max_connections: usize,
-    /// Not on the command line.
+    /// False for a command of the command line.
     is_sent: bool,
 }
 
@@ -58,7 +58,7 @@ impl Command for NbdServerStart {
             is_sent,
             max_connections: match most {
                 None => NbdServerTerms::default().max_connections,
-                // Fits.
+                // Fits: at most `u32::MAX` by the range.
                 Some(most) => most as usize,
             },
         })
@@ -89,6 +89,7 @@ impl Command for NbdServerStart {
                 let (endpoint, access) = (ListenEndpoint::Address(address), access.clone());
                 let at = endpoint.clone();
                 let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
+                // Resolving a host name may block.
                 (at, reactor::run_blocking(open).await.map_err(generic)?)
             }
             Place::Passed(name, socket) => {
@@ -99,6 +100,7 @@ impl Command for NbdServerStart {
                 (ListenEndpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
             }
         };
+        // Again: opening the socket awaited.
         refuse_second(&registry)?;
         let added =
             Added { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
@@ -107,6 +109,7 @@ impl Command for NbdServerStart {
             terms.access.names = names;
         }
         let serving = Serving::new(nbd::NbdServer::new(tls, terms), at, listeners, workers);
+        // Added exports may omit the server's address.
         serving.standard.set(Some(false));
         serving.added.set(self.is_sent.then_some(added));
         registry.add_server(&serving);
@@ -122,7 +125,7 @@ fn refuse_second(registry: &Registry) -> Result<(), Error> {
     }
 }
 
-/// As QEMU's `SocketAddress` and `SocketAddressLegacy`.
+/// Reads QEMU's `SocketAddress` or `SocketAddressLegacy`.
 fn address(addr: &mut Arguments) -> Result<Place, Error> {
     let kind = addr.choice("type", &["inet", "unix", "fd"])?;
     let kind = kind.ok_or_else(|| Error::missing(&addr.name_of("type")))?;
@@ -155,7 +158,7 @@ fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
     written.parse().map(Place::Address).map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
 }
 
-/// Time that `nbd-server-stop` waits for the requests in flight, which do not end while a file
+/// Time that `nbd-server-stop` waits for requests in flight, which do not complete while a file
 /// system does not answer.
 const TO_STOP: Duration = Duration::from_secs(20);
 
@@ -174,6 +177,7 @@ impl Command for NbdServerStop {
             [] => Err(Error::generic("NBD server not running")),
             [only] => {
                 let (registry, only) = (Rc::clone(&registry), Rc::clone(only));
+                // Not cancelled by the time limit: it continues in the background.
                 let stopping = reactor::spawn_detached(async move { registry.stop_server(&only).await });
                 match reactor::timeout(TO_STOP, stopping).await {
                     Ok(_) => Ok(json!({})),
@@ -185,7 +189,9 @@ impl Command for NbdServerStop {
             }
             several => {
                 let count = several.len();
-                Err(Error::generic(format!("there are {count} servers, and none that is meant")))
+                Err(Error::generic(format!(
+                    "there are {count} NBD servers; this command stops one only if it is the only one"
+                )))
             }
         }
     }

@@ -1,7 +1,7 @@
-//! `x-weir-query-status`: everything that the daemon serves, in one answer.
+//! `x-weir-query-status`: everything that the daemon serves, in one reply.
 //!
 //! `weir status`, `weir top` and other commands read it; the types are those of `api`, and
-//! `docs/reference/qmp.md` describes the answer.
+//! `docs/reference/qmp.md` describes the reply.
 
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
@@ -35,7 +35,7 @@ use crate::{
 
 #[derive(Debug)]
 pub(super) struct QueryStatus {
-    /// Include [`Status::LISTS`], whose length has no bound.
+    /// Include [`Status::LISTS`], whose length is unbounded.
     lists: bool,
 }
 
@@ -72,6 +72,7 @@ impl TextCommand for QueryStatus {
 }
 
 fn add_lists(registry: &Rc<Registry>, status: &mut DaemonStatus) {
+    // Members are collected once: a query per group would take quadratic time.
     let (exports, members) = (registry.exports.all(), registry.members());
     status.disks = registry.disks.all().iter().map(|one| disk(registry, one)).collect();
     status.groups = registry.groups.all().iter().map(|one| group(registry, one, &members)).collect();
@@ -193,8 +194,7 @@ fn group(
     }
 }
 
-/// What a disk and a group have in common. Reservations and the watermark are absent where there
-/// are none.
+/// Settings that disks and groups have in common. Reservations and watermarks of zero are omitted.
 fn member_settings(
     registry: &Registry,
     name: &str,
@@ -258,6 +258,7 @@ fn export(export: &RunningExport) -> ExportStatus {
     let Door::Own(entrance) = &export.door else { return status };
     let status = ExportStatus { counters: entrance.server.counters(), ..status };
     let Some(device) = entrance.device() else { return status };
+    // Without processes: scanning /proc takes too long for a status.
     let Users { mounts, holders, .. } = Users::of(device);
     ExportStatus {
         device: Some(device.display().to_string()),
@@ -312,7 +313,7 @@ fn transfers(counters: &AdmissionCounters) -> ThrottledTransfers {
     }
 }
 
-/// The limits that are set, by name.
+/// Values of the limits that are set, by name.
 fn by_limit<V: Copy>(values: &[Option<V>; 6]) -> impl Iterator<Item = (String, V)> {
     LimitKind::ALL.into_iter().filter_map(|kind| Some((limit_name(kind).to_owned(), values[kind.index()]?)))
 }

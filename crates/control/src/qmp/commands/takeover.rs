@@ -1,5 +1,4 @@
-//! `x-weir-takeover`: what `weir serve --takeover` asks for. Beside it comes the socket on which
-//! both daemons then speak.
+//! `x-weir-takeover`: sent by `weir serve --takeover`, together with the socket for the transfer.
 
 use std::rc::Rc;
 

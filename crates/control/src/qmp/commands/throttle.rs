@@ -1,14 +1,14 @@
-//! `block_set_io_throttle`: QEMU's oldest way to limit a disk, which libvirt and Proxmox use.
+//! `block_set_io_throttle`: QEMU's oldest command for limits, which libvirt and Proxmox use.
 //!
 //! ```text
-//!   group given ────────► the disk enters it (it is made if it is not there), and these are the group's limits
-//!   else, in a group ───► these are the limits of the group it is in
-//!   else ───────────────► these are the disk's own limits
-//!   all six zero ───────► the disk leaves its group and has no limits
+//!   group given ────────► moves the disk into it (added if missing) and sets the group's limits
+//!   else, in a group ───► sets the limits of the disk's group
+//!   else ───────────────► sets the disk's own limits
+//!   all six zero ───────► moves the disk out of its group and removes its limits
 //! ```
 //!
-//! In QEMU a disk without a group is a group of its own, named after it, so the disk's own name as
-//! `group` means the disk alone. Limits above its group stay in force.
+//! In QEMU a disk without a group is an implicit group with its name, so the disk's own name as
+//! `group` means the disk alone. Limits of groups above its group stay in force.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -65,6 +65,7 @@ impl Command for BlockSetIoThrottle {
         let current = disk.throttle().group();
         let placed = (disk.throttle().settings(), current.clone());
         let entered = self.group.as_ref().and_then(|name| registry.groups.get(name).ok());
+        // Kept for the roll-back, as the command may overwrite the group's limits.
         let entered = entered.map(|group| (group.settings(), group));
         let changed = match (&self.group, current) {
             _ if limits.is_unlimited() => alone(disk, limits)?,
@@ -81,7 +82,7 @@ impl Command for BlockSetIoThrottle {
             weir::unsettle(&registry);
             return Err(why);
         }
-        // The event may name the group alone, and the disk may have entered or left one.
+        // The event may name only the group, while the disk has entered or left one.
         if changed != self.disk
             && let Err(error) = registry.check_device_of(&self.disk)
         {
@@ -92,7 +93,7 @@ impl Command for BlockSetIoThrottle {
     }
 }
 
-/// The disk that `device` or `id` names: both are its name here.
+/// Disk named by `device` or `id`: both are its name here.
 pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
     let device = arguments.optional("device")?;
     let id = arguments.optional("id")?;
@@ -102,7 +103,8 @@ pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
     }
 }
 
-/// In no group. Returns whose settings have changed, as the others do.
+/// Moves the disk out of its group. Returns the name whose settings changed, like [`set_group`] and
+/// [`enter`].
 fn alone(disk: &Disk, limits: Limits) -> Result<String, Error> {
     let member = disk.throttle();
     member.configure_and_move(DiskSettings { limits, ..member.settings() }, None)?;
@@ -114,7 +116,8 @@ fn set_group(group: &Arc<ThrottleGroup>, limits: Limits) -> Result<String, Error
     Ok(group.name().to_owned())
 }
 
-/// With the group's limits alone: those before were of the disk's group of one.
+/// Moves the disk into a group and sets the group's limits. The disk's own limits are removed: in
+/// QEMU's model they belonged to its implicit group.
 fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
     let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
     let Ok(group) = registry.groups.get(name) else {
@@ -129,6 +132,7 @@ fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result
     let before = group.settings();
     group.set(GroupSettings { limits, ..before })?;
     if let Err(refused) = disk.throttle().configure_and_move(own, Some(&group)) {
+        // Cannot fail: the previous settings were valid.
         let restored = group.set(before);
         debug_assert!(restored.is_ok(), "{restored:?}");
         return Err(refused.into());

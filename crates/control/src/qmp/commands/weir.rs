@@ -1,6 +1,6 @@
-//! `x-weir-set`: one command for every setting of a disk or a group.
+//! `x-weir-set`: one command for all settings of a disk or group.
 //!
-//! `weir throttle` and `weir prefetch` are its clients.
+//! Used by `weir throttle` and `weir prefetch`.
 
 use std::rc::Rc;
 
@@ -26,7 +26,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Set {
     name: String,
-    /// Empty leaves the group.
+    /// The empty name removes the disk from its group.
     group: Option<String>,
     changes: Changes,
     caches: CacheChanges,
@@ -71,13 +71,13 @@ impl Set {
         }
         if !self.prefetch.is_empty() {
             return Err(Error::generic(format!(
-                "group {}: nothing is read ahead for it; its disks have that",
+                "group {}: prefetch is a setting of its disks",
                 group.name()
             )));
         }
         if !self.policies.is_empty() {
             return Err(Error::generic(format!(
-                "group {}: errors are its disks' affair (set it for each)",
+                "group {}: error policies are settings of its disks (set them for each)",
                 group.name()
             )));
         }
@@ -101,6 +101,7 @@ impl Set {
             Some("") => None,
             Some(name) => Some(registry.groups.get(name).map_err(|_| no_group(registry, name))?),
         };
+        // An unchanged command must not fail because of an earlier watermark.
         let is_asked = self.group.is_some() || settings.watermark != before.watermark;
         if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
             let rule = format_args!(
@@ -111,6 +112,7 @@ impl Set {
         }
         let of_disk = |error: &dyn std::fmt::Display| Error::generic(format!("disk {}: {error}", self.name));
         let before = (disk.prefetch().settings(), running.caches.get());
+        // The order is: steps that can fail and be undone first, error policies (infallible) last.
         disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
         if let Some((qcow2, caches)) = caches {
             qcow2.set_caches(caches).await.map_err(|error| of_disk(&error))?;
@@ -145,7 +147,7 @@ impl Set {
         }
         let qcow2 = caches::qcow2_of(running.disk.image(), &self.name)?;
         let settings = self.caches.apply_to(running.caches.get());
-        // Before anything else is changed.
+        // Checked before anything changes.
         settings
             .sizes(&qcow2.header())
             .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
@@ -153,7 +155,8 @@ impl Set {
     }
 }
 
-/// Sets all of it, if other hosts have room for what it promises, or nothing.
+/// Applies the settings if its reservations fit beside those of other hosts; otherwise changes
+/// nothing.
 pub(super) async fn set_group(
     registry: &Registry,
     group: &ThrottleGroup,
@@ -163,7 +166,7 @@ pub(super) async fn set_group(
     group.set(settings)?;
     let settled = settle(registry).await;
     if settled.is_err() {
-        // What is in force of a cluster's limits may be another by now.
+        // The quota may have changed in the meantime; keep it.
         let limits = if group.quota_lease().is_some() { group.settings().limits } else { before.limits };
         group.set(GroupSettings { limits, ..before })?;
         unsettle(registry);
@@ -171,20 +174,20 @@ pub(super) async fn set_group(
     settled
 }
 
-/// Has the other hosts of the cluster know what is promised now; fails where they have no room.
+/// Publishes the reservations to all hosts of the cluster; fails if they do not fit.
 pub(super) async fn settle(registry: &Registry) -> Result<(), Error> {
     let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
     cluster.record_reservations_now(registry).await.map_err(Error::generic)
 }
 
-/// What was not to be promised is not any more.
+/// Publishes the reservations after a roll-back.
 pub(super) fn unsettle(registry: &Registry) {
     if let Some(cluster) = registry.cluster() {
         cluster.record_lowered_reservations(registry);
     }
 }
 
-/// Of a group to move into.
+/// Error for an unknown group.
 fn no_group(registry: &Registry, name: &str) -> Error {
     let name = shown(name);
     Error::new(
