@@ -55,7 +55,7 @@ fn the_narrowest_network_decides_before_a_byte_is_sent() {
     assert_eq!(refused(&scratch), json!({ "networks": 2, "connections": 0, "names": 0, "exports": 0 }));
     assert_says(
         &operator::prints(&scratch, &["status", "--all", "--interval", "0"]),
-        &["REFUSED AT", "BY NETWORK"],
+        &["REJECTED AT", "BY NETWORK"],
     );
     assert_says(&weir.stop(), &["a client was refused", "address=\"127.1.2.4\""]);
 }

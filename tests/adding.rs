@@ -155,12 +155,12 @@ fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
     let weir = serve(&scratch, &file);
     let add = ["disk", "add", "vm2", "memory:1M", "--save"];
     let expect = format!(
-        "weir: vm2: the daemon has no address for all disks (say where: --nbd {own}, or --vhost-user-blk unix:PATH)\n"
+        "weir: vm2: the daemon has no default NBD address (choose an export: --nbd {own}, or --vhost-user-blk unix:PATH)\n"
     );
     assert_eq!(fails(&scratch, &add), expect);
     let nowhere = format!("unix:{}", text(&scratch.socket("nowhere")));
     let expect = format!(
-        "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (a new address is for the config file and `weir reload`)\n"
+        "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (add a new address in the config file and run `weir reload`)\n"
     );
     assert_eq!(fails(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
@@ -262,10 +262,10 @@ fn what_fails_leaves_nothing() {
             "nowhere/vm",
         ),
         (&["disk", "add", "b", image, "--options", "offset=2M"], "choose another offset or size"),
-        (&["disk", "add", "a", image, "-f", "raw", "--save"], "has a [disk.a] already"),
+        (&["disk", "add", "a", image, "-f", "raw", "--save"], "already has a [disk.a]"),
         (&["disk", "remove", "b"], "b: no disk has this name"),
         (&["group", "add", "gold"], "gold"),
-        (&["group", "remove", "a"], "a: no group here has this name"),
+        (&["group", "remove", "a"], "a: no group of this daemon has this name"),
     ] {
         assert_says(&fails(&scratch, arguments), &[expect]);
         let now = status(&scratch, "0");
@@ -414,6 +414,6 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
     let passed = fails(&scratch, &["disk", "add", "f", "memory:1M", "--vhost-user-blk", "fd:f"]);
     assert_says(&passed, &["fd:f: no such socket was passed", "write unix:PATH, or restart weir"]);
     let passed = misuses(&scratch, &["disk", "add", "f", "memory:1M", "--nbd", "fd:f"]);
-    assert_says(&passed, &["write where that listens", "as `weir status` shows it"]);
+    assert_says(&passed, &["give its address", "unix:PATH or HOST:PORT"]);
     weir.stop();
 }

@@ -327,9 +327,9 @@ fn what_fails_leaves_nothing() {
     let (mnt, file) = (text(&directory), scratch.file("file", ""));
     for (step, image, options, said) in [
         ("image", Path::new("/none.raw"), &[][..], "none.raw"),
-        ("no-fs", &image, &["--mount", mnt], "no file system"),
+        ("no-fs", &image, &["--mount", mnt], "no known file system"),
         ("fstype", &image, &["--mount", mnt, "--fstype", "ext4"], "mnt"),
-        ("no-dir", &image, &["--mount", text(&file)], "is no directory"),
+        ("no-dir", &image, &["--mount", text(&file)], "is not a directory"),
         ("option", &image, &["--l2-cache-size", "1M"], "qcow2"),
     ] {
         let name = name(step);
@@ -439,7 +439,7 @@ fn a_server_that_does_not_answer_is_named_and_ended_by_force() {
     let server = attached.server();
     kill(server, Signal::SIGSTOP).expect("it runs");
     let said = attached.detach().fails();
-    assert_says(&said, &[&format!("its server, process {server}, does not answer"), "--force"]);
+    assert_says(&said, &[&format!("its server, process {server}, does not respond"), "--force"]);
     assert!(attached.place().exists(), "nothing is undone");
     weir(&["detach", "--force", &attached.name]).succeeds();
     attached.is_gone();
@@ -494,7 +494,7 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
     let loops = attached.device();
     let held = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
     let table = weir(&["status", "--all", "--qmp", &address, "--interval", "0"]).succeeds();
-    assert_says(&table, &["ON THIS HOST", &held]);
+    assert_says(&table, &["HOST DEVICE", &held]);
     let mut control = Qmp::negotiated(&qmp);
     let (_, refused) = control.refused("block-export-del", json!({ "id": name }));
     assert_says(&refused, &["still in use", &held]);
@@ -524,7 +524,7 @@ fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
     };
     let makes_none = format!("the daemon at {address} makes no devices");
     let done = attach(&[]).run();
-    assert_says(&done.said(), &[&name, "by a process of its own", &makes_none]);
+    assert_says(&done.said(), &[&name, "by a private process", &makes_none]);
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
     let attached = Attached { said, name: name.clone() };
     assert_eq!((&attached.said["daemon"], attached.said["qmp"] == address.as_str()), (&json!(false), false));
@@ -532,12 +532,12 @@ fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
     attached.is_gone();
 
     let done = attach(&["--group", "silver"]).run();
-    assert_says(&done.said(), &["has no such group", "group silver has this disk alone"]);
+    assert_says(&done.said(), &["has no such group", "the group silver consists of this disk only"]);
     done.succeeded();
     attached.detach().succeeds();
 
     // What is asked of the daemon alone is not done without it, and it is told what lets it.
-    for (options, why) in [(["--group", "gold"], "it alone has group gold"), (["--qmp", &address], "")] {
+    for (options, why) in [(["--group", "gold"], "group gold exists only there"), (["--qmp", &address], "")] {
         let refused = attach(&options).fails();
         assert_says(&refused, &[&makes_none, why, "--sandbox off", "weir.service", "--alone"]);
         assert!(!place(&name).exists());
@@ -657,8 +657,8 @@ fn what_this_host_lacks_is_told() {
     ] {
         let refused = weir(&["attach"]).args(command).run();
         assert_eq!(refused.code(), 2);
-        assert_says(&refused.said(), &[option, command[0], "attaches none"]);
+        assert_says(&refused.said(), &[option, command[0], "cannot be used with"]);
     }
     let unknown = weir(&["detach", "/dev/nothing"]).fails();
-    assert_says(&unknown, &["/dev/nothing: nothing is attached under this name"]);
+    assert_says(&unknown, &["/dev/nothing: not attached"]);
 }

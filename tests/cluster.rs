@@ -376,12 +376,8 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
         assert!(said.ended() == Some(1) && said.said().contains(expect), "{}", said.said());
     }
     let said = set("golf");
-    assert!(
-        said.ended() == Some(0) && said.said().contains("no host that is there has it"),
-        "{}",
-        said.said()
-    );
-    assert!(!set("gold").said().contains("no host"), "it is here");
+    assert!(said.ended() == Some(0) && said.said().contains("no host has it"), "{}", said.said());
+    assert!(!set("gold").said().contains("no host has it"), "it is here");
     // What is shown is what was set.
     one.run(&["throttle", "gold", "--cluster", "--safe-share", "0.125%"]).succeeds();
     let shown = || one.run(&["throttle", "gold", "--cluster"]).succeeds();
@@ -393,7 +389,10 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     // Most of it would be for hosts that are not there.
     let outcome = one.run(&["throttle", "gold", "--cluster", "--safe-share", "5%"]).run();
     assert_eq!((outcome.ended(), &*outcome.printed()), (Some(0), "gold: safe-share: 5%, on all hosts\n"));
-    assert_says(&outcome.said(), &["80% of its limits are set aside, 5% for each of 16 hosts", "--hosts"]);
+    assert_says(
+        &outcome.said(),
+        &["fallback shares reserve 80% of its limits, 5% for each of 16 hosts", "--hosts"],
+    );
     one.run(&["throttle", "gold", "--cluster", "--safe-share", "default"]).succeeds();
     until("it is as at first", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
     let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "2"]).run();
@@ -628,7 +627,7 @@ fn a_group_that_was_a_slip_is_removed_and_nobody_writes_it_again() {
     // A hint instead of what there is not.
     let said = hosts[0].run(&["group", "add", "bronze", "--cluster"]).run();
     assert_eq!(said.ended(), Some(2));
-    assert_says(&said.said(), &["put [group.bronze] with cluster = true there", "weir reload"]);
+    assert_says(&said.said(), &["add [group.bronze] with cluster = true", "weir reload"]);
     // The slip goes, and stays away whoever begins anew.
     assert_eq!(remove(&hosts[0], "golf").succeeds(), "group golf: removed\n");
     assert_says(&remove(&hosts[0], "golf").fails(), &["has no group of this name"]);
@@ -702,7 +701,7 @@ fn what_a_newer_weir_has_written_is_left_alone_and_the_safe_share_holds() {
         assert_says(&host.run(&["throttle", "gold", "--cluster"]).fails(), &["has version 99"]);
         assert_says(&host.run(&["group", "remove", "gold", "--cluster"]).fails(), &["group gold"]);
         let shown = host.run(&["cluster", "status"]).succeeds();
-        assert_says(&shown, &["group gold: what is in etcd has version 99", "has its safe share"]);
+        assert_says(&shown, &["group gold: its state in etcd has version 99", "have their fallback shares"]);
         assert_eq!(host.cluster()["not-understood"][0]["group"], "gold");
     }
     // Nor is a group that nobody here has known.

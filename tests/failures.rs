@@ -63,7 +63,7 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
     let address = format!("unix:{}", control.display());
     for disks in [&["disk"][..], &[]] {
         let said = weir_command(&[&["resume", "--qmp", &address], disks].concat()).fails();
-        assert_says(&said, &["disk has stopped again: No space left on device"]);
+        assert_says(&said, &["disk: stopped again: No space left on device"]);
         qmp.event("RESUME");
         await_stop(qmp);
     }
@@ -76,7 +76,7 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
     assert_says(&resume(&["other"]).fails(), &["other: no disk has this name"]);
     assert_eq!(resume(&["disk"]).succeeds(), "resumed: disk\n");
     qmp.event("RESUME");
-    assert_eq!(resume(&["disk"]).succeeds(), "disk was not stopped\n");
+    assert_eq!(resume(&["disk"]).succeeds(), "disk: was not stopped\n");
     assert_eq!(resume(&[]).succeeds(), "no disk was stopped\n");
 }
 

@@ -89,7 +89,7 @@ fn walk(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device:
             .inside(&scratch.path(""))
             .run();
         let said = outcome.said();
-        let refusal = ["is not to be had", "is not supported", "unexpected argument"]
+        let refusal = ["is not to be had", ": not supported (", "unexpected argument"]
             .iter()
             .any(|word| said.contains(word));
         match row.fate.as_str() {

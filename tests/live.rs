@@ -57,7 +57,7 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
         assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "a wait is a part of the latency: {disk:#}");
         let idle = find(&status, "disks", "b");
         assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["binding"]), (&0.0.into(), &Value::Null));
-        assert_says(&prints(&scratch, &["status"]), &["last ", "DISK", "P99 WAIT", "HELD BY", "iops 500"]);
+        assert_says(&prints(&scratch, &["status"]), &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"]);
 
         let said = prints(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
         assert_eq!(said, "a: iops-total: 500 → 1500\n");
@@ -173,7 +173,10 @@ fn where_no_daemon_is_that_is_said() {
         assert_says(&fails(&scratch, command), &["no daemon listens there", "--qmp"]);
     }
     let _weir = start(&scratch, &[]);
-    assert_says(&fails(&scratch, &["top"]), &["no terminal to draw on (`weir status` prints the same)"]);
+    assert_says(
+        &fails(&scratch, &["top"]),
+        &["must be a terminal (`weir status` prints the same without one)"],
+    );
 }
 
 #[test]
@@ -218,7 +221,7 @@ fn top_waits_for_a_daemon_that_was_restarted() {
     let top = Terminal::weir(["top", "--interval", "100ms", "--qmp", &socket]);
     top.wait_for(env!("CARGO_PKG_VERSION"));
     weir.stop();
-    top.wait_for("no answer, trying again");
+    top.wait_for("no response, retrying");
     let _weir = start(&scratch, &["--group", "g"]);
     top.wait_for("1 group");
 }

@@ -113,7 +113,7 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
     a.io(&["write -P 7 0 64k"]);
     a.io(&vec!["read 0 512"; 100]);
     let said = a.move_to("b").succeeds();
-    assert_says(&said, &["disk vm: moved\n", "vm: b has it until it ends", "[disk.vm]"]);
+    assert_says(&said, &["disk vm: moved\n", "vm: b serves it until its daemon ends", "[disk.vm]"]);
     assert_eq!(a.disk("vm"), None);
     let after = b.disk("vm").unwrap();
     for key in ["format", "cache", "group", "weight", "limits", "prefetch", "size", "read-only"] {
@@ -167,7 +167,7 @@ fn the_last_disk_goes_to_a_host_that_has_none_and_comes_back() {
     assert_says(&said, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
     a.io(&["write -P 3 0 4k"]);
     let said = a.move_to("b").args(["--save"]).succeeds();
-    assert_says(&said, &["vm: b has it until it ends (put a [disk.vm] in the config file there)\n"]);
+    assert_says(&said, &["vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"]);
     b.io(&["read -P 3 0 4k"]);
     a.stop();
     a.again();
@@ -192,7 +192,7 @@ fn a_host_starts_without_the_disks_that_others_have_taken() {
     let mut a = Host::start("a", &etcd, &scratch, &section);
     let mut b = Host::start("b", &etcd, &scratch, GROUPS);
     let said = a.move_to("b").succeeds();
-    assert_says(&said, &["put a [disk.vm] in the config file there; take [disk.vm] out of the one here"]);
+    assert_says(&said, &["add [disk.vm] to the config file there; remove [disk.vm] from the one here"]);
     // A reload goes on without it too, and does the rest.
     let left_out = |a: &Host| {
         let file = a.scratch.path("weir.toml");
@@ -200,7 +200,7 @@ fn a_host_starts_without_the_disks_that_others_have_taken() {
         fs::write(&file, had.replace("iops-total = 100\n", "iops-total = 200\n")).unwrap();
         for words in [&["reload", "--dry-run"][..], &["reload"]] {
             let said = a.run(words).succeeds();
-            assert_says(&said, &["iops-total: 100 → 200", "left out: it has moved to host b"]);
+            assert_says(&said, &["iops-total: 100 → 200", "skipped: it was moved to host b"]);
         }
         fs::write(&file, had).unwrap();
         assert_says(&a.run(&["reload"]).succeeds(), &["iops-total: 200 → 100"]);

@@ -364,7 +364,7 @@ fn the_mount_helper_mounts_an_image() {
     wait_for_programs();
     weir(&["detach", text(&directory)]).succeeds();
     assert!(options_of(&directory).is_none());
-    assert_says(&mount("-v"), &["by FUSE", "/dev/loop"]);
+    assert_says(&mount("-v"), &["FUSE", "/dev/loop"]);
     weir(&["detach", text(&directory)]).succeeds();
     let found = Client::new("debugfs").args(["-R", "cat /file", text(&image)]).succeeds();
     assert_eq!(found, "kept");

@@ -137,7 +137,7 @@ fn a_group_reads_nothing_ahead() {
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
     let (_, said) = client.refused("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
     assert_says(&said, &["group gold: prefetch is a setting of its disks"]);
-    assert_says(&prints(&scratch, &["throttle", "gold"]), &["no limits of its own"]);
+    assert_says(&prints(&scratch, &["throttle", "gold"]), &["no own limits"]);
 }
 
 #[test]

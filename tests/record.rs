@@ -43,7 +43,7 @@ impl Recorder {
         let mut said = BufReader::new(child.stderr.take().expect("it is piped"));
         let mut line = String::new();
         said.read_line(&mut line).expect("it says something");
-        assert_says(&line, &["weir: recording to ", " (Ctrl-C ends it)"]);
+        assert_says(&line, &["weir: recording to ", " (stop with Ctrl-C)"]);
         Self { child, said, to: to.to_owned() }
     }
 
@@ -279,14 +279,14 @@ fn a_recording_is_of_the_disks_and_groups_that_it_names() {
     assert!(fs::read(&file).expect("it is there") == before, "nothing was touched");
     let nowhere = scratch.path("nowhere/a");
     let said = fails(&scratch, &["record", "--output", text(&nowhere)]);
-    assert_says(&said, &["nowhere/a: cannot be made", "No such file or directory"]);
+    assert_says(&said, &["nowhere/a: cannot be written", "No such file or directory"]);
     let pipe = scratch.path("pipe");
     nix::unistd::mkfifo(&pipe, Mode::S_IRUSR | Mode::S_IWUSR).expect("a pipe");
     let said = fails(&scratch, &["record", "--output", text(&pipe)]);
-    assert_says(&said, &["pipe: nobody reads from this pipe"]);
+    assert_says(&said, &["pipe: this pipe has no reader"]);
     let recorder = Recorder::begin(&scratch, &file, &["b"]);
     let said = fails(&scratch, &["record", "--output", text(&file)]);
-    assert_says(&said, &["another weir records into it"]);
+    assert_says(&said, &["another `weir record` writes to it"]);
     fio(&weir, "b", "write", 50);
     assert_eq!(recorder.end().counts().get(&("b", "write")), Some(&50));
     misuses(&scratch, &["record"]);
@@ -335,7 +335,7 @@ fn the_end_of_the_daemon_is_said_and_what_came_before_is_kept() {
     weir.stop();
     let (code, said) = recorder.wait();
     assert_eq!(code, Some(1));
-    assert_says(&said, &["weir: the daemon has ended (what it was asked until then is in "]);
+    assert_says(&said, &["weir: the daemon has ended ("]);
     assert_eq!(Recorded::read(&file).counts()[&("a", "read")], 100);
 }
 

@@ -89,7 +89,7 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     assert!(figures["passed"].as_f64() > Some(75.0), "{figures:#}");
     let outcome = verify(&scratch, &["a", "--for", "2s", "--wait-p99", "1us"]);
     assert_eq!(outcome.ended(), Some(1));
-    assert_says(&outcome.said(), &["1 of ", " promises did not hold"]);
+    assert_says(&outcome.said(), &["1 of ", " guarantees did not hold"]);
     assert!(!outcome.printed().contains("gold"), "{}", outcome.printed());
     // 64 at a time at 75 a second: none is answered in a millisecond, and all are in a minute.
     for (most, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
@@ -127,7 +127,7 @@ fn a_config_file_is_compared_to_what_is_in_force() {
     let outcome = compare();
     assert_eq!(outcome.ended(), Some(1));
     assert_eq!(told(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "not asked"]]);
-    assert!(outcome.printed().contains("iops-total is 500, and the file says 600"), "{}", outcome.printed());
+    assert!(outcome.printed().contains("iops-total is 500, in the file 600"), "{}", outcome.printed());
     weir.stop();
 }
 
@@ -165,14 +165,14 @@ fn a_disk_that_was_opened_otherwise_than_the_file_says_is_told_line_by_line() {
     assert_says(
         &outcome.printed(),
         &[
-            "watermark is none, and the file says 90",
-            &format!("image is {running}, and the file says {named}"),
-            "format is raw, and the file says qcow2",
-            "cache is writeback, and the file says none",
-            "read-only is false, and the file says true",
-            "on-write-error is report, and the file says stop",
-            "group is gold, and the file says none",
-            "prefetch is auto, and the file says off",
+            "watermark is none, in the file 90",
+            &format!("image is {running}, in the file {named}"),
+            "format is raw, in the file qcow2",
+            "cache is writeback, in the file none",
+            "read-only is false, in the file true",
+            "on-write-error is report, in the file stop",
+            "group is gold, in the file none",
+            "prefetch is auto, in the file off",
         ],
     );
     weir.stop();
@@ -191,7 +191,7 @@ fn whoever_is_interrupted_tells_what_was_seen() {
         pause();
     }
     let [printed, said] = interrupted(child);
-    assert_says(&said, &["interrupted: what is told is of the first "]);
+    assert_says(&said, &["interrupted: the results are of the first "]);
     assert!(printed.contains("iops-total") && printed.contains("not asked"), "{printed}");
     weir.stop();
 }
@@ -210,7 +210,7 @@ fn nothing_to_judge_is_no_success() {
     let weir = start(&scratch, &["--iops-total", "500"]);
     let outcome = verify(&scratch, &["--for", "1s"]);
     assert_eq!(outcome.ended(), Some(1));
-    assert_says(&outcome.said(), &["nothing could be judged"]);
+    assert_says(&outcome.said(), &["nothing could be checked"]);
     assert!(outcome.printed().contains("not asked"), "{}", outcome.printed());
     let outcome = verify(&scratch, &["c"]);
     assert_eq!(outcome.ended(), Some(1));

@@ -23,7 +23,7 @@ fn a_keeper_that_is_stopped_is_named_and_ended_by_force() {
     let attached = attach("still", &image, &[]);
     let keeper = Pid::from_raw(attached.said["keeper"].as_i64().expect("it has one") as i32);
     kill(keeper, Signal::SIGSTOP).expect("it runs");
-    let names_it = format!("{}: process {keeper} (weir), which keeps it, is stopped", attached.name);
+    let names_it = format!("{}: its keeper, process {keeper} (weir), is stopped", attached.name);
     let helps = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
     let [goes_on, ends] = helps.each_ref();
     assert_says(&attached.detach().fails(), &[&names_it, goes_on, ends]);
@@ -55,9 +55,9 @@ fn a_keeper_that_is_stopped_before_it_is_through_leaves_nothing() {
     for is_forced in [false, true] {
         fs::write(&once, "").expect("it can be written");
         let refused = command(&attached.name, &image, &[]).env("PATH", &path).fails();
-        assert_says(&refused, &[&attached.name, "which was to keep it, is stopped", "kill -CONT"]);
+        assert_says(&refused, &[&attached.name, "its keeper, process ", "is stopped", "kill -CONT"]);
         let named = attached.detach().fails();
-        let stopped = "(weir), which keeps it, is stopped";
+        let stopped = "(weir), is stopped";
         assert_says(&named, &[&attached.name, stopped, "--force"]);
         let again = command(&attached.name, &image, &[]).fails();
         assert_says(&again, &[&attached.name, stopped, "--force"]);
@@ -85,8 +85,11 @@ fn a_daemon_that_does_not_answer_is_named_and_passed_over() {
     let name = name("silent-daemon");
     let attach = ["attach", "--fuse", "--json", "--group", "gold", "--format", "raw", "--name", &name];
     let done = weir(&attach).arg(&image).env("WEIR_QMP", &address).run();
-    let does_not = format!("the daemon at {address} does not answer");
-    assert_says(&done.said(), &[&does_not, "by a process of its own", "group gold has this disk alone"]);
+    let does_not = format!("the daemon at {address} does not respond");
+    assert_says(
+        &done.said(),
+        &[&does_not, "by a private process", "the group gold consists of this disk only"],
+    );
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
     let attached = Attached { said, name };
     assert_eq!(attached.said["daemon"], json!(false));

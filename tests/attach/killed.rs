@@ -146,7 +146,7 @@ fn what_a_killed_keeper_leaves_is_taken_away() {
     // Its server goes on.
     File::open(attached.device()).expect("it can be opened");
     let again = command(&attached.name, &image, &["--iops-total", "5"]).fails();
-    assert_says(&again, &["the process that kept it was killed", "--recover"]);
+    assert_says(&again, &["its keeper process was killed", "--recover"]);
     attached.detach().succeeds();
     attached.is_gone();
 }

@@ -74,7 +74,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     let shown = hosts[0].cluster();
     assert_eq!(shown["groups"][0]["overpromised"]["iops"], 500);
     let said = hosts[1].run(&["cluster", "status"]).succeeds();
-    assert!(said.contains("that is 500 IOPS more than there is"), "{said}");
+    assert!(said.contains("500 IOPS more than available"), "{said}");
 }
 
 /// What a host's disk is promised, and what is left out of that.
@@ -121,9 +121,9 @@ fn a_start_is_served_without_what_others_leave_no_room_for() {
     for expect in expect {
         b.weir().wait_for_log(expect);
     }
-    assert_says(&b.run(&["status"]).succeeds(), &["NOT PROMISED", "iops 1500", "a 2000 IOPS"]);
+    assert_says(&b.run(&["status"]).succeeds(), &["UNMET RESERVATION", "iops 1500", "a 2000 IOPS"]);
     until("both are known", || b.cluster()["groups"][0]["promised-by"]["a"]["iops"] == 2000);
-    assert_says(&a.run(&["cluster", "status"]).succeeds(), &["promised 2000 IOPS (a 2000 IOPS)"]);
+    assert_says(&a.run(&["cluster", "status"]).succeeds(), &["reserved 2000 IOPS (a 2000 IOPS)"]);
     // A reload that asks for the same goes on; one that asks for more is refused.
     b.run(&["reload"]).succeeds();
     assert_eq!(promise_of(&b), (None, Some(1500)));

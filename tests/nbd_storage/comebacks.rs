@@ -472,7 +472,7 @@ fn whoever_removes_a_disk_is_told_what_that_waits_for() {
     drop(server.shared.wait_until(|state| state.held.is_some()));
     let mut said = String::new();
     BufReader::new(removing.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
-    let expect = format!("back: waits for {}, to close it (Ctrl-C ends this command alone", uri(&at, ""));
+    let expect = format!("back: waiting until {} is closed (Ctrl-C ends only this command", uri(&at, ""));
     assert_says(&said, &[&expect]);
     // Nobody else does, and nobody has to.
     let others = remove("front").wait_with_output().unwrap();

@@ -58,13 +58,13 @@ fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
     Client::new("qemu-io").args(["-f", "raw", "-c", "write -P 1 0 4k", &at(&scratch, "near")]).succeeds();
     let told = status(&scratch, "0");
     assert!(find(&told, "unopened", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
-    assert_says(&prints(&scratch, &["status", "far"]), &["NOT OPEN YET", "far", "no answer yet"]);
+    assert_says(&prints(&scratch, &["status", "far"]), &["UNAVAILABLE", "far", "no response yet"]);
     assert_says(
         &weir.wait_for_log("disk_unopened"),
         &["disk far: ", "does not answer; everything else is served meanwhile"],
     );
     // Nobody else can be called so, and what is to be done with it is told why that cannot be.
-    let late = ["is not open yet", "weir status"];
+    let late = ["is not available yet", "weir status"];
     assert_says(&fails(&scratch, &["throttle", "far", "--iops-total", "5"]), &late);
     assert_says(
         &fails(&scratch, &["disk", "add", "far", "memory:1M"]),
@@ -72,7 +72,7 @@ fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
     );
     assert_says(&fails(&scratch, &["group", "remove", "gold"]), &["far is in it"]);
     // A reload is about all others, and about what it will be.
-    assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not open yet"]);
+    assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
     write(&scratch, &format!("{}[disk.more]\nimage = \"memory:1M\"\n", far(&scratch, "iops-total = 2000")));
     let changes = prints_json(&scratch, &["reload", "--json"]);
     let disks = changes.as_array().unwrap().iter().filter(|change| change["kind"] == "disk");
@@ -134,7 +134,7 @@ fn another_image_is_opened_once_the_file_has_it() {
     // The sandbox has directories of images that there were at the start.
     assert_says(&fails(&scratch, &["reload"]), &["other.raw"]);
     write(&scratch, "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n");
-    assert_says(&prints(&scratch, &["reload"]), &["far", "its image is not open yet"]);
+    assert_says(&prints(&scratch, &["reload"]), &["far", "its image is not available yet"]);
     wait_until(&scratch, |told| told["unopened"].is_null());
     wait_until(&scratch, |told| {
         told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
@@ -168,7 +168,7 @@ fn who_names_no_export_has_the_first_of_the_file_and_never_another() {
     assert_says(&weir(&["check-config", text(&config)]).succeeds(), &["1 warning"]);
     let weir = serve(&scratch, &config);
     let size_of = |name: &str| Client::new("nbdinfo").args(["--size", &at(&scratch, name)]);
-    assert_says(&prints(&scratch, &["status", "boot"]), &["NOT OPEN YET", "No such file or directory"]);
+    assert_says(&prints(&scratch, &["status", "boot"]), &["UNAVAILABLE", "No such file or directory"]);
     size_of("").fails();
     assert_eq!(size_of("other").succeeds().trim(), MIB.to_string());
     let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
@@ -224,11 +224,11 @@ fn a_reload_goes_on_without_it_too_and_keeps_no_other_waiting() {
     fs::write(&file, &at_start).unwrap();
     let weir = serve(&scratch, &file);
     fs::write(&file, format!("{at_start}{}", far(&scratch, ""))).unwrap();
-    assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not open yet"]);
-    assert_says(&prints(&scratch, &["reload"]), &["gold", "far", "its image is not open yet"]);
+    assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
+    assert_says(&prints(&scratch, &["reload"]), &["gold", "far", "its image is not available yet"]);
     weir.wait_for_log("disk_unopened");
     fs::write(&file, format!("{at_start}{}[disk.more]\nimage = \"memory:1M\"\n", far(&scratch, ""))).unwrap();
-    assert_says(&prints(&scratch, &["reload"]), &["more", "added", "its image is not open yet"]);
+    assert_says(&prints(&scratch, &["reload"]), &["more", "added", "its image is not available yet"]);
     fs::write(&file, &at_start).unwrap();
     assert_says(&prints(&scratch, &["reload"]), &["removed"]);
     assert!(status(&scratch, "0")["unopened"].is_null());

@@ -1,5 +1,5 @@
-//! A disk or a group that a command adds to a running daemon: its options, what the daemon
-//! receives, and its values in a config file. All three are the keys of the table.
+//! Disks and groups that a command adds to a running daemon, as options, as arguments of the
+//! daemon's command, and as values in a config file. All three use the keys of the table.
 
 use std::path::{Path, absolute};
 
@@ -23,7 +23,8 @@ pub(crate) struct AddedDisk;
 #[derive(Clone, Debug)]
 pub(crate) struct AttachedDisk;
 
-/// A daemon may already have images in Ceph clusters.
+/// Help texts that differ from those of `weir serve`: a running daemon may already have images in
+/// Ceph.
 const RBD_HELP: [(&str, &str); 2] = [
     (
         "rbd-config",
@@ -49,7 +50,8 @@ impl OptionSelection for AddedDisk {
             Some((_, help)) => option.help(help),
             None => option,
         };
-        // `-o` belongs to mount(8) in `weir attach`, and means the same in both commands.
+        // `-o` is the option of mount(8) in `weir attach`; omitted in both commands so that they
+        // agree.
         if option.get_short() == Some('o') { option.short(Resettable::Reset) } else { option }
     }
 }
@@ -58,6 +60,8 @@ impl OptionSelection for AttachedDisk {
     type Config = DiskConfig;
 
     fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
+        // Access rules, the description and dirty bitmaps are visible to NBD clients only; a device
+        // has none.
         let of_nbd = key.heading == "Access" || ["description", "bitmap", "handover"].contains(&key.name);
         AddedDisk::is_option(key) && !of_nbd
     }
@@ -67,26 +71,26 @@ impl OptionSelection for AttachedDisk {
     }
 }
 
-/// The config of a disk with the options that were given. Relative paths start at the current
-/// directory.
+/// Config of a disk with the given options. Relative paths start at the current directory.
 ///
 /// # Errors
-/// A value is not well formed or out of its range; values contradict each other.
+/// If a value is malformed or out of range, or if values contradict each other.
 pub(crate) fn disk<O: OptionSelection<Config = DiskConfig>>(
     name: &str,
     image: &ImageLocation,
     options: &ConfigKeyArgs<O>,
 ) -> anyhow::Result<ConfigWithOrigins<DiskConfig>> {
     let here = absolute(".").context("the current directory")?;
+    // The daemon has another working directory: only absolute paths mean the same to it.
     let mut disk = with_image(name, image.clone().relative_to(&here));
     options.read_into(&mut disk, &here, |_| true)?;
     Ok(disk.into_checked()?)
 }
 
-/// The same from options as [`options`] returns them.
+/// Config of a disk from options in the form that [`options`] returns.
 ///
 /// # Errors
-/// A name or a value that is not of the table.
+/// If an option is unknown or its value is invalid.
 pub(crate) fn disk_of_options(
     name: &str,
     image: &str,
@@ -109,7 +113,7 @@ fn with_image(name: &str, image: ImageLocation) -> ConfigWithOrigins<DiskConfig>
     disk
 }
 
-/// The keys but the image as options of `weir serve`, with absolute paths; a flag has no value.
+/// All keys except the image as options of `weir serve`, with absolute paths; a flag has no value.
 pub(crate) fn options(disk: &ConfigWithOrigins<DiskConfig>) -> Vec<(String, Option<String>)> {
     let keys = disk.given_keys().filter(|key| key.name != "image");
     let texts = keys.flat_map(|key| {
@@ -120,7 +124,7 @@ pub(crate) fn options(disk: &ConfigWithOrigins<DiskConfig>) -> Vec<(String, Opti
     texts.collect()
 }
 
-/// The keys that were given, as JSON has them.
+/// The keys that were given, as a JSON object.
 pub(crate) fn keys<T: KeyTable>(config: &ConfigWithOrigins<T>) -> Map<String, Value> {
     let value = |key: &ConfigKey<T>| Some((key.name.to_owned(), Value::from(&key.write(config)?)));
     config.given_keys().filter_map(value).collect()
@@ -133,13 +137,14 @@ pub(crate) fn export(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportCon
     disk.exports.push(export);
 }
 
-/// Adds the disk to the daemon, with its exports; without any, at the daemon's own endpoints.
-/// Returns the daemon's answer, which has their `uris`. If it fails, nothing was added.
+/// Adds the disk to the daemon, with its exports; without any, at the daemon's default endpoints.
+/// Returns the daemon's response, with the disk's `uris`. A failure leaves nothing added.
 ///
 /// # Errors
 /// The daemon's.
 pub(crate) fn send(client: &mut Client, disk: &ConfigWithOrigins<DiskConfig>) -> Result<Value, client::Error> {
     let mut keys = keys(disk);
+    // The protocol passes exports beside the keys, as they have types of their own.
     let exports = keys.remove("export");
     let mut asked = json!({ "name": disk.name, "keys": keys });
     if let Some(exports) = exports {
@@ -148,13 +153,14 @@ pub(crate) fn send(client: &mut Client, disk: &ConfigWithOrigins<DiskConfig>) ->
     client.execute("x-weir-add-disk", asked)
 }
 
-/// Sets Ceph's config file and user as all images of the daemon in a Ceph cluster have them, unless
-/// the disk has others.
+/// Sets Ceph's config file and user to those of the daemon's images in Ceph, if these images agree
+/// and the disk does not set its own.
 ///
 /// # Errors
-/// They are not well formed.
+/// If a value is malformed.
 pub(crate) fn reach_alike(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[DiskStatus]) -> Result<(), ConfigError> {
     let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
+    // Values that differ between the daemon's images cannot be guessed for the new one.
     let (Some(own), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
         return Ok(());
     };
@@ -163,7 +169,7 @@ pub(crate) fn reach_alike(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[Dis
     }
     let given = disk.rbd_config.as_ref().map(|path| path.to_string_lossy().into_owned());
     let (own_config, own_user) = (own.0.or(given), own.1.or(disk.rbd_user.clone()));
-    // A user of another cluster need not exist in this one.
+    // The daemon's user may not exist in another cluster.
     if own_config.is_some() && own_config != config {
         return Ok(());
     }
@@ -177,7 +183,7 @@ pub(crate) fn reach_alike(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[Dis
     Ok(())
 }
 
-/// Ceph's config file and user, as far as the image names them; `None` for an image in no cluster.
+/// Ceph's config file and user from the image's address; `None` for an image outside Ceph.
 fn cluster_access(image: &str) -> Option<(Option<String>, Option<String>)> {
     let image: ImageLocation = image.parse().ok()?;
     let Ok(StorageSpec::Rbd(address)) = image.to_spec().ok()?.parse() else { return None };
@@ -227,7 +233,7 @@ mod tests {
         // Images of another cluster.
         assert_eq!(with("rbd:p/x:conf=/d", &[], &others), "");
         assert_eq!(with("rbd:p/x", &[("rbd-config", "/d")], &others), "rbd-config=/d");
-        // The others differ, or none is in a cluster.
+        // The daemon's images disagree, or none names both values.
         assert_eq!(with("rbd:p/x", &[], &["rbd:p/a:conf=/c", "rbd:p/b:conf=/d"]), "");
         assert_eq!(with("rbd:p/x", &[], &["rbd:p/a"]), "");
         assert_eq!(with("vm.raw", &[], &others), "");

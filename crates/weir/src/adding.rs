@@ -1,8 +1,8 @@
-//! `weir disk` and `weir group`: what a running daemon serves, one more or one less.
+//! `weir disk` and `weir group`: add, remove and move disks and groups of a running daemon.
 //!
 //! ```text
-//!   the config file's new text is prepared ─► the daemon does it ─► the text is put in place
-//!                                              └ refuses, or one of several steps: all is undone
+//!   prepare the config file's new text ─► the daemon applies the change ─► rename the text into place
+//!                                          └ an error at any step: everything is undone
 //! ```
 
 mod disk;
@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 
 use crate::{client::Target, saving::Saving};
 
-/// Whom each of these commands asks, and how it tells.
+/// Control socket and output format of these commands.
 #[derive(Debug, Args)]
 struct Asked {
-    /// Print what was done as JSON
+    /// Print the result as JSON
     #[arg(long)]
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
@@ -29,12 +29,12 @@ struct Asked {
     qmp: Option<Target>,
 }
 
-/// Puts the new config file in place, and tells what was done.
+/// Renames the new config file into place and prints the change.
 fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), CommandFailure> {
     finish_with(what, saving, json, &Value::Null)
 }
 
-/// The same with what the daemon has answered, for JSON.
+/// As [`finish`], with fields of the daemon's response for JSON.
 fn finish_with(
     what: (&str, &str, &str),
     saving: Option<Saving>,
@@ -43,8 +43,9 @@ fn finish_with(
 ) -> Result<(), CommandFailure> {
     let (kind, name, change) = what;
     let has_changes = saving.as_ref().is_some_and(Saving::has_changes);
+    // The daemon has applied the change by now: an error here must not read as if it had failed.
     let saved = saving.map(Saving::commit).transpose();
-    let saved = saved.with_context(|| format!("{name}: {change}, but that is not saved"))?;
+    let saved = saved.with_context(|| format!("{name}: {change}, but the change is not saved"))?;
     if json {
         let mut told = json!({ "kind": kind, "name": name, "change": change });
         if let Some(file) = &saved {

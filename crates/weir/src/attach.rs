@@ -2,19 +2,19 @@
 //! command.
 //!
 //! ```text
-//!   attach ── what is wanted ──► keeper, in the background          place: /run/weir/attached/NAME
-//!     ▲                            │  server    weir serve of its own, or a running daemon
-//!     └── the device, or why not ──┤  host      loop device, mount
-//!                                  ▼
-//!                     undoes all of it when the server ends, or DIR is unmounted
-//!   detach ── looks who uses it, unmounts, has the server let go; waits for the keeper
+//!   attach ── request (JSON) ──────► keeper, in the background      record: /run/weir/attached/NAME
+//!     ▲                                │  server    a private weir serve, or a running daemon
+//!     └── device or error ─────────────┤  host      loop device, mount
+//!                                      ▼
+//!                     undoes everything when the server ends or DIR is unmounted
+//!   detach ── checks the openers, unmounts, removes the export; waits for the keeper to end
 //! ```
 //!
-//! Each attachment has a keeper, which alone knows how far it has come: what fails, or loses
-//! whoever asked for it, is undone by it. An attachment is a directory, locked by its keeper while
-//! that lives.
+//! Each attachment has a keeper, the only process that tracks its progress: the keeper undoes the
+//! attachment if a step fails or the caller is gone. An attachment is recorded in a directory that
+//! its keeper locks for its lifetime.
 //!
-//! Never touches a request, and never lets go of a device that somebody uses, unless forced.
+//! Never touches a request, and never releases a device that is in use, unless forced.
 
 mod arguments;
 mod detach;
@@ -56,32 +56,33 @@ use crate::{
     client::{Client, Error, Target},
 };
 
-/// How often whoever waits for a keeper's answer looks whether it stands still, in milliseconds.
+/// Interval at which a caller that waits for a keeper checks if the keeper is stopped, in
+/// milliseconds.
 const LOOK_MS: u16 = 500;
 
-/// What a keeper is asked for.
+/// Request to a keeper.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Wanted {
     pub(crate) name: String,
-    /// A whole path, or storage of a size.
+    /// An absolute path, or storage of a given size (`memory:`, `null:`).
     pub(crate) image: String,
-    /// Options of `weir serve` about the disk: names, and values where they take one.
+    /// Options of `weir serve` for the disk: names, and values of those that take one.
     pub(crate) options: Vec<(String, Option<String>)>,
     pub(crate) way: Way,
-    /// Of ublk, what is said behind `--ublk=`.
+    /// Text after `--ublk=`.
     #[serde(default)]
     pub(crate) ublk: String,
-    /// The device's number, where it has to be this.
+    /// The device's number, if it must keep one.
     pub(crate) number: Option<u32>,
-    /// The daemon's control socket; none: a server of its own.
+    /// The daemon's control socket; `None` for a private server.
     pub(crate) daemon: Option<String>,
     pub(crate) mount: Option<Mount>,
-    /// Wait until udev is through with the device.
+    /// True to wait until udev has processed the device.
     pub(crate) udev: bool,
 }
 
 impl Wanted {
-    /// How ublk is to make the device.
+    /// Parameters of the ublk device.
     pub(crate) fn ublk(&self) -> anyhow::Result<UblkConfig> {
         let ublk: UblkConfig = self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
         Ok(UblkConfig { number: self.number.or(ublk.number), ..ublk })
@@ -93,7 +94,7 @@ impl Wanted {
     }
 }
 
-/// Where a device's file system is to be seen.
+/// Mount of a device's file system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Mount {
     pub(crate) directory: PathBuf,
@@ -101,27 +102,27 @@ pub(crate) struct Mount {
     pub(crate) options: Option<String>,
 }
 
-/// What a keeper made of it.
+/// A complete attachment, as recorded and printed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Attached {
     pub(crate) name: String,
     pub(crate) image: String,
     pub(crate) way: Way,
-    /// What is to be used: a block device, or a file where no loop device is to be had.
+    /// The device to use: a block device, or a file where no loop device can be made.
     pub(crate) device: PathBuf,
-    /// Below a loop device, the file.
+    /// The FUSE file below a loop device.
     pub(crate) file: Option<PathBuf>,
     pub(crate) mount: Option<PathBuf>,
-    /// The export's id, at this control socket.
+    /// Id of the export at the control socket `qmp`.
     pub(crate) export: String,
     pub(crate) qmp: String,
-    /// Whether the server is a daemon that others use too.
+    /// True if the server is a shared daemon.
     pub(crate) daemon: bool,
     pub(crate) keeper: u32,
 }
 
-/// The keeper's answer.
+/// The keeper's response.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Outcome {
@@ -150,16 +151,17 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
         return Ok(());
     }
     let told = tell(&attached, json);
+    // Standard output may be a closed pipe: without this, the device would stay behind unnoticed.
     if told.is_err()
         && let Some((place, attached)) = find(Path::new(&attached.name))?
     {
-        // Nobody knows of it.
+        // The caller has no name to detach it by.
         let _ = detach::detach(&place, &attached, false);
     }
     told
 }
 
-/// Whether this image is mounted there already.
+/// True if this image is already mounted at this directory.
 fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
     let Some(Mount { directory, .. }) = &wanted.mount else { return Ok(false) };
     let is_it = |attached: &Attached| {
@@ -173,7 +175,7 @@ fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
 fn tell(attached: &Attached, json: bool) -> Result<(), CommandFailure> {
     if let Some(cut) = attached.file.as_deref().map(bytes_past_sectors).filter(|&bytes| bytes > 0) {
         print_notice(&format!(
-            "{}: the device is without the last {cut} bytes of the disk, which are no whole sector of 512",
+            "{}: the device lacks the last {cut} bytes of the disk, which are no whole sector of 512 bytes",
             attached.name
         ));
     }
@@ -183,15 +185,15 @@ fn tell(attached: &Attached, json: bool) -> Result<(), CommandFailure> {
     }
 }
 
-/// What a loop device over a file cannot show.
+/// Bytes at the end of a file that a loop device omits.
 fn bytes_past_sectors(file: &Path) -> u64 {
     fs::metadata(file).map_or(0, |file| file.len() % 512)
 }
 
-/// Attaches, in a process of its own that stays.
+/// Attaches in a background process (the keeper).
 ///
 /// # Errors
-/// The keeper's; then nothing is left.
+/// The keeper's; nothing is left behind then.
 pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let mut keeper = Command::new(program)
@@ -199,12 +201,13 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
         .current_dir("/")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
+        // The keeper outlives the caller's terminal; its error is in the response.
         .stderr(Stdio::null())
         .spawn()
         .context("no process can be started")?;
     let mut stdin = keeper.stdin.take().context("no pipe")?;
     let text = serde_json::to_string(wanted)?;
-    // One that has died says so below.
+    // A write to a keeper that died fails; the missing response below reports that.
     let _ = stdin.write_all(text.as_bytes());
     drop(stdin);
     let stdout = keeper.stdout.take().context("no pipe")?;
@@ -214,20 +217,21 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
     match serde_json::from_str(&answer) {
         Ok(Outcome::Attached(attached)) => Ok(*attached),
         Ok(Outcome::Failed(why)) => bail!(why),
-        Err(_) => Err(anyhow!("{}: the process that was to keep it died (`dmesg` may say why)", wanted.name)),
+        Err(_) => Err(anyhow!("{}: its keeper process died (`dmesg` may have the reason)", wanted.name)),
     }
 }
 
-/// Waits until a keeper answers, or has ended.
+/// Waits until a keeper responds or ends.
 ///
 /// # Errors
-/// That it stands still. Nobody hears its answer then, so it undoes everything once it continues.
+/// If the keeper is stopped. It undoes everything once it continues, as its pipe is closed by then.
 fn await_answer(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
     loop {
         let mut polled = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
         match poll(&mut polled, PollTimeout::from(LOOK_MS)) {
+            // Without this check, a keeper stopped by a debugger would block its caller forever.
             Ok(0) if is_stopped(keeper) => bail!(
-                "process {keeper}, which was to keep it, is stopped (continue it with `kill -CONT {keeper}`: it undoes what it has begun, as nobody waits for it any more)"
+                "its keeper, process {keeper}, is stopped (continue it with `kill -CONT {keeper}`: it then undoes the attachment)"
             ),
             Ok(0) | Err(Errno::EINTR) => {}
             Ok(_) => return Ok(()),
@@ -236,7 +240,7 @@ fn await_answer(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
     }
 }
 
-/// What the command line comes to: the way is chosen here, and told.
+/// Request to the keeper from the command line. Chooses the kind of device and prints the choice.
 fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
     let tell = |text: &str| {
@@ -245,7 +249,7 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
         }
     };
     let usage = |text: String| CommandFailure::Usage(anyhow!(text));
-    let Some(image) = image else { return Err(usage("no IMAGE is named".to_owned())) };
+    let Some(image) = image else { return Err(usage("IMAGE is missing".to_owned())) };
     let name = match name {
         Some(name) => {
             place::check_name(name).map_err(|rule| usage(format!("--name {name}: {rule}")))?;
@@ -254,10 +258,10 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
         None => place::default_name(image),
     };
     let mount = mount.as_ref().map(|directory| -> anyhow::Result<Mount> {
-        // As the kernel will name it, by which it is found again.
+        // The kernel's own path: mounts are found by it later.
         let real = directory.canonicalize().ok().filter(|directory| directory.is_dir());
         let real =
-            real.with_context(|| format!("{}: is no directory to mount at (make it)", directory.display()))?;
+            real.with_context(|| format!("{}: is not a directory (create it)", directory.display()))?;
         Ok(Mount { directory: real, fstype: fstype.clone(), options: mount_options.clone() })
     });
     let mount = mount.transpose()?;
@@ -270,22 +274,22 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
         Running::Serves(at) => (Some(at.clone()), format!("by the daemon at {at}"), ""),
         Running::MakesNone(at) => (
             None,
-            format!("by a process of its own, as the daemon at {at} makes no devices (docs/devices.md)"),
+            format!("by a private process, as the daemon at {at} makes no devices (docs/devices.md)"),
             "the daemon here has no such group",
         ),
         Running::Silent(at) => (
             None,
-            format!("by a process of its own, as the daemon at {at} does not answer (is it stopped?)"),
-            "the daemon here does not answer",
+            format!("by a private process, as the daemon at {at} does not respond (is it stopped?)"),
+            "the daemon here does not respond",
         ),
-        Running::None => (None, "by a process of its own".to_owned(), "no daemon runs here"),
+        Running::None => (None, "by a private process".to_owned(), "no daemon runs here"),
     };
     let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
     passed_over.iter().for_each(|why| tell(why));
     tell(&format!("{name}: {}, {by}", way.told()));
     if let (None, false, Some(group)) = (&daemon, *alone, group) {
         print_notice(&format!(
-            "{name}: {why_alone}, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
+            "{name}: {why_alone}: the group {group} consists of this disk only and has no other limits than those given here (give the daemon's socket with --qmp, or start it first)"
         ));
     }
     let config = added::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
@@ -294,22 +298,22 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
     Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }
 
-/// Whether a daemon is to serve what is attached, by its control socket.
+/// Which daemon serves attached disks, found by its control socket.
 enum Running {
     Serves(String),
-    /// It may not make devices of this host.
+    /// The daemon may not make devices of this host.
     MakesNone(String),
-    /// Something listens there, and does not answer.
+    /// A process listens and does not respond.
     Silent(String),
     None,
 }
 
-/// The daemon that was named, or the usual one if it runs and has a config file: one without was
-/// started for its own disks, and may end with a terminal.
+/// The named daemon, or the default one if it runs and has a config file: a daemon without one was
+/// started for its own disks and may end with a terminal.
 ///
 /// # Errors
-/// Where only a daemon will do, and it makes no devices: it was named, or has the `group`, whose
-/// limits nobody else can keep.
+/// If a daemon is required and makes no devices. It is required if it was named or has the `group`,
+/// whose limits only this daemon can enforce.
 fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, CommandFailure> {
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
@@ -318,6 +322,7 @@ fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, C
     let report = match Client::connect(&target).map(|mut client| client.status()) {
         Ok(Ok(report)) => report,
         Err(error) | Ok(Err(error)) if is_asked_for => return Err(error.into()),
+        // A stopped daemon must not prevent attaching, unless it was named explicitly.
         Err(Error::Silent(_)) | Ok(Err(Error::Silent(_))) => return Ok(Running::Silent(at)),
         Err(_) => return Ok(Running::None),
         Ok(Err(error)) => return Err(error.into()),
@@ -329,16 +334,17 @@ fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, C
         return Ok(Running::Serves(at));
     }
     let group = group.filter(|group| report.group(group).is_some());
+    // A second group of the same name would double the limit that the operator has set.
     if !is_asked_for && group.is_none() {
         return Ok(Running::MakesNone(at));
     }
-    let has = group.map_or_else(String::new, |group| format!(", and it alone has group {group}"));
+    let has = group.map_or_else(String::new, |group| format!(", and group {group} exists only there"));
     Err(CommandFailure::Failed(anyhow!(
-        "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox off, or with a device; for weir.service see \"A daemon that makes devices\" in docs/devices.md; or attach with --alone: a process of its own, and no group of the daemon's)"
+        "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox off, or with a device; for weir.service see \"A daemon that makes devices\" in docs/devices.md; or attach with --alone: by a private process, without the daemon's groups)"
     )))
 }
 
-/// Takes over what earlier keepers left, each as it was.
+/// Restarts the keepers of attachments whose keepers were killed.
 fn recover(json: bool) -> Result<(), CommandFailure> {
     let mut failed = false;
     for place in Place::all()? {
@@ -356,21 +362,21 @@ fn recover(json: bool) -> Result<(), CommandFailure> {
     if failed { Err(CommandFailure::Found(1)) } else { Ok(()) }
 }
 
-/// Takes a device away that nobody uses, if it is one of these. Whether it is.
+/// Detaches an unused device if it is an attachment. Returns true if it is one.
 ///
 /// # Errors
-/// If somebody uses it, whoever made it.
+/// If the device is in use, even if it is not an attachment.
 pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
     if let Some((place, attached)) = find(device)? {
         return detach::detach(&place, &attached, false).map(|()| true);
     }
     let users = detach::users(device, None, None);
-    ensure!(users.is_empty(), "in use: {users} (end that first)");
+    ensure!(users.is_empty(), "in use: {users} (end these first)");
     Ok(false)
 }
 
-/// What is at work under this name, device, file, directory or image. Where it is mounted at a
-/// directory of this name by somebody else, that is its mount.
+/// The attachment with this name, device, file, directory or image. If its device is mounted at a
+/// directory of this name by another process, that mount is returned as its mount.
 pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     let whole = absolute(what)?;
     let mut all = Vec::new();
@@ -384,8 +390,9 @@ pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     if let Some(index) = all.iter().position(|(_, attached)| is_meant(attached)) {
         return Ok(Some(all.swap_remove(index)));
     }
+    // Names and recorded paths first: resolving a path may touch the very file system that hangs.
     let Ok(real) = what.canonicalize() else { return Ok(None) };
-    // An image may be attached twice, where nobody writes: then it names neither.
+    // A read-only image may be attached twice; its path is ambiguous then.
     let mut of_image = all.iter().enumerate().filter(|(_, (_, attached))| {
         [&whole, &real].into_iter().any(|path| path.as_os_str() == attached.image.as_str())
     });

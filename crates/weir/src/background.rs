@@ -1,10 +1,10 @@
-//! A server that goes on in the background once it serves. Until then it is as if it were whoever
-//! started it: what it complains of and its exit status are that one's.
+//! A server that continues in the background once it is ready. Until then its messages and its exit
+//! status are those of the foreground process.
 //!
 //! ```text
-//!   started ──► itself again ──────────────────────────► serves, in a session of its own
+//!   foreground ──► the same program again ──────────────► serves, in a new session
 //!      │          │ standard error, until it is ready        │
-//!      └──────────┴──────── exits with 0, or as it did ◄─────┘ "ready" on its standard output
+//!      └──────────┴──────── exits with 0, or its status ◄────┘ "ready" on its standard output
 //! ```
 //!
 //! The program is started again rather than forked: threads do not survive a fork.
@@ -23,12 +23,12 @@ use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
 
 const READY: &str = "ready";
 
-/// Whether this is the process in the background.
+/// True in the background process.
 pub(crate) fn is_here() -> bool {
     env::var_os(IN_BACKGROUND).is_some()
 }
 
-/// Starts this command line again in the background; the status to exit with once that serves, or
+/// Starts this command line again in the background. Returns the exit status once that serves or
 /// has ended.
 ///
 /// # Errors
@@ -40,16 +40,22 @@ pub(crate) fn start() -> anyhow::Result<ExitCode> {
     let mut command = Command::new(program);
     command.arg0(name).args(words).env(IN_BACKGROUND, "1");
     if env::var("LISTEN_PID").is_ok_and(|number| number == std::process::id().to_string()) {
-        // What the service manager passed is for that process.
+        // The service manager's descriptors are meant for this process only.
         command.env_remove("LISTEN_PID");
     }
+    // Its own pipes: the terminal must not stay open in the background process.
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("no process can be started")?;
     let mut said = child.stderr.take().context("no pipe")?;
-    // Until it lets go of it, because it serves or has ended.
-    io::copy(&mut said, &mut io::stderr()).context("what it says")?;
+    // Returns when the child closes its standard error: it is ready, or it has ended.
+    io::copy(&mut said, &mut io::stderr()).context("messages of the background process")?;
     let mut told = String::new();
-    child.stdout.take().context("no pipe")?.read_to_string(&mut told).context("whether it serves")?;
+    child
+        .stdout
+        .take()
+        .context("no pipe")?
+        .read_to_string(&mut told)
+        .context("readiness of the background process")?;
     if told == READY {
         return Ok(ExitCode::SUCCESS);
     }
@@ -58,16 +64,17 @@ pub(crate) fn start() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(code.filter(|code| *code != 0).unwrap_or(1)))
 }
 
-/// In the background, tells whoever started this that it serves, and lets go of what it has of
-/// that.
+/// In the background process, reports readiness to the foreground process and closes the
+/// descriptors that it inherited.
 pub(crate) fn tell_ready() {
     if !is_here() {
         return;
     }
     let let_go = || -> io::Result<()> {
-        // Fails where it leads a session already.
+        // Fails if it already leads a session.
         let _ = setsid();
         let nothing = File::options().read(true).write(true).open("/dev/null")?;
+        // Standard error first: the foreground process reads it to the end before it reads READY.
         dup2_stderr(&nothing)?;
         io::stdout().write_all(READY.as_bytes())?;
         io::stdout().flush()?;
@@ -75,6 +82,6 @@ pub(crate) fn tell_ready() {
         Ok(())
     };
     if let Err(error) = let_go() {
-        print_notice(&format!("whoever started this cannot be told that it serves: {error}"));
+        print_notice(&format!("readiness cannot be reported to the foreground process: {error}"));
     }
 }

@@ -1,4 +1,4 @@
-//! The commands by name. What one is told, and what it does, lie where the command does.
+//! The command line. Arguments and work of a command are in the module of that command.
 
 mod brief;
 
@@ -23,8 +23,8 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
-    /// What the process's command line says; none where it asks for nothing. Behind any command may
-    /// stand `--version`, which their help does not repeat.
+    /// Parses the process's command line; `None` if there is nothing to do. Every command accepts
+    /// `--version`, which its help omits.
     pub(crate) fn read() -> Result<Option<Self>, clap::Error> {
         let command = Self::whole();
         let mut words: Vec<_> = env::args_os().collect();
@@ -33,19 +33,22 @@ impl Cli {
             let mounts = mounts.map_err(|what| clap::Error::raw(ErrorKind::InvalidValue, what + "\n"))?;
             let Some(attach) = mounts else { return Ok(None) };
             words.extend(attach);
+            // QEMU's scripts call `qemu-img bench`; `weir image` does not measure.
         }
+        // Before parsing: clap has no alias across levels of subcommands.
         as_bench(&mut words);
         let command = if brief::is_asked_for(&words) { brief::brief(command) } else { command };
         let mut matches = command.try_get_matches_from(words)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }
 
-    /// The command line's definition, with all that is added to the parts of it.
+    /// Definition of the command line, with everything that is added to derived parts.
     pub(crate) fn whole() -> clap::Command {
         complete::with_values(with_limits(with_numbers(with_version(Self::command()))))
     }
 
-    /// What follows `weir serve`, with the options of `qemu-storage-daemon` in its help.
+    /// Parses the arguments after `weir serve`, with the options of `qemu-storage-daemon` in its
+    /// help.
     pub(crate) fn serve(words: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
         let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
         let is_of_qemu = |arg: &Arg| arg.get_help_heading() == Some(QEMU_HEADING);
@@ -67,17 +70,17 @@ fn as_bench(words: &mut Vec<OsString>) {
     }
 }
 
-/// Whether `attach` has this long option.
+/// True if `attach` has this long option.
 fn has_option(command: &clap::Command, name: &str) -> bool {
     let attach = command.find_subcommand("attach");
     attach.is_some_and(|attach| attach.get_arguments().any(|argument| argument.get_long() == Some(name)))
 }
 
-/// What numbers are called where an option takes one.
+/// Value names of options that take a number.
 const NUMBERS: [&str; 9] = ["SIZE", "N", "TIME", "SECONDS", "PERCENT", "COUNT", "DEPTH", "OFFSET", "BYTE"];
 
-/// A number below zero reaches the option it is for, which says what it takes, and is not looked
-/// for among the options.
+/// Accepts negative numbers as values, so that the option's own parser rejects them with its rule
+/// and clap does not report an unknown option.
 fn with_numbers(command: clap::Command) -> clap::Command {
     let is_number = |argument: &Arg| {
         let names = argument.get_value_names().unwrap_or_default();
@@ -88,13 +91,15 @@ fn with_numbers(command: clap::Command) -> clap::Command {
     command.mut_args(taking).mut_subcommands(with_numbers)
 }
 
-/// Describes the limits below the options of each command that has them, where they are hidden.
+/// Adds the description of the limits to the help of each command that hides them in its list.
 fn with_limits(command: clap::Command) -> clap::Command {
     let command = command.mut_subcommands(with_limits);
     let has_limits = command.get_arguments().any(|argument| argument.get_id() == "iops-total");
     let below = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     match has_limits {
         true => command.after_help(format!("{}\n\n{below}", limits::LIMITS_HELP)),
+        // Subcommands do not inherit clap's version flag, and a visible one would lengthen every
+        // help.
         false => command,
     }
 }
@@ -106,7 +111,7 @@ fn with_version(command: clap::Command) -> clap::Command {
     })
 }
 
-/// What to do.
+/// All commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Serve disks until SIGTERM
@@ -115,88 +120,88 @@ pub(crate) enum Command {
         override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>"
     )]
     Serve(Box<ServeArgs>),
-    /// Tell whether a daemon would start with a config file
+    /// Check if a daemon would start with a config file
     #[command(after_help = daemon::serve::CHECK_EXAMPLES)]
     CheckConfig(daemon::serve::CheckArgs),
-    /// Make a disk a block device of this host, or mount what is on it
+    /// Attach a disk as a block device of this host, or mount its file system
     #[command(after_help = attach::ATTACH_EXAMPLES)]
     Attach(Box<attach::AttachArgs>),
-    /// Take such a device away
+    /// Detach a disk that was attached
     #[command(after_help = attach::DETACH_EXAMPLES)]
     Detach(attach::DetachArgs),
-    /// What hands events on for `serve --on-event`
+    /// Run the commands of `serve --on-event`
     #[command(hide = true)]
     OnEventRunner,
-    /// What `attach` leaves in the background
+    /// Background process of an attached disk
     #[command(hide = true)]
     AttachKeeper,
-    /// What removes a device by ublk that nobody serves any more
+    /// Remove an orphaned ublk device
     #[command(hide = true)]
     UblkGuard,
-    /// Show what runs, how fast, and what holds it back
+    /// Show disks and groups with their limits, rates and throttle causes
     #[command(after_help = status::EXAMPLES)]
     Status(status::StatusArgs),
-    /// Tell whether limits, reservations, shares and waits hold
+    /// Check if limits, reservations, shares and latencies hold
     #[command(after_help = verify::EXAMPLES)]
     Verify(verify::VerifyArgs),
-    /// Show what a disk or a group is held to, or change it while it runs
+    /// Show or change the limits of a disk or a group at run time
     #[command(after_help = throttle::EXAMPLES)]
     Throttle(Box<throttle::ThrottleArgs>),
-    /// Show the hosts that share limits, what they want and what each may use
+    /// Show the hosts that share limits, with their demand and quota
     #[command(subcommand, after_help = cluster::EXAMPLES)]
     Cluster(cluster::ClusterCommand),
-    /// Show what is read ahead of a disk's readers, or change it while it runs
+    /// Show or change the prefetching of a disk at run time
     #[command(after_help = prefetch::EXAMPLES)]
     Prefetch(prefetch::PrefetchArgs),
-    /// Have the daemon serve one more disk, or one less
+    /// Add, remove or move disks of a running daemon
     #[command(subcommand, after_help = adding::DISK_EXAMPLES)]
     Disk(adding::DiskCommand),
-    /// Make a group that disks share the limits of, or remove one
+    /// Add or remove groups, whose disks share limits
     #[command(subcommand, after_help = adding::GROUP_EXAMPLES)]
     Group(adding::GroupCommand),
-    /// Have the daemon read its config file again
+    /// Reload the daemon's config file
     #[command(after_help = reload::EXAMPLES)]
     Reload(reload::ReloadArgs),
-    /// Let disks go on that an error of their device has stopped
+    /// Resume disks that an I/O error has stopped
     #[command(after_help = resume::EXAMPLES)]
     Resume(resume::ResumeArgs),
-    /// The same as `status`, live on the whole terminal
+    /// Show the status live on the whole terminal
     #[command(after_help = top::EXAMPLES)]
     Top(top::TopArgs),
-    /// Measure what a device can do, for watermarks to go by
+    /// Measure the capacity of a device, for watermarks
     #[command(after_help = lab::probe::EXAMPLES)]
     Probe(lab::probe::ProbeArgs),
-    /// Make, look into, check and change images
+    /// Create, inspect, check and change images
     #[command(subcommand, version, propagate_version = true)]
     Image(Box<image_tool::ImageCommand>),
-    /// Limit control groups, explain what a limit misses, and show who does what
+    /// Limit control groups, show their I/O, and explain what a limit does not cover
     #[command(subcommand, after_help = cgroup::ABOUT)]
     Cgroup(cgroup::CgroupCommand),
-    /// Be a volume plugin: volumes of Docker and Podman that are images
+    /// Run a volume plugin for Docker and Podman, with images as volumes
     #[command(after_help = container::EXAMPLES)]
     DockerPlugin(container::PluginArgs),
-    /// Keep what disks are asked, and how long it takes, in a file
+    /// Record the requests of disks and their latencies in a file
     #[command(after_help = record::EXAMPLES)]
     Record(record::RecordArgs),
-    /// Tell what is in traces, and write them in another format
+    /// Summarize traces, and convert them to other formats
     #[command(subcommand, long_about = lab::trace::convert::ABOUT)]
     Trace(lab::trace::convert::TraceCommand),
-    /// Send requests to an image, and tell how long they took
+    /// Send requests to an image, and report throughput and latencies
     #[command(after_help = lab::bench::EXAMPLES)]
     Bench(Box<lab::bench::BenchArgs>),
     /// Replay a trace through limits, groups and prefetching, in virtual time
     #[command(after_help = lab::simulate::EXAMPLES)]
     Simulate(Box<lab::simulate::SimulateArgs>),
-    /// Tell which limits would have kept a target for the disks of a trace, at the least capacity
+    /// Recommend limits that meet a target for the disks of a trace with the least capacity
     #[command(after_help = lab::advise::EXAMPLES)]
     Advise(Box<lab::advise::AdviseArgs>),
-    /// Show what a measurement found, or compare two
+    /// Show the result of a measurement, or compare two
     #[command(after_help = lab::report::EXAMPLES)]
     Report(lab::report::ReportArgs),
-    /// Measure cache modes, cluster sizes, caches and prefetch, and tell what to choose
+    /// Measure cache modes, cluster sizes, caches and prefetching, and recommend settings
     #[command(after_help = lab::tune::EXAMPLES)]
     Tune(Box<lab::tune::TuneArgs>),
-    /// Write the manual pages, and what shells complete by
+    /// Write the manual pages and the completion scripts of shells
     #[command(hide = true)]
     Generate(generate::GenerateArgs),
 }
@@ -241,7 +246,7 @@ mod tests {
         }
     }
 
-    /// Where help tells how sizes are written it does so in the same words.
+    /// All help texts that explain sizes use the same text.
     #[test]
     fn sizes_are_described_in_one_way() {
         fn look(command: &clap::Command, found: &mut usize) {

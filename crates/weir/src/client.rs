@@ -1,11 +1,10 @@
-//! The other end of a daemon's control socket: what `weir status`, `weir throttle` and `weir top`
-//! speak through.
+//! Client of a daemon's control socket, for `weir status`, `weir throttle`, `weir top` and others.
 //!
-//! A QMP client that does one thing at a time: it connects, reads the greeting, leaves negotiation,
-//! and then has a command answered before the next. Events that arrive in between are passed over.
+//! A QMP client with one command in flight: it connects, reads the greeting, negotiates, and then
+//! waits for the response of each command before it sends the next. Events in between are ignored.
 //!
-//! Never waits without an end: connecting, writing and reading have a deadline each. Never holds
-//! more of an answer than [`MAX_ANSWER_BYTES`], since what listens on a path need not be weir.
+//! Never waits without limit: connecting, writing and reading have a deadline each. Never holds
+//! more of a response than [`MAX_ANSWER_BYTES`], since the process that listens need not be weir.
 
 mod answer;
 pub(crate) mod change;
@@ -32,21 +31,21 @@ use report::Report;
 use serde_json::{Value, json, value::RawValue};
 use settings::control::{ControlSocketLocation, VARIABLE};
 
-/// How long the daemon may take over anything. It answers within milliseconds.
+/// Deadline for each message. A daemon responds within milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Longest line that is read: the status of some ten thousand disks has a tenth of it.
+/// Longest line that is read. The status of ten thousand disks has about a tenth of it.
 const MAX_ANSWER_BYTES: u64 = 256 << 20;
 
-/// Why a daemon did not do what it was asked. Its text is a whole message, to follow `weir: `.
+/// Failure of a command. Its text is a complete message, to follow `weir: `.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// There is nobody to talk to, or the talk broke off: trying again later makes sense.
+    /// No daemon listens, or the connection broke: a later attempt may succeed.
     #[error("{0}")]
     Unreachable(String),
-    /// There is somebody, who does not answer in time.
+    /// The connection is open, and no response came in time.
     #[error("{0}")]
     Silent(String),
-    /// The daemon understood and refused; nothing has changed.
+    /// The daemon rejected the command; nothing has changed.
     #[error("{0}")]
     Refused(String),
 }
@@ -56,8 +55,8 @@ pub(crate) enum Error {
 pub(crate) struct Target(PathBuf);
 
 impl Target {
-    /// What `--qmp` said, else where daemons open it that are not told where. Fails if the variable
-    /// for that names no socket.
+    /// The socket given by `--qmp`, else the default one. Fails if the environment variable names
+    /// no socket.
     pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
         option.map_or_else(|| Ok(Self(ControlSocketLocation::for_commands()?.path)), Ok)
     }
@@ -66,7 +65,7 @@ impl Target {
         &self.0
     }
 
-    /// The same for a process that works in another directory.
+    /// This socket with an absolute path, for a process in another directory.
     pub(crate) fn whole(&self) -> io::Result<Self> {
         absolute(&self.0).map(Self)
     }
@@ -74,23 +73,25 @@ impl Target {
     fn unreachable(&self, why: &io::Error) -> Error {
         let advice = match why.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                // Without XDG_RUNTIME_DIR, a user's daemon and its commands would look in different
+                // directories.
                 if ControlSocketLocation::is_fallback(&self.0) =>
             {
                 format!(
-                    "no daemon listens there, and one of this user's is not found, because XDG_RUNTIME_DIR is not set (set it for both, or give both --qmp unix:PATH, or {VARIABLE})"
+                    "no daemon listens there, and a daemon of this user cannot be found, because XDG_RUNTIME_DIR is not set (set it for both, or give both --qmp unix:PATH, or {VARIABLE})"
                 )
             }
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
-                "no daemon listens there (start it with `weir serve`, or name its socket with --qmp or {VARIABLE})"
+                "no daemon listens there (start it with `weir serve`, or give its socket with --qmp or {VARIABLE})"
             ),
             io::ErrorKind::PermissionDenied => {
-                "no permission (only root and the daemon's own user may; try as one of them)".to_owned()
+                "no permission (only root and the daemon's user have access)".to_owned()
             }
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                "no answer in time (is the daemon stopped, or something else listening there?)".to_owned()
+                "no response in time (is the daemon stopped, or another program listening there?)".to_owned()
             }
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                "the daemon closed the connection (its log says why: it ends, or this user may not)"
+                "the daemon closed the connection (it is ending, or this user has no permission: see its log)"
                     .to_owned()
             }
             _ => format!("{why} (is this the socket that the daemon's --qmp names?)"),
@@ -126,21 +127,21 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// How long a daemon may take where images are opened and passphrases derived.
+    /// Deadline for commands that open images or derive keys from passphrases.
     pub(crate) const LONG: Duration = Duration::from_secs(600);
 
-    /// Connects to the daemon that `--qmp` names, or the usual one.
+    /// Connects to the daemon that `--qmp` names, or to the default one.
     pub(crate) fn reach(option: Option<Target>) -> Result<Self, CommandFailure> {
         let target = Target::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
         Ok(Self::connect(&target)?)
     }
 
-    /// Fails if nobody listens, this user may not, or what listens does not speak QMP.
+    /// Fails if no process listens, this user lacks permission, or the peer does not speak QMP.
     pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
         Self::connect_with(target, PATIENCE)
     }
 
-    /// As [`Client::connect`], with so much patience for each message.
+    /// As [`Client::connect`], with this deadline for each message.
     pub(crate) fn connect_with(target: &Target, patience: Duration) -> Result<Self, Error> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
@@ -152,15 +153,17 @@ impl Client {
         let mut client = Self { target: target.clone(), stream: BufReader::new(stream) };
         let greeting = client.line()?;
         let greeting: Value = serde_json::from_slice(&greeting)
-            .map_err(|_| client.nonsense("answered with something that is no JSON"))?;
+            .map_err(|_| client.nonsense("sent a response that is not JSON"))?;
+        // Any JSON server could listen on the path; the greeting identifies QMP.
         if greeting.get("QMP").is_none() {
-            return Err(client.nonsense("did not greet as a QMP server does"));
+            return Err(client.nonsense("did not send a QMP greeting"));
         }
+        // A QMP server accepts no other command before the negotiation.
         client.execute("qmp_capabilities", json!({}))?;
         Ok(client)
     }
 
-    /// Waits so long for each answer from now on.
+    /// Sets the deadline of all further responses.
     pub(crate) fn with_patience(self, patience: Duration) -> Result<Self, Error> {
         let set = self.stream.get_ref().set_read_timeout(Some(patience));
         set.map_err(|error| self.target.unreachable(&error))?;
@@ -171,14 +174,14 @@ impl Client {
         &self.target
     }
 
-    /// Fails with the daemon's own words, or if no answer came.
+    /// Executes a command. Fails with the daemon's own error, or if no response came.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
         let text = self.execute_text(command, arguments)?;
         Ok(serde_json::from_str(text.get()).expect("the text was checked as a part of the message"))
     }
 
-    /// As [`Client::execute`], with the text of the answer: the status of thousands of disks is read
-    /// into its type several times faster than into a tree of values.
+    /// As [`Client::execute`], with the text of the response: deserializing the status of thousands
+    /// of disks from text is several times faster than from a tree of values.
     fn execute_text(&mut self, command: &str, arguments: Value) -> Result<Box<RawValue>, Error> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
@@ -187,23 +190,24 @@ impl Client {
         self.finish(command, &format!("{request}\n"))
     }
 
-    /// Says the rest of a command, and hears what comes of it.
+    /// Sends the rest of a command and waits for its response.
     fn finish(&mut self, command: &str, rest: &str) -> Result<Box<RawValue>, Error> {
         let written = self.stream.get_mut().write_all(rest.as_bytes());
         written.map_err(|error| self.target.unreachable(&error))?;
         loop {
             match self.message()? {
+                // Events are asynchronous and may precede any response.
                 Some(Answer::Event(_)) => {}
                 Some(Answer::Return(value)) => return Ok(value),
                 Some(Answer::Error(Refusal { class, description })) => {
                     return Err(Error::Refused(self.explain(command, &class, description)));
                 }
-                None => return Err(self.nonsense("answered with something that is no QMP")),
+                None => return Err(self.nonsense("sent a response that is not QMP")),
             }
         }
     }
 
-    /// Gives the daemon a descriptor by this name, for the next command that wants it.
+    /// Passes a descriptor under this name, for the next command that uses it.
     pub(crate) fn pass(&mut self, name: &str, descriptor: impl AsFd) -> Result<(), Error> {
         let request = format!("{}\n", json!({ "execute": "getfd", "arguments": { "fdname": name } }));
         let descriptors = [descriptor.as_fd().as_raw_fd()];
@@ -212,18 +216,20 @@ impl Client {
         let bytes = [IoSlice::new(request.as_bytes())];
         let sent = sendmsg::<()>(socket, &bytes, &beside, MsgFlags::MSG_NOSIGNAL, None);
         let sent = sent.map_err(|error| self.target.unreachable(&error.into()))?;
+        // SCM_RIGHTS travels with the first byte. The rest of a short send needs no ancillary data.
         self.finish("getfd", &request[sent..]).map(drop)
     }
 
-    /// Returns the status of everything that the daemon serves.
+    /// Status of everything that the daemon serves.
     pub(crate) fn status(&mut self) -> Result<Report, Error> {
         self.status_with(json!({}))
     }
 
     /// As [`Client::status`], without disks, groups, devices and exports: its length does not
-    /// depend on their number. An older daemon, which does not have this, returns all of them.
+    /// depend on their number. A daemon of an older version returns all of them.
     pub(crate) fn summary(&mut self) -> Result<Report, Error> {
         match self.status_with(json!({ "lists": false })) {
+            // An older daemon rejects the unknown argument.
             Err(Error::Refused(_)) => self.status(),
             summary => summary,
         }
@@ -231,23 +237,21 @@ impl Client {
 
     fn status_with(&mut self, arguments: Value) -> Result<Report, Error> {
         let text = self.execute_text("x-weir-query-status", arguments)?;
-        // serde reads a struct from a list as well.
+        // serde deserializes a struct from a list as well.
         if !text.get().starts_with('{') {
-            return Err(self.nonsense("answered with a status that is no object"));
+            return Err(self.nonsense("sent a status that is not an object"));
         }
-        Report::read(text.get())
-            .map_err(|error| self.nonsense(&format!("answered with a status that cannot be read: {error}")))
+        Report::read(text.get()).map_err(|error| self.nonsense(&format!("sent a malformed status: {error}")))
     }
 
-    /// How many requests of each disk took how long; counted from the first time this is asked.
+    /// Latency histograms of each disk. The daemon counts from the first such command.
     pub(crate) fn latencies(&mut self) -> Result<Counted, Error> {
         let answer = self.execute("x-weir-query-latencies", json!({}))?;
-        latency::read(answer)
-            .map_err(|error| self.nonsense(&format!("answered with latencies that cannot be read: {error}")))
+        latency::read(answer).map_err(|error| self.nonsense(&format!("sent malformed latencies: {error}")))
     }
 
-    /// As [`Client::status`], with [`Client::latencies`] in the report; without, of a daemon of
-    /// before, which does not count them.
+    /// As [`Client::status`], with [`Client::latencies`] in the report. A daemon of an older
+    /// version does not count latencies; they are empty then.
     pub(crate) fn measured(&mut self) -> Result<Report, Error> {
         let mut report = self.status()?;
         report.latencies = match self.latencies() {
@@ -257,7 +261,7 @@ impl Client {
         Ok(report)
     }
 
-    /// Changes all or none; a refusal names the setting and the rule.
+    /// Changes all settings or none; an error names the setting and the rule.
     pub(crate) fn set(
         &mut self,
         name: &str,
@@ -267,8 +271,8 @@ impl Client {
         self.execute("x-weir-set", Value::Object(settings)).map(drop)
     }
 
-    /// Waits until the export of this id has gone, which may never be. What happened before this
-    /// connection was made is not heard of.
+    /// Waits, without limit, until the export of this id is deleted. Deletions before this
+    /// connection was made are missed.
     pub(crate) fn await_export_end(mut self, id: &str) -> Result<(), Error> {
         let unlimited = self.stream.get_ref().set_read_timeout(None);
         unlimited.map_err(|error| self.target.unreachable(&error))?;
@@ -282,36 +286,37 @@ impl Client {
         }
     }
 
-    /// One line of the stream. QMP servers end each message with one, QEMU's included.
+    /// Reads one line. QMP servers, including QEMU, end each message with a newline.
     fn line(&mut self) -> Result<Vec<u8>, Error> {
         let mut line = Vec::new();
         let read = (&mut self.stream).take(MAX_ANSWER_BYTES).read_until(b'\n', &mut line);
         read.map_err(|error| self.target.unreachable(&error))?;
+        // A truncated line is not a message: the peer hung up, or it exceeds the limit.
         if line.last() != Some(&b'\n') {
             if line.len() as u64 == MAX_ANSWER_BYTES {
-                return Err(self.nonsense("sent more than an answer can have"));
+                return Err(self.nonsense("sent a response that is too long"));
             }
             return Err(self.target.unreachable(&io::ErrorKind::UnexpectedEof.into()));
         }
         Ok(line)
     }
 
-    /// The next message of the daemon; `None` if it is JSON and no message of QMP.
+    /// The next message; `None` if it is JSON but not a QMP message.
     fn message(&mut self) -> Result<Option<Answer>, Error> {
         let line = self.line()?;
-        Answer::read(&line).map_err(|_| self.nonsense("answered with something that is no JSON"))
+        Answer::read(&line).map_err(|_| self.nonsense("sent a response that is not JSON"))
     }
 
     fn nonsense(&self, what: &str) -> Error {
         let target = &self.target;
-        Error::Unreachable(format!("{target}: what listens there {what} (is it a weir of this version?)"))
+        Error::Unreachable(format!("{target}: the server {what} (is it weir of this version?)"))
     }
 
     fn explain(&self, command: &str, class: &str, description: String) -> String {
         match class {
             "CommandNotFound" => {
                 let target = &self.target;
-                format!("{target}: does not know {command} (is it a weir, and of this version?)")
+                format!("{target}: the server does not support {command} (is it weir of this version?)")
             }
             _ => description,
         }

@@ -1,4 +1,4 @@
-//! `weir cluster`: the hosts whose groups share their limits, as any daemon of them tells it.
+//! `weir cluster`: the hosts that share limits, as reported by a daemon of one of them.
 
 use anyhow::Context as _;
 use api::{
@@ -17,20 +17,20 @@ use crate::client::{Client, Target};
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir cluster status
-      Who leads, which hosts there are, what each wants of a group's limits and may use now.
+      The leader, the hosts, and their demand and quota of each group's limits.
   weir cluster status --json | jq '.groups[].promised'
-      What is promised on all hosts together.
+      Reservations of all hosts together.
   weir throttle gold --cluster --iops-total 10000
-      Limits of the group gold on all hosts together.
+      Sets limits of the group gold for all hosts together.
   weir group remove gold --cluster
-      Limits that no host needs any more.
+      Removes limits that no host needs any more.
   weir cluster forget host7
-      A host that will not come back; its safe share is free for others.";
+      Removes a host that will not return. Its fallback share becomes available to others.";
 
-/// What to do.
+/// Subcommands of `weir cluster`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ClusterCommand {
-    /// Show hosts, demand, what each may use, who leads, and what that one has heard of others
+    /// Show the leader, the hosts, and their demand and quota leases
     #[command(after_help = "Examples:\n  weir cluster status --json | jq '.groups[].promised'")]
     Status {
         /// Print results as JSON
@@ -40,12 +40,12 @@ pub(crate) enum ClusterCommand {
         #[arg(long, value_name = "unix:PATH")]
         qmp: Option<Target>,
     },
-    /// Take away what a host has left behind that will not come back
+    /// Remove the state of a host that will not return
     #[command(after_help = "Examples:\n  weir cluster forget host7")]
     Forget {
         /// The host
         host: String,
-        /// Print what was done as JSON
+        /// Print the result as JSON
         #[arg(long)]
         json: bool,
         /// The daemon's control socket [default: the one that `weir serve` opens]
@@ -61,44 +61,47 @@ pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
             if json {
                 return Ok(print_json(&answer)?);
             }
-            let report = serde_json::from_value(answer).context("the daemon's answer")?;
+            let report = serde_json::from_value(answer).context("the daemon's response")?;
             Ok(print(&show(&report))?)
         }
         ClusterCommand::Forget { host, json, qmp } => {
             let done = Client::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
-            Ok(if json { print_json(&done) } else { print(&format!("{host}: forgotten\n")) }?)
+            Ok(if json { print_json(&done) } else { print(&format!("{host}: removed\n")) }?)
         }
     }
 }
 
 fn show(report: &ClusterReport) -> String {
     let ClusterReport { name, host, connected, leader, etcd, reason, .. } = report;
-    let mut said = format!("cluster {name}, this is host {host}\n");
+    let mut said = format!("cluster {name}, host {host}\n");
     if !connected {
         said += &format!("  not connected: {}\n", reason.as_deref().unwrap_or_default());
         for LocalQuota { name, leased } in &report.here {
-            let what = if *leased { "a lease, until it runs out" } else { "its safe share" };
+            let what = if *leased { "leased, until the lease expires" } else { "fallback share" };
             said += &format!("  group {name}: {what}\n");
         }
         if report.groups.is_empty() {
             return said;
+            // Without etcd, the last state that it returned is still shown, with its age.
         }
         let age = report.known_ms_ago.map(ago);
-        said +=
-            &format!("  as etcd said last, {}:\n", age.as_deref().unwrap_or("before this daemon's start"));
+        said += &format!(
+            "  last state from etcd, {}:\n",
+            age.as_deref().unwrap_or("from before this daemon's start")
+        );
     } else {
-        let (etcd, leader) = (etcd.as_deref().unwrap_or_default(), leader.as_deref().unwrap_or("nobody"));
-        said += &format!("  etcd {etcd}, led by {leader}\n");
+        let (etcd, leader) = (etcd.as_deref().unwrap_or_default(), leader.as_deref().unwrap_or("none"));
+        said += &format!("  etcd {etcd}, leader {leader}\n");
         if !report.joined {
-            said += "  this host's name is another's: its safe share holds\n";
+            said += "  another host has this host's name: the fallback share applies\n";
         }
     }
     let of = amounts(report.capacity).map_or_else(
-        || "; what devices can do is not known (`weir probe` measures)".to_owned(),
-        |there| format!(", of {there}"),
+        || "; the capacity of the devices is unknown (measure it with `weir probe`)".to_owned(),
+        |capacity| format!(", of {capacity}"),
     );
-    said += &format!("  promised {}{of}\n\n", amounts(report.promised).unwrap_or("nothing".to_owned()));
-    let mut table = TextTable::new(columns(&["HOST", "PRESENT", "HEARD", "WEIR"], &[]));
+    said += &format!("  reserved {}{of}\n\n", amounts(report.promised).unwrap_or("nothing".to_owned()));
+    let mut table = TextTable::new(columns(&["HOST", "PRESENT", "LAST REPORT", "VERSION"], &[]));
     for ClusterHost { name, present, weir, heard_ms_ago, .. } in &report.hosts {
         let present = if *present { "yes" } else { "no" };
         let heard = heard_ms_ago.map_or_else(|| "-".to_owned(), ago);
@@ -111,7 +114,7 @@ fn show(report: &ClusterReport) -> String {
     report.groups.iter().for_each(|group| said += &show_group(group));
     for UnreadableGroup { group, reason } in &report.unreadable_groups {
         said += &format!(
-            "\ngroup {group}: what is in etcd {reason}: each host of this weir has its safe share\n"
+            "\ngroup {group}: its state in etcd {reason}: hosts with this version of weir have their fallback shares\n"
         );
     }
     said
@@ -125,18 +128,19 @@ fn show_group(group: &ClusterGroup) -> String {
     let by = group.promised_by.iter();
     let by: Vec<_> = by.filter_map(|(host, sum)| Some(format!("{host} {}", amounts(*sum)?))).collect();
     let by = if by.is_empty() { String::new() } else { format!(" ({})", by.join(", ")) };
-    let promised = amounts(group.promised).map(|sum| format!(", promised {sum}{by}")).unwrap_or_default();
+    let promised = amounts(group.promised).map(|sum| format!(", reserved {sum}{by}")).unwrap_or_default();
     let limits = figures::limits(&group.limits);
     let said = format!("\ngroup {} (change {}): {limits}{promised}\n", group.name, group.change);
-    let over = amounts(group.overpromised).map(|over| {
-        format!("  that is {over} more than there is (lower reservations, or set a higher limit)\n")
-    });
+    let over = amounts(group.overpromised)
+        .map(|over| format!("  {over} more than available (lower reservations, or raise the limit)\n"));
     let said = said + &over.unwrap_or_default();
     if group.hosts.is_empty() {
         return said;
     }
-    let mut table = TextTable::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "SAFE SHARE"]));
+    let mut table = TextTable::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "FALLBACK SHARE"]));
     for ClusterMember { host, demand, in_force, safe_share, .. } in &group.hosts {
+        // Every limit of the group has a fallback share, so its keys are the rows; demand may lag
+        // behind.
         for (name, safe) in safe_share {
             let number = |value: u64| match name.starts_with("bps") {
                 true => figures::bytes(value as f64),
@@ -154,7 +158,7 @@ fn show_group(group: &ClusterGroup) -> String {
     said + &table.render(false)
 }
 
-/// Operations and bytes per second, where there are any.
+/// Operations and bytes per second; `None` if neither is set.
 fn amounts(ReservedRates { iops, bps }: ReservedRates) -> Option<String> {
     let iops = iops.map(|amount| format!("{amount} IOPS"));
     let bps = bps.map(|amount| format!("{} a second", figures::sized(amount)));
@@ -189,29 +193,30 @@ mod tests {
         });
         let said = shown(report);
         for expect in [
-            "led by b",
-            "promised 2000 IOPS and 10.0M a second; what devices can do is not known",
+            "leader b",
+            "reserved 2000 IOPS and 10.0M a second; the capacity of the devices is unknown",
             "1.2 s ago",
-            "promised 2000 IOPS (a 1500 IOPS, c 500 IOPS)\n  that is 500 IOPS more than there is",
-            "  512      7.0G        1.0M\n",
-            "  all      9812          12\n",
+            "reserved 2000 IOPS (a 1500 IOPS, c 500 IOPS)\n  500 IOPS more than available",
+            "  512      7.0G            1.0M\n",
+            "  all      9812              12\n",
             "change 3",
-            "\ngroup new: what is in etcd is of version 9: each host of this weir has its safe share\n",
+            "\ngroup new: its state in etcd is of version 9: hosts with this version of weir have their fallback shares\n",
         ] {
             assert!(said.contains(expect), "{expect}: {said}");
         }
         let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "here": [{ "name": "gold", "leased": false }] });
         assert!(
-            shown(apart).ends_with("not connected: etcd http://e: refused\n  group gold: its safe share\n")
+            shown(apart).ends_with("not connected: etcd http://e: refused\n  group gold: fallback share\n")
         );
         let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "known-ms-ago": 12_300, "promised": { "iops": 2000 }, "hosts": [],
             "groups": [{ "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "hosts": [] }] });
         let said = shown(known);
-        for expect in
-            ["refused\n  as etcd said last, 12.3 s ago:\n  promised 2000 IOPS", "gold (change 3): iops 10000"]
-        {
+        for expect in [
+            "refused\n  last state from etcd, 12.3 s ago:\n  reserved 2000 IOPS",
+            "gold (change 3): iops 10000",
+        ] {
             assert!(said.contains(expect), "{expect}: {said}");
         }
     }

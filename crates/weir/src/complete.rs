@@ -1,10 +1,10 @@
-//! What shells complete: the command line by its own definition, and of values those that can be
-//! known: paths, names of modes and formats, and the disks and groups of the daemon that runs.
+//! Shell completion: the command line from its definition, and values that can be enumerated:
+//! paths, modes, formats, and the disks and groups of the running daemon.
 //!
-//! A shell asks by calling the program with [`VARIABLE`] set; its script comes from `generate`. The
-//! daemon is the one of `WEIR_QMP`, else the usual one.
+//! A shell requests completions by running the program with [`VARIABLE`] set; the shell's script is
+//! written by `generate`. The daemon is that of `WEIR_QMP`, else the default one.
 //!
-//! Never complains: where no daemon answers soon, there are no names. Never changes anything.
+//! Never reports an error: without a response in time there are no names. Never changes anything.
 
 use std::time::Duration;
 
@@ -17,17 +17,18 @@ use storage::{CacheMode, ImageFormat};
 
 use crate::client::{Client, Target, report::Report};
 
-/// The variable that says which shell asks.
+/// Environment variable with the name of the shell.
 pub(crate) const VARIABLE: &str = "WEIR_COMPLETE";
-/// Who presses a key waits no longer for a daemon.
+/// Deadline of the daemon: completion runs while the user waits for a key press.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Where a shell asks, answers it by this definition and ends the program.
+/// If a shell requests completions, prints them and exits.
 pub(crate) fn answer_shell(command: fn() -> Command) {
+    // Does nothing unless the shell's script has set the variable.
     CompleteEnv::with_factory(move || with_shown_limits(command())).var(VARIABLE).complete();
 }
 
-/// Shows the limits, which the help describes without a list of them.
+/// Shows the limits, which the help hides from its list.
 fn with_shown_limits(command: Command) -> Command {
     let is_limit = |argument: &Arg| LimitSetting::from_name(argument.get_id().as_str()).is_some();
     command
@@ -35,7 +36,7 @@ fn with_shown_limits(command: Command) -> Command {
         .mut_subcommands(with_shown_limits)
 }
 
-/// Adds to the options of `command`, and of all below it, what their values can be.
+/// Adds the possible values to the options of `command` and of all commands below it.
 pub(crate) fn with_values(command: Command) -> Command {
     below("", command)
 }
@@ -47,9 +48,10 @@ fn below(parent: &str, command: Command) -> Command {
         .mut_subcommands(|command| below(&name, command))
 }
 
-/// By the names that the definition gives values, of the last two words of a command.
+/// Adds the possible values of one option, chosen by its names and the last two words of its
+/// command.
 fn with_value(command: [&str; 2], argument: Arg) -> Arg {
-    // The name of a flag's value, which it never takes, is made of the name of the flag.
+    // clap gives a flag a value name too, derived from the flag's own name.
     if !argument.get_action().takes_values() {
         return argument;
     }
@@ -57,7 +59,7 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
     let value = argument.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
     match (long.as_deref(), value.as_deref().unwrap_or_default()) {
         (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
-        // Of traces, whose definition has all.
+        // Trace formats: the definition lists all of them.
         (Some("format"), "FORMAT") if !argument.get_possible_values().is_empty() => argument,
         (Some("format"), "FORMAT") => argument.add(words([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name))),
         (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
@@ -78,7 +80,7 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (None, "HOST") if command == ["cluster", "forget"] => {
             argument.add(ArgValueCandidates::new(lost_hosts))
         }
-        // One that there is not yet.
+        // A new name, which no existing one completes.
         (None, "NAME") if command[1] == "add" => argument,
         (_, "GROUP") => argument.add(ArgValueCandidates::new(|| named(groups))),
         (_, "DISK") => argument.add(ArgValueCandidates::new(|| named(disks))),
@@ -95,8 +97,9 @@ fn words<const N: usize>(words: [&'static str; N]) -> ArgValueCandidates {
     ArgValueCandidates::new(move || words.map(CompletionCandidate::new).into())
 }
 
-/// What the daemon that runs has of these.
+/// Names from the running daemon.
 fn named(list: fn(&Report) -> Vec<CompletionCandidate>) -> Vec<CompletionCandidate> {
+    // Errors are dropped: a message would appear in the middle of the user's command line.
     let asked = Target::choose(None).ok().and_then(|target| {
         let mut client = Client::connect_with(&target, PATIENCE).ok()?;
         client.status().ok()
@@ -104,12 +107,13 @@ fn named(list: fn(&Report) -> Vec<CompletionCandidate>) -> Vec<CompletionCandida
     asked.map(|report| list(&report)).unwrap_or_default()
 }
 
-/// Of the daemon's cluster: what it knows of hosts that are not there.
+/// Hosts of the daemon's cluster that are absent.
 fn lost_hosts() -> Vec<CompletionCandidate> {
     let shown = Target::choose(None).ok().and_then(|target| {
         let mut client = Client::connect_with(&target, PATIENCE).ok()?;
         client.execute("x-weir-query-cluster", json!({})).ok()
     });
+    // Hosts that are present are not candidates for `cluster forget`.
     let hosts = shown.as_ref().and_then(|shown| shown["hosts"].as_array()).into_iter().flatten();
     let lost = hosts.filter(|host| host["present"] == false).filter_map(|host| host["name"].as_str());
     lost.map(CompletionCandidate::new).collect()
@@ -136,7 +140,7 @@ mod tests {
     use super::with_shown_limits;
     use crate::cli::Cli;
 
-    /// What is offered for the last word of a line.
+    /// Completions of the last word of a line.
     fn offered(line: &str) -> Vec<String> {
         let words: Vec<_> = line.split(' ').map(Into::into).collect();
         let last = words.len() - 1;

@@ -1,4 +1,4 @@
-//! `weir generate`: what a package has beside the program and is made of its command line.
+//! `weir generate`: files of a package that derive from the command line.
 //!
 //! ```text
 //!   DIR/man/man1/weir-serve.1 …                   a page for each command
@@ -9,11 +9,11 @@
 //!   DIR/fish/vendor_completions.d/weir.fish
 //! ```
 //!
-//! `--reference docs/reference` renews what the sources keep: the tables of keys in config.md, and
-//! config.schema.json.
+//! `--reference docs/reference` updates the files kept in the source tree: the tables of keys in
+//! config.md, and config.schema.json.
 //!
-//! DIR is what `PREFIX/share` is to become: `make install` and the Debian package call it. The
-//! scripts are small, and ask the program itself (`complete`).
+//! DIR becomes `PREFIX/share`: `make install` and the Debian package run the command. The scripts
+//! are small and call the program itself (`complete`).
 
 mod config_page;
 mod keys;
@@ -34,21 +34,21 @@ use console::CommandFailure;
 
 use crate::complete;
 
-/// What `weir generate` is told.
+/// Arguments of `weir generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// Where to, as PREFIX/share
+    /// Target directory, which becomes PREFIX/share
     #[arg(value_name = "DIR", required_unless_present = "reference", requires = "date")]
     directory: Option<PathBuf>,
-    /// The date of the manual pages
+    /// Date of the manual pages
     #[arg(long, value_name = "YYYY-MM-DD", default_value = "")]
     date: String,
-    /// Renew the tables of keys and the schema in this directory of the sources
+    /// Update the tables of keys and the schema in this directory of the source tree
     #[arg(long, value_name = "DIR", conflicts_with = "directory")]
     reference: Option<PathBuf>,
 }
 
-/// Of the command line of this definition.
+/// Writes the files for this definition of the command line.
 pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), CommandFailure> {
     if let Some(reference) = &arguments.reference {
         renew(reference)?;
@@ -68,6 +68,8 @@ pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Comm
     ];
     for (shell, path, more) in scripts {
         let mut script = Vec::new();
+        // A registration calls the program at each completion: it stays valid after an update of
+        // the program.
         shell.write_registration(complete::VARIABLE, "weir", "weir", "weir", &mut script)?;
         script.extend(more.as_bytes());
         write(&directory.join(path), &script)?;
@@ -75,10 +77,10 @@ pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Comm
     Ok(())
 }
 
-/// zsh reads the script when it needs it first, as a function that is to complete something then.
+/// zsh loads the script at the first completion, as the function that has to complete then.
 const AT_ONCE: &str = "if [[ $funcstack[1] == _weir ]]; then\n    _clap_dynamic_completer_weir \"$@\"\nfi\n";
 
-/// Bash cuts `--cache=w` at the `=`, and puts what is offered in the place of the last piece alone.
+/// Bash splits `--cache=w` at the `=` and replaces only the last piece by a completion.
 const WHOLE_WORDS: &str = r#"
 _weir() {
     local word whole=() joined='' before
@@ -100,7 +102,7 @@ complete -o nospace -o bashdefault -o nosort -F _weir weir 2> /dev/null \
     || complete -o nospace -o bashdefault -F _weir weir
 "#;
 
-/// Writes what the sources keep of the tables of keys.
+/// Updates the files in the source tree that contain tables of keys.
 fn renew(reference: &Path) -> anyhow::Result<()> {
     write(&reference.join(schema::FILE), schema::text()?.as_bytes())?;
     let document = reference.join(tables::FILE);

@@ -1,27 +1,26 @@
-//! The `weir` program: one command, a subcommand for each thing it does.
+//! The `weir` program: one command with a subcommand for each task.
 //!
 //! ```text
-//!   cli                  the commands by name; each room below has its own options and work
-//!   client               the daemon's control socket from the other end: reports, rates, changes
+//!   cli                  the command line; options and work of a command are in its own module
+//!   client               client of the daemon's control socket: reports, rates, changes
 //!   cluster              the hosts that share limits
-//!   attach               a disk as a device of this host; the process that keeps it; detach
-//!   status, top          what runs; the same, live
-//!   throttle, prefetch   one setting of what runs, shown or changed
-//!   adding               disks and groups, one more or one less
-//!   added                the keys of a disk or group that is added: as options, to a daemon, in a file
-//!   reload               the config file is read again
-//!   resume               disks that an error has stopped go on
-//!   saving               what these two share: a change, told to the daemon and kept in the config file
+//!   attach               a disk as a device of this host; its keeper process; detach
+//!   status, top          the running state; the same, live
+//!   throttle, prefetch   settings of a disk or group, shown or changed
+//!   adding               add and remove disks and groups
+//!   added                keys of an added disk or group: as options, for a daemon, in a file
+//!   reload               reload the config file
+//!   resume               resume disks that an error has stopped
+//!   saving               common part: send a change to the daemon and save it in the config file
 //!   served               the disk that a daemon serves from an image, for `weir image`
-//!   mount_helper         `mount -t weir`, which is `attach`
-//!   complete, generate   what shells complete; manual pages and the shells' scripts
-//!   qemu                 `qemu-nbd` and `qemu-storage-daemon`, which are `serve`
-//!   background           a server that goes on without whoever started it
+//!   mount_helper         `mount -t weir`, an interface to `attach`
+//!   complete, generate   shell completion; manual pages and scripts for shells
+//!   qemu                 `qemu-nbd` and `qemu-storage-daemon`, interfaces to `serve`
+//!   background           a server that continues in the background
 //! ```
 //!
-//! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for
-//! others. Never does anything by itself: what a command does lies in the room that is named after
-//! it.
+//! A library, so that end-to-end tests and tools can call [`main`]; its API is not for other
+//! crates. Never does work itself: the work of a command is in the module of its name.
 
 mod added;
 mod adding;
@@ -56,11 +55,11 @@ use cli::{Cli, Command};
 use console::{CommandFailure, print_error, logging};
 use storage::rbd;
 
-/// How long a cluster may take to take images back at the end. One that stands still has them until
-/// it misses this client.
+/// Longest wait for Ceph to close images at the end. A cluster that does not respond keeps them
+/// open until it detects that this client is gone.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Does what the process's command line says; returns the status to exit with.
+/// Runs the process's command line and returns its exit status.
 pub fn main() -> ExitCode {
     complete::answer_shell(Cli::whole);
     if let Some(program) = qemu::called_as(std::env::args_os().next().as_ref()) {
@@ -70,6 +69,8 @@ pub fn main() -> ExitCode {
         Ok(Some(Cli { command })) => command,
         Ok(None) => return ExitCode::SUCCESS,
         Err(mut error) => {
+            // Replacements for features of qemu-img are better advice than a similar name from
+            // clap.
             let words: Vec<_> = std::env::args_os().skip(1).collect();
             let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
             image_tool::advise(&mut error, &words);
@@ -113,9 +114,9 @@ pub fn main() -> ExitCode {
         Command::Tune(arguments) => lab::tune::run(*arguments),
         Command::Generate(arguments) => generate::run(&arguments, Cli::whole()),
     };
-    // Also where it failed: others wait for images of clusters that nobody has closed.
+    // After failures too: an image that was not closed stays locked for other clients.
     rbd::wait_for_closing(PATIENCE);
-    // Before the error, which follows the log.
+    // Before the error, so that messages appear in order.
     logging::flush();
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,

@@ -1,8 +1,8 @@
-//! `mount.weir`: what mount(8) calls for a file system of type `weir`, so that a line of fstab
-//! mounts an image.
+//! `mount.weir`: helper of mount(8) for the file system type `weir`, so that a line of fstab mounts
+//! an image.
 //!
-//! The program knows by its own name that it is called so: `/sbin/mount.weir` is a link to it. The
-//! helper's command line becomes that of `weir attach --mount`, and nothing else differs.
+//! The program is recognized by its name: `/sbin/mount.weir` is a link to it. The helper's command
+//! line is translated to `weir attach --mount`; nothing else differs.
 //!
 //! ```text
 //!   /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime  0 0
@@ -11,33 +11,33 @@
 //!   weir attach --as-mount --mount=/mnt/vm1 --iops-total=2000 --group=gold --mount-options=noatime -- …
 //! ```
 //!
-//! `--as-mount` keeps the manners of mount(8): nothing is said where all is well, unless `-v` asks
-//! for it, and what is mounted there already stays, as `mount -a` is run again and again.
+//! `--as-mount` follows the conventions of mount(8): no output on success without `-v`, and no
+//! error if the image is already mounted there, since `mount -a` is run repeatedly.
 
 use std::{ffi::OsString, path::Path};
 
-/// The name of the link.
+/// Name of the link.
 const NAME: &str = "mount.weir";
-/// Options of `attach` that a line of fstab may not have: what they ask for is said by the line
-/// itself, or would mount nothing.
+/// Options of `attach` that fstab must not set: the line itself implies them, or they would mount
+/// nothing.
 const NOT_IN_FSTAB: [&str; 10] =
     ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover", "as-mount", "verbose"];
-/// Options that are for mount(8) and for systemd. Most never get here.
+/// Options for mount(8) and systemd. mount(8) removes most of them before it calls a helper.
 const FOR_OTHERS: [&str; 12] = [
     "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group",
     "loop",
 ];
 
-/// Whether the program was called so.
+/// True if the program was called as the helper.
 pub(crate) fn is_called(program: Option<&OsString>) -> bool {
     program.is_some_and(|program| Path::new(program).file_name().is_some_and(|name| name == NAME))
 }
 
-/// The command line that it stands for: none where nothing is to be done. `known` tells whether
-/// `attach` has an option of this name.
+/// Command line of `weir attach`; `None` for a dry run (`-f`). `known` returns true for names of
+/// options of `attach`.
 ///
 /// # Errors
-/// What is wrong with it: mount(8), "EXTERNAL HELPERS", has its form.
+/// If the command line does not have the form of mount(8), "EXTERNAL HELPERS".
 pub(crate) fn as_attach(
     words: impl IntoIterator<Item = OsString>,
     known: impl Fn(&str) -> bool,
@@ -52,11 +52,11 @@ pub(crate) fn as_attach(
                 options += ",";
                 options += &more;
             }
-            // A namespace, which mount(8) has entered already, and the type again.
+            // mount(8) has entered the namespace already, and the type is known.
             Some("-N" | "-t") => drop(value()?),
             Some(flags) if flags.len() > 1 && flags.starts_with('-') => {
                 if let Some(unknown) = flags[1..].chars().find(|flag| !"sfnv".contains(*flag)) {
-                    return Err(format!("-{unknown}: is no option of a mount helper"));
+                    return Err(format!("-{unknown}: is not an option of a mount helper"));
                 }
                 is_fake |= flags.contains('f');
                 is_verbose |= flags.contains('v');
@@ -65,9 +65,7 @@ pub(crate) fn as_attach(
         }
     }
     let [image, directory] = &places[..] else {
-        return Err(
-            "two places are needed, the image and the directory (mount -t weir IMAGE DIRECTORY)".to_owned()
-        );
+        return Err("expected an image and a directory (mount -t weir IMAGE DIRECTORY)".to_owned());
     };
     if is_fake {
         return Ok(None);
@@ -82,7 +80,7 @@ pub(crate) fn as_attach(
     Ok(Some(attach))
 }
 
-/// Those that `attach` knows become options of it; the others are the file system's.
+/// Options of `attach` by its names; all others become mount options of the file system.
 fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
     let (mut own, mut others) = (Vec::new(), Vec::new());
     for option in options.split(',').filter(|option| !option.is_empty()) {
@@ -92,10 +90,12 @@ fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
         if is_for_others || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
             continue;
         }
+        // Both: the disk must reject writes, and the file system must be mounted read-only.
         if name == "ro" {
             own.push("--read-only".to_owned());
         }
         if name != "ro" && !NOT_IN_FSTAB.contains(&name) && known(name) {
+            // Names of `attach` win over mount options of the same name, such as `group`.
             own.push(format!("--{option}"));
         } else {
             others.push(option);
@@ -148,7 +148,7 @@ mod tests {
             "/a /mnt -o defaults,noauto,nofail,_netdev,group,x-systemd.automount,comment=x,noatime",
             "attach --as-mount --mount=/mnt --mount-options=noatime -- /a",
         );
-        // A line of fstab cannot ask for something else than a mount.
+        // fstab must not turn the mount into another operation.
         becomes(
             "/a /mnt -o list,mount=/etc,o=x,verbose",
             "attach --as-mount --mount=/mnt --mount-options=list,mount=/etc,o=x,verbose -- /a",
@@ -158,10 +158,10 @@ mod tests {
     #[test]
     fn what_makes_no_sense_is_refused() {
         assert_eq!(read("/a /mnt -fv").unwrap(), None, "it was only to be tried");
-        assert!(read("/a").unwrap_err().starts_with("two places are needed"));
-        assert!(read("/a /b /c").unwrap_err().starts_with("two places are needed"));
+        assert!(read("/a").unwrap_err().starts_with("expected an image and a directory"));
+        assert!(read("/a /b /c").unwrap_err().starts_with("expected an image and a directory"));
         assert_eq!(read("/a /b -o").unwrap_err(), "-o: has no value");
-        assert_eq!(read("/a /b --help").unwrap_err(), "--: is no option of a mount helper");
+        assert_eq!(read("/a /b --help").unwrap_err(), "--: is not an option of a mount helper");
     }
 
     #[test]

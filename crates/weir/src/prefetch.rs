@@ -1,5 +1,5 @@
-//! `weir prefetch`: shows or changes what is read ahead of a disk's readers while it runs. The
-//! daemon judges the settings, and applies all of a change or nothing.
+//! `weir prefetch`: shows or changes a disk's prefetching at run time. The daemon checks the
+//! settings and applies all of a change or none.
 
 mod arguments;
 
@@ -45,7 +45,7 @@ fn find<'a>(report: &'a Report, name: &str) -> Result<&'a DiskStatus, String> {
     match report.find(name) {
         Some(Node::Disk(disk)) => Ok(disk),
         Some(Node::Group(_)) => {
-            Err(format!("{name}: is a group, and what is read ahead is a disk's (name one of its disks)"))
+            Err(format!("{name}: is a group, and only disks have prefetching (name one of its disks)"))
         }
         None => Err(report.no_such(name)),
     }
@@ -67,16 +67,17 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
     let [ahead, used, wasted] = [read_ahead.read_ahead_bytes, read_ahead.used_bytes, read_ahead.wasted_bytes]
         .map(|bytes| figures::bytes(bytes as f64));
     let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
-    let gate = if read_ahead.closed { "; closed, because it does not pay now" } else { "" };
+    // `closed`: prefetching has suspended itself because too little of its data was used.
+    let gate = if read_ahead.closed { "; closed, because too little of it is used" } else { "" };
     vec![
         (
             "reads",
             format!(
-                "{hits} hits ({waited} of them waited), {partial_hits} partial, {misses} misses, {skipped} too large"
+                "{hits} hits ({waited} waited for data), {partial_hits} partial, {misses} misses, {skipped} too large"
             ),
         ),
         ("hit rate", share(read_ahead.hit_rate)),
-        ("read ahead", format!("{ahead}, {used} used, {wasted} wasted{gate}")),
+        ("prefetched", format!("{ahead}, {used} used, {wasted} wasted{gate}")),
         ("accuracy", share(read_ahead.accuracy)),
         ("in memory", figures::bytes(memory as f64)),
         ("streams", streams.to_string()),
@@ -123,9 +124,9 @@ disk vm1
   prefetch-window-min       128K
   prefetch-window-max       2M
   prefetch-streams          256
-  reads                     960 hits (7 of them waited), 10 partial, 30 misses, 2 too large
+  reads                     960 hits (7 waited for data), 10 partial, 30 misses, 2 too large
   hit rate                  97%
-  read ahead                5.0M, 4.0M used, 512K wasted; closed, because it does not pay now
+  prefetched                5.0M, 4.0M used, 512K wasted; closed, because too little of it is used
   accuracy                  89%
   in memory                 512K
   streams                   3
@@ -143,7 +144,7 @@ disk vm1
         let (_, report) = report();
         assert_eq!(
             find(&report, "gold").unwrap_err(),
-            "gold: is a group, and what is read ahead is a disk's (name one of its disks)"
+            "gold: is a group, and only disks have prefetching (name one of its disks)"
         );
         assert!(find(&report, "vm2").unwrap_err().contains("did you mean \"vm1\"?"));
     }

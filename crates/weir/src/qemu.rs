@@ -1,13 +1,13 @@
-//! Programs of QEMU that weir takes the place of, where a link of their name leads to it: scripts
-//! that call them change nothing.
+//! Programs of QEMU that weir replaces through links of their names, so that scripts work
+//! unchanged.
 //!
 //! ```text
-//!   nbd              qemu-nbd: its options become those of `weir serve`
+//!   nbd              qemu-nbd: its options are translated to those of `weir serve`
 //!   storage_daemon   qemu-storage-daemon: its options are those of `weir serve`
 //! ```
 //!
-//! Here is what both have in common: how they are called, what they say, and that they exit with 0
-//! or 1. Never serves anything by itself.
+//! This module has their common parts: dispatch by name, error format, and the exit statuses 0 and
+//! 1. Never serves a disk itself.
 
 mod nbd;
 mod storage_daemon;
@@ -25,7 +25,7 @@ use daemon::serve::ServeArgs;
 
 use crate::background;
 
-/// What is done in the place of the program that this one was called as.
+/// Entry point of the program whose name this process was called by.
 pub(crate) fn called_as(program: Option<&OsString>) -> Option<fn() -> ExitCode> {
     match Path::new(program?).file_name()?.to_str()? {
         nbd::NAME => Some(nbd::main),
@@ -34,9 +34,9 @@ pub(crate) fn called_as(program: Option<&OsString>) -> Option<fn() -> ExitCode> 
     }
 }
 
-/// Tells how it went, in the form of all errors; the status to exit with.
+/// Reports the result in the program's error format and returns the exit status.
 fn ended(name: &str, result: Result<(), CommandFailure>) -> ExitCode {
-    // Before the error, which follows the log.
+    // Before the error, so that messages appear in order.
     logging::flush();
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -44,11 +44,12 @@ fn ended(name: &str, result: Result<(), CommandFailure>) -> ExitCode {
             print_error_as(name, &error);
             ExitCode::FAILURE
         }
+        // The finding has been printed already.
         Err(CommandFailure::Found(_)) => ExitCode::FAILURE,
     }
 }
 
-/// Prints help where that was asked for, and says else what is wrong with a command line.
+/// Prints the requested help, or the error of a command line.
 fn answer(name: &str, error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     if error.kind() == ErrorKind::DisplayHelp {
@@ -58,20 +59,20 @@ fn answer(name: &str, error: &clap::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// What clap's message has before the first empty line, as one line.
+/// The part of clap's message before the first empty line, as one line.
 fn what_is_wrong(text: &str) -> String {
     let lines: Vec<_> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
     let said = lines.join(" ");
     said.strip_prefix("error: ").map(str::to_owned).unwrap_or(said)
 }
 
-/// As clients of the control socket are told: which QEMU it is like, and what it is.
+/// Prints the emulated QEMU release, as in QMP's greeting, and the version of weir.
 fn version(name: &str) -> Result<(), CommandFailure> {
     let (qemu, own) = (control::qemu_release(), env!("CARGO_PKG_VERSION"));
     Ok(print(&format!("{name} {qemu} (weir {own})\n"))?)
 }
 
-/// Serves; then calls `ready`, and tells whoever waits for the process in the background.
+/// Serves. Once ready, calls `ready` and reports readiness to the foreground process.
 fn serve(arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), CommandFailure> {
     daemon::serve::run(arguments, move || {
         ready();

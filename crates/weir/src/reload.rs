@@ -1,4 +1,4 @@
-//! `weir reload`: the daemon reads its config file again, and what has changed is shown.
+//! `weir reload`: the daemon reloads its config file; prints the changes.
 
 use clap::Args;
 use console::{
@@ -12,23 +12,23 @@ use crate::client::{Client, Target, change::Name, change::Setpoint};
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir reload
-      Limits, groups, shares, new disks and exports of the config file are in force at once; disks, groups and \
-exports that it does not have any more are removed.
+      Applies changed limits, groups, weights, disks and exports at once. Removes disks, groups and exports that \
+are no longer in the file.
   weir check-config /etc/weir/weir.toml && weir reload
   weir reload --dry-run
-      What that would change, or why it would be refused; nothing is changed.
+      Prints the changes, or why they would be rejected. Changes nothing.
 
-All of the difference is applied, or nothing: what the file has wrong is told with its line, and what cannot be \
-changed while weir runs (how an image was opened, the daemon's own settings, what somebody uses) by its name. \
-A change that `weir throttle` has made without --save is taken back. SIGHUP does the same, and the log tells.";
+All changes are applied, or none. Mistakes are reported with their line; settings that cannot be changed at run \
+time (options for opening an image, settings of the daemon, disks in use) with their name. Changes made by `weir \
+throttle` without --save are reverted. SIGHUP does the same, with the result in the log.";
 
-/// What `weir reload` is told.
+/// Arguments of `weir reload`.
 #[derive(Debug, Args)]
 pub(crate) struct ReloadArgs {
-    /// Check new disks as `weir check-config` does, and print what would change; change nothing
+    /// Check new disks as `weir check-config` does, and print the changes without applying them
     #[arg(long)]
     dry_run: bool,
-    /// Print what has changed as JSON
+    /// Print the changes as JSON
     #[arg(long)]
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
@@ -39,30 +39,32 @@ pub(crate) struct ReloadArgs {
 pub(crate) fn run(arguments: ReloadArgs) -> Result<(), CommandFailure> {
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
     let ReloadArgs { dry_run, json, .. } = arguments;
-    // A daemon of before knows no argument, and refuses it.
+    // A daemon of an older version accepts no arguments.
     let asked = if dry_run { json!({ "dry-run": true }) } else { json!({}) };
     let changes = client.execute("x-weir-reload", asked)?;
     let nothing = if dry_run { "nothing would change" } else { "nothing has changed" };
     Ok(if json { print_json(&changes) } else { print(&shown(&changes, nothing)) }?)
 }
 
-/// A table, or in so many words that there is nothing for one.
+/// A table of the changes, or the text for none.
 fn shown(changes: &Value, nothing: &str) -> String {
     let changes = changes.as_array().map(Vec::as_slice).unwrap_or_default();
     if changes.is_empty() {
         return format!("{nothing}\n");
     }
-    let mut table = TextTable::new(columns(&["WHAT", "NAME", "CHANGE"], &[]));
+    let mut table = TextTable::new(columns(&["TYPE", "NAME", "CHANGE"], &[]));
     for change in changes {
         let text = |key: &str| change[key].as_str().unwrap_or_default().to_owned();
+        // Unknown kinds of changes are printed as they are: the daemon may be newer than this
+        // command.
         let what = match (text("change").as_str(), text("setting")) {
             ("set", name) => {
                 let value = |key| setpoint(&name, &change[key]);
                 format!("{name}: {} → {}", value("before"), value("after"))
             }
-            ("not-read", _) => format!("not read again: {}", text("reason")),
-            ("unopened", _) => "its image is not open yet".to_owned(),
-            ("left-out", _) => format!("left out: it has moved to host {}", text("host")),
+            ("not-read", _) => format!("not reloaded: {}", text("reason")),
+            ("unopened", _) => "its image is not available yet".to_owned(),
+            ("left-out", _) => format!("skipped: it was moved to host {}", text("host")),
             (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
             (listed, _) => listed.to_owned(),
         };
@@ -71,7 +73,7 @@ fn shown(changes: &Value, nothing: &str) -> String {
     table.render(false)
 }
 
-/// A value as users write it.
+/// Formats a value for users.
 fn setpoint(name: &str, value: &Value) -> String {
     match (Name::find(name), value) {
         (_, Value::Null) => "none".to_owned(),
@@ -101,14 +103,14 @@ mod tests {
             { "kind": "disk", "name": "vm3", "change": "unopened" },
         ]);
         let expect = "\
-WHAT    NAME  CHANGE
+TYPE    NAME  CHANGE
 group   gold  added
 disk    vm1   bps-total: none → 10M
 disk    vm1   group: none → gold
 disk    vm1   l2-cache-size: none → full
 export  vm1   removed at unix:/run/a
-disk    vm2   left out: it has moved to host host2
-disk    vm3   its image is not open yet
+disk    vm2   skipped: it was moved to host host2
+disk    vm3   its image is not available yet
 ";
         assert_eq!(shown(&changes, ""), expect);
         assert_eq!(shown(&json!([]), "nothing has changed"), "nothing has changed\n");

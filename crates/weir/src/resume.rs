@@ -1,4 +1,4 @@
-//! `weir resume`: what an error has stopped goes on.
+//! `weir resume`: resumes disks that an I/O error has stopped.
 
 use anyhow::anyhow;
 use clap::Args;
@@ -10,18 +10,18 @@ use crate::client::{Client, Target};
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir resume
-      Once a full device has room again, the disks that it stopped try again what failed.
+      Once a full device has free space again: stopped disks retry their failed requests.
   weir resume vm1
-      That one alone.
+      Only the disk vm1.
 
 With `--on-write-error enospc`, a disk whose device is full holds its requests instead of failing them: guests wait. \
-Where what was held fails at once again, this is told, with exit status 1. QMP's `cont` does the same as this command \
-without a DISK, and tells nothing.";
+If a retried request fails at once again, this is reported, with exit status 1. QMP's `cont` resumes all disks as well, \
+without reporting that.";
 
-/// What `weir resume` is told.
+/// Arguments of `weir resume`.
 #[derive(Debug, Args)]
 pub(crate) struct ResumeArgs {
-    /// This disk alone [default: all that are stopped]
+    /// Resume only this disk [default: all stopped disks]
     #[arg(value_name = "DISK")]
     disk: Option<String>,
     /// The daemon's control socket [default: the one that `weir serve` opens]
@@ -40,15 +40,17 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
         asked["name"] = json!(disk);
     }
     let answer: Value = client.execute("x-weir-resume", asked)?;
+    // A disk stops again if a retried request failed at once.
     let resumed = answer.as_array().map(Vec::as_slice).unwrap_or_default();
     let (stopped, going): (Vec<_>, Vec<_>) = resumed.iter().partition(|disk| disk["stopped-by"].is_string());
     let name = |disk: &Value| disk["name"].as_str().unwrap_or_default().to_owned();
     if resumed.is_empty() {
         return Ok(print(&match arguments.disk {
-            Some(disk) => format!("{disk} was not stopped\n"),
+            Some(disk) => format!("{disk}: was not stopped\n"),
             None => "no disk was stopped\n".to_owned(),
         })?);
     }
+    // Printed even if other disks stopped again: the exit status tells the rest.
     if !going.is_empty() {
         let names: Vec<_> = going.into_iter().map(name).collect();
         print(&format!("resumed: {}\n", names.join(" ")))?;
@@ -57,8 +59,8 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
         return Ok(());
     }
     let tell = |disk: &Value| {
-        format!("{} has stopped again: {}", name(disk), disk["stopped-by"].as_str().unwrap_or_default())
+        format!("{}: stopped again: {}", name(disk), disk["stopped-by"].as_str().unwrap_or_default())
     };
     let told: Vec<_> = stopped.into_iter().map(tell).collect();
-    Err(anyhow!("{} (mend that, and resume again)", told.join("; ")).into())
+    Err(anyhow!("{} (remove the cause, and resume again)", told.join("; ")).into())
 }

@@ -1,7 +1,7 @@
-//! A change of settings: put in force by the daemon, written into the config file, and told.
+//! A change of settings: applied by the daemon, written into the config file, and printed.
 //!
-//! All that can be found out about the file is found out before the daemon is asked: a change is
-//! not in force and then not saved.
+//! The file is read, edited and checked before the daemon is asked, so that a change cannot be in
+//! force and then fail to be saved for a foreseeable reason.
 
 mod arguments;
 mod edit;
@@ -27,10 +27,10 @@ pub(crate) trait Setter {
 
     fn common(&self) -> Common<'_>;
 
-    /// What the name stands for. Fails if that has no such settings.
+    /// The disk or group of the given name. Fails if it has no such settings.
     fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String>;
 
-    /// What is to change, seen from the settings that are in force.
+    /// The change, relative to the settings in force.
     fn change(&self, before: &MemberSettings) -> Change;
 
     fn show(&self, report: &Report, node: Node<'_>) -> String;
@@ -45,10 +45,11 @@ pub(crate) struct Common<'a> {
     pub(crate) save: &'a SaveArgs,
 }
 
-/// Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
+/// Fails if the daemon rejects the change or does not respond, or the config file cannot be
+/// written.
 pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), CommandFailure> {
     let Common { name, json, qmp, save } = setter.common();
-    // Which settings it has does not depend on what is in force, only those that go with them.
+    // The set of changed settings does not depend on those in force, so it can be checked offline.
     setter.change(&MemberSettings::default()).judge().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp.clone())?;
     let report = client.status()?;
@@ -65,13 +66,13 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), CommandFailure> {
     }
     if save.save {
         let example = S::EXAMPLE;
-        let rule = format!("there is no setting to save (name one, such as {example})");
+        let rule = format!("no setting to save is given (for example {example})");
         return Err(CommandFailure::Usage(anyhow!("--save: {rule}")));
     }
     Ok(if json { print_json(&setter.entry(node)) } else { print(&setter.show(&report, node)) }?)
 }
 
-/// Has a change made, and saved if that is asked for: the file's name then.
+/// Applies a change, and saves it if requested. Returns the file's name then.
 fn apply(
     client: &mut Client,
     report: &Report,
@@ -81,6 +82,7 @@ fn apply(
 ) -> anyhow::Result<Option<String>> {
     let saving = prepare(report, arguments, |text| edit::edited(text, node.kind(), name, change))?;
     client.set(name, change.arguments()).map_err(|error| match error {
+        // Some of the daemon's errors begin with the name already.
         Error::Refused(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
         error => error.into(),
     })?;
@@ -88,7 +90,7 @@ fn apply(
     saved.with_context(|| format!("{name}: the change is in force, but not saved"))
 }
 
-/// The config file with an edit that waits to be committed, if it is to be saved.
+/// The edited config file, ready to be committed; `None` without `--save`.
 pub(crate) fn prepare(
     report: &Report,
     arguments: &SaveArgs,
@@ -99,9 +101,8 @@ pub(crate) fn prepare(
     }
     let named = arguments.config.clone();
     let known = named.or_else(|| report.config.as_ref().map(Into::into));
-    let path = known.context(
-        "--save: the daemon was started without a config file, so there is none to write to (name one with --config FILE)",
-    )?;
+    let path = known
+        .context("--save: the daemon was started without a config file (give one with --config FILE)")?;
     Saving::prepare(&path, edit).map(Some)
 }
 
@@ -143,7 +144,7 @@ mod tests {
         change.set(Name::Group, Setpoint::Text(String::new()));
         let expect = "\
 vm1: iops-total: 1000 → 2000
-vm1: weight: 200, as before
+vm1: weight: 200 (unchanged)
 vm1: group: gold → none
 vm1: saved in /etc/weir.toml
 ";

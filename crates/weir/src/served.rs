@@ -1,7 +1,7 @@
-//! The disk that a running daemon serves from an image, for commands of `weir image` that find it
-//! locked.
+//! The disk that a running daemon serves from an image, for commands of `weir image` that find the
+//! image locked.
 //!
-//! Never asks another daemon than all commands ask, and changes nothing but by its command.
+//! Never asks a daemon other than the default one, and changes it only through its own commands.
 
 use std::{
     fs,
@@ -17,14 +17,15 @@ use serde_json::json;
 
 use crate::client::{Client, Error, Target};
 
-/// Who serves the image: the daemon that `WEIR_QMP` names, or the usual one. `None` where none
-/// runs, does not answer, or has no such disk.
+/// The daemon's disk with this image. The daemon is that of `WEIR_QMP`, or the default one. `None`
+/// if it does not run, does not respond, or has no such disk.
 pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
     let image = image.canonicalize().ok()?;
     let target = Target::choose(None).ok()?;
     let mut client = Client::connect(&target).ok()?;
     let report = client.status().ok()?;
     let from = working_directory(&target);
+    // Compares canonical paths: both sides may use links or relative paths.
     let is_it = |disk: &DiskStatus| {
         let path = from.as_ref().map_or_else(|| PathBuf::from(&disk.image), |from| from.join(&disk.image));
         path.canonicalize().is_ok_and(|path| path == image)
@@ -34,7 +35,7 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
     let resize = move |size: u64| {
         let asked = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));
         asked.map(drop).map_err(|error| match error {
-            // By its argument the command line does not call it.
+            // The error names QMP's argument, which the command line does not have.
             Error::Refused(said) => match said.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
                 Some(rule) => anyhow!("{size} bytes {rule}"),
                 None => anyhow!(said),
@@ -45,7 +46,7 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
     Some(ServedDisk { name, daemon: target.to_string(), format, size_bytes: disk.size, resize: Box::new(resize) })
 }
 
-/// From where a daemon's relative paths lead, if this user may know.
+/// Working directory of the daemon, to resolve its relative paths; `None` without permission.
 fn working_directory(target: &Target) -> Option<PathBuf> {
     let peer = getsockopt(&UnixStream::connect(target.path()).ok()?, PeerCredentials).ok()?;
     fs::read_link(format!("/proc/{}/cwd", peer.pid())).ok()

@@ -1,6 +1,6 @@
-//! `weir status`: what runs, what it does now, and what holds it back.
+//! `weir status`: disks and groups with their rates and throttle causes.
 //!
-//! Two reports some time apart become rates: a table, or the daemon's own words and the rates.
+//! Two reports at an interval yield rates: printed as tables, or as the daemon's status with rates.
 
 mod arguments;
 mod tables;
@@ -22,8 +22,8 @@ use crate::client::{
     report::Report,
 };
 
-/// Time before the interval. A limit lets a tenth of a second's worth pass at once after idle time:
-/// a load that begins together with this command would seem to exceed it.
+/// Time before the interval. After idle time a limit admits a tenth of a second's worth at once: a
+/// load that starts together with this command would seem to exceed it.
 const LEAD_IN: Duration = Duration::from_millis(250);
 
 pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
@@ -32,7 +32,7 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
     if !arguments.interval.is_zero() {
         thread::sleep(LEAD_IN);
         earlier = Some(client.measured()?);
-        // Not a wait for an event: the interval is what is measured over.
+        // Not a wait for an event: rates are measured over this interval.
         thread::sleep(arguments.interval);
     }
     let report = client.measured()?;
@@ -45,10 +45,10 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
     Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
 }
 
-/// Which tables and columns are printed.
+/// Tables and columns to print.
 #[derive(Clone, Copy, Debug, Default)]
 struct Form {
-    /// Tables of all kinds, not only those of disks, groups and errors.
+    /// True for all tables, not only those of disks, groups and errors.
     all: bool,
     wide: bool,
 }
@@ -58,7 +58,8 @@ struct Shown {
 }
 
 impl Shown {
-    /// Those with these names, and the disks that are in such a group; all if there is no name.
+    /// Restricts the output to these names and the disks in such groups; no restriction without
+    /// names.
     fn new(report: &Report, asked: &[String]) -> Result<Self, String> {
         if asked.is_empty() {
             return Ok(Self { names: None });
@@ -86,14 +87,15 @@ impl Shown {
             status.unopened.retain(|disk| self.has(&disk.name));
             status.groups.retain(|group| self.has(&group.name));
             status.exports.retain(|export| self.has(&export.disk));
+            // A device is shown if one of its disks is.
             status.devices.retain(|device| device.disks.iter().any(|disk| self.has(disk)));
         }
         status
     }
 }
 
-/// Returns the status with the rates of the interval, and of disks the latencies since the daemon
-/// counts them.
+/// The status with the rates of the interval, and each disk's latencies since the daemon counts
+/// them.
 fn with_rates(report: &Report, rates: &Rates) -> DaemonStatus {
     let mut status = report.status.clone();
     let rate = |name: &str| rates.of(name).map(|rate| rate_status(rate, rates.interval_ns));

@@ -1,5 +1,5 @@
-//! `weir throttle`: shows what a disk or a group is held to, or changes it while it runs. The
-//! daemon judges the settings, and applies all of a change or nothing.
+//! `weir throttle`: shows or changes the limits of a disk or a group at run time. The daemon checks
+//! the settings and applies all of a change or none.
 
 mod arguments;
 
@@ -41,16 +41,18 @@ impl Setter for ThrottleArgs {
     }
 }
 
-/// Shows or changes the setting: here, or on all hosts of the cluster.
+/// Shows or changes settings, on this host or for the whole cluster.
 pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     if !arguments.cluster.cluster {
         return saving::run(arguments);
     }
     if arguments.save.save {
-        let why = "etcd keeps what --cluster changes, for the next start too (leave --save out)";
+        let why = "limits of the cluster are kept in etcd and not in the config file (leave --save out)";
         return Err(anyhow::anyhow!("--save: {why}").into());
     }
     let mut client = Client::reach(arguments.qmp.clone())?;
+    // The limits in force first: virsh's names clear others of them, and the output shows both
+    // values.
     let shown = client.execute("x-weir-query-cluster", json!({}))?;
     let is_known = |group: &&Value| group["name"] == arguments.name.as_str();
     let before = shown["groups"].as_array().into_iter().flatten().find(is_known);
@@ -63,9 +65,10 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     asked.extend(safe_share.map(|part| ("safe-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
     if asked.is_empty() {
         let is_it = |one: &&Value| one["group"] == arguments.name.as_str();
+        // Limits written by a newer version are distinguished from missing ones.
         let not_understood = shown["not-understood"].as_array().into_iter().flatten().find(is_it);
         if let Some(why) = not_understood.and_then(|one| one["reason"].as_str()) {
-            return Err(anyhow::anyhow!("group {}: what is in etcd {why}", arguments.name).into());
+            return Err(anyhow::anyhow!("group {}: its state in etcd {why}", arguments.name).into());
         }
         let Some(group) = before else {
             let why = shown["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
@@ -77,7 +80,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
         };
         if let Some(why) = shown["reason"].as_str() {
             console::print_error(&anyhow::anyhow!(
-                "what was known last is shown, as etcd cannot be asked: {why}"
+                "showing the last known state, as etcd is unreachable: {why}"
             ));
         }
         return Ok(if arguments.json { print_json(group) } else { print(&of_all(group, &settings)) }?);
@@ -102,6 +105,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     let safe = safe_share.map(|part| line("safe-share", part_before, part.to_string()));
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
     if done["used"] == false {
+        // Not an error: the limits may be set before the first host has the group.
         console::print_error(&unused(&arguments.name));
     }
     if let Some(why) = set_aside(&arguments.name, &done) {
@@ -110,29 +114,29 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-/// Much of the limits is kept for hosts, whether they are there or not.
+/// Warning if the fallback shares reserve much of the limits, even for absent hosts.
 fn set_aside(group: &str, done: &Value) -> Option<anyhow::Error> {
     let (hosts, each) = (done["hosts"].as_u64()?, done["safe-share-ppm"].as_u64()?);
     let all = hosts.saturating_mul(each);
     (all > MUCH_PPM).then(|| {
         let [all, each] = [all, each].map(percent);
         anyhow::anyhow!(
-            "group {group}: {all} of its limits are set aside, {each} for each of {hosts} hosts, and those that are not there use nothing of it (--hosts tells how many there are at most)"
+            "group {group}: fallback shares reserve {all} of its limits, {each} for each of {hosts} hosts, whether they are present or not (set the number of hosts with --hosts)"
         )
     })
 }
 
-/// More than this that is set aside is told.
+/// Sum of the fallback shares above which there is a warning.
 const MUCH_PPM: u64 = 100_000;
 
 fn percent(ppm: u64) -> String {
     format!("{}%", ppm as f64 / 10_000.0)
 }
 
-/// Limits were set that nobody is held to.
+/// Warning for limits of a group that no present host has.
 fn unused(group: &str) -> anyhow::Error {
     anyhow::anyhow!(
-        "group {group}: no host that is there has it (is the name right? a host has it by [group.{group}] with cluster = true)"
+        "group {group}: no host has it (is the name right? a host joins it by [group.{group}] with cluster = true)"
     )
 }
 
@@ -157,6 +161,7 @@ fn of_all(group: &Value, settings: &MemberSettings) -> String {
 fn show(report: &Report, name: &str, node: Node<'_>) -> String {
     let settings = node.settings();
     let mut text = format!("{} {name}\n", node.kind());
+    // The weight matters even at its default, since shares are relative to it.
     let is_shown = |known: &Name| known.of(settings) != known.default() || *known == Name::Weight;
     let shown: Vec<_> = Name::of_throttle().filter(is_shown).collect();
     let width = shown.iter().map(|name| name.text().len()).max().unwrap_or(0);
@@ -167,11 +172,11 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
         text += &format!("  {line}\n");
     }
     if settings.limits.values().all(|&value| value == 0) {
-        text += "  no limits of its own\n";
+        text += "  no own limits\n";
     }
     for group in report.groups_above(settings) {
         let limits = figures::limits(&group.settings.limits);
-        text += &format!("  held with others by group {}: {limits}\n", group.name);
+        text += &format!("  limits of group {}: {limits}\n", group.name);
     }
     text
 }

@@ -1,17 +1,16 @@
-//! `weir top`: what runs, live, on the whole screen of a terminal; and a place to change a limit
-//! while watching.
+//! `weir top`: disks and groups, live, on the whole terminal; limits can be changed meanwhile.
 //!
 //! ```text
 //!   keyboard ─┐
-//!   signals ──┼─► source (one channel) ─► state (what to show, what a key means) ─► view (how it looks)
+//!   signals ──┼─► source (one channel) ─► state (content, meaning of keys) ─► view (layout, drawing)
 //!   daemon ───┘                             │
 //!      ▲                                    │ a change of settings
 //!      └────────────────────────────────────┘
 //! ```
 //!
-//! `state` and all below it know no terminal and no socket, so tests press keys and hand in
-//! reports. Never leaves the terminal as it is: not at the end, nor after a panic, a signal or a
-//! stop.
+//! `state` and the modules that it uses access neither the terminal nor the socket, so tests press
+//! keys and pass reports. Always restores the terminal: at the end, and after a panic, a signal or
+//! a stop.
 
 mod arguments;
 mod field;
@@ -36,15 +35,17 @@ use state::{Action, State};
 
 use crate::client::{Client, Target};
 
-/// A daemon that goes away later is waited for.
+/// Runs until the user quits. Reconnects if the daemon goes away later.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), CommandFailure> {
     let target = Target::choose(arguments.qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+    // Checked before connecting, so that the message does not depend on the daemon.
     if !screen::is_possible() {
         return Err(anyhow!(
-            "top: standard input and output are no terminal to draw on (`weir status` prints the same)"
+            "top: standard input and output must be a terminal (`weir status` prints the same without one)"
         )
         .into());
     }
+    // Connected before the screen is taken over: a wrong address is reported as by any command.
     let client = Client::connect(&target)?;
     let source = Source::start(client, arguments.interval).context("top: cannot start a thread")?;
     let mut screen = Screen::enter().context("the terminal: cannot be drawn on")?;

@@ -1,5 +1,5 @@
-//! `weir verify`: whether limits, reservations, shares, waits and latencies held, from the daemon's
-//! own counters, with an exit status for scripts.
+//! `weir verify`: checks limits, reservations, shares, waits and latencies against the daemon's own
+//! counters, with an exit status for scripts.
 //!
 //! ```text
 //!   daemon ─► a report each second ──────────► judge ─┬─► findings ─► text, JSON, exit status
@@ -32,14 +32,15 @@ use serde_json::json;
 use crate::client::{Client, report::Report};
 
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Not all that was promised held, or nothing could be judged.
+/// Exit status if a guarantee was broken, or nothing could be checked.
 const BROKEN: u8 = 1;
 
 pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let intended = arguments.config.as_deref().map(intended::load).transpose()?;
     let (interrupted, stop) = mpsc::channel();
-    // Nobody listens where the look has ended.
+    // The receiver is gone once the measurement has ended.
     SignalInterruption::watch(move || _ = interrupted.send(()), || {})?;
+    // The counters of a report are from a moment between the two times: `judge` uses both bounds.
     let mut client = Client::reach(arguments.qmp)?;
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let begun = Instant::now();
@@ -59,6 +60,8 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let mut latencies = arguments.latency_p99.map(|most| Latencies::new(nanoseconds(most)));
     let mut count = |client: &mut Client| -> Result<(), CommandFailure> {
         let Some(latencies) = &mut latencies else { return Ok(()) };
+        // The daemon counts latencies from the first such query, so the first answer starts the
+        // count.
         latencies.take(client.latencies()?);
         Ok(())
     };
@@ -69,12 +72,12 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
         if stop.recv_timeout(left.min(INTERVAL)).is_ok() {
             let after = figures::time(nanoseconds(begun.elapsed()));
-            cut = Some(CommandFailure::Failed(anyhow!("interrupted: what is told is of the first {after}")));
+            cut = Some(CommandFailure::Failed(anyhow!("interrupted: the results are of the first {after}")));
             break;
         }
         match look(&mut client) {
             Ok(look) => judge.take(look),
-            // What was seen is told all the same.
+            // The findings so far are still printed.
             Err(error) => {
                 cut = Some(error);
                 break;
@@ -91,7 +94,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     cut.map_or(told, Err)
 }
 
-/// These, and the disks in such a group; `None` for all.
+/// The given names, and the disks in such groups; `None` for all.
 fn wanted(report: &Report, names: &[String]) -> Option<Vec<String>> {
     let is_in = |settings| report.groups_above(settings).iter().any(|group| names.contains(&group.name));
     let disks = report.disks.iter().filter(|disk| is_in(&disk.settings)).map(|disk| disk.name.clone());
@@ -118,22 +121,23 @@ fn tell(findings: &[Finding], as_json: bool) -> Result<(), CommandFailure> {
     }
     let count = |wanted: &Verdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
     match (count(&Verdict::Broken), count(&Verdict::Held)) {
+        // A script must not take the absence of load for success.
         (0, 0) => {
             print_notice(
-                "nothing could be judged: nothing is promised, or nobody asked for it (give the disks work, or look longer)",
+                "nothing could be checked: no guarantees are configured, or there was no load (add load, or check longer with --for)",
             );
             Err(CommandFailure::Found(BROKEN))
         }
         (0, _) => Ok(()),
         (broken, _) => {
-            print_notice(&format!("{broken} of {} promises did not hold", findings.len()));
+            print_notice(&format!("{broken} of {} guarantees did not hold", findings.len()));
             Err(CommandFailure::Found(BROKEN))
         }
     }
 }
 
 fn text(findings: &[Finding]) -> String {
-    let words = ["OF", "PROMISE", "ASKED", "MEASURED", "VERDICT"];
+    let words = ["NAME", "GUARANTEE", "REQUIRED", "MEASURED", "VERDICT"];
     let mut table = TextTable::new(columns(&words, &[]));
     for Finding { kind, name, promise, asked, measured, verdict, .. } in findings {
         let verdict = match verdict {

@@ -136,7 +136,7 @@ class Attach:
         return [
             fact("partitions", partitions == ["2048"] * 2, partitions, "one of 2048 sectors, by both"),
             contains("what it takes", parts["first"], "/dev/ublkb0"),
-            contains("what it says", parts["first"], "a block device by ublk"),
+            contains("what it says", parts["first"], "a ublk block device"),
             contains("by ublk", parts["ublk"], "/dev/ublkb0"),
             contains("a second one", parts["ublk"], "lock"),
             contains("by NBD", parts["nbd"], "/dev/nbd"),

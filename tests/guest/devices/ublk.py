@@ -302,11 +302,11 @@ class Ublk(Device):
             weir attach --list
         """)
         checks = [
-            contains("one that is open for long", parts["goes"], "goes with its last user (in use: open in ")
+            contains("one that is open for long", parts["goes"], "is removed with its last user (in use: open in ")
         ] if goes else []
         return [
             *checks,
-            contains("the list", parts["listed"], "ublk, lost"),
+            contains("the list", parts["listed"], "ublk, orphaned"),
             contains("one that somebody uses", parts["used"], "in use: "),
             fact("its guard", parts["guards"].strip() == "0", parts["guards"], "has gone with it"),
             fact("one that is mounted", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
@@ -524,7 +524,7 @@ class Ublk(Device):
         return [
             contains("one whom nobody gives it", parts["refused"], "not given to this user within 10 s"),
             fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
-            contains("what is left when its weir is killed", parts["served"], "ublk, lost"),
+            contains("what is left when its weir is killed", parts["served"], "ublk, orphaned"),
             nodes,
         ]
 

@@ -21,44 +21,44 @@ use crate::{
 pub(crate) const ADD_EXAMPLES: &str = "\
 Examples:
   weir disk add vm3 /srv/images/vm3.qcow2 -f qcow2 --cache none --group gold --iops-total 2000
-      Serves it at once, at the daemon's own addresses for NBD.
+      Serves the disk at once, at the daemon's own NBD addresses.
   weir disk add vm4 vm4.raw -f raw --vhost-user-blk unix:/run/weir/vm4.sock,queues=4 --save
-      For a virtual machine, to be plugged in while it runs.
+      For a virtual machine, which can hot-plug it.
   weir disk add vm3 vm3.raw -f raw --save
-      Also after the next start: the config file gets a [disk.vm3].
+      Permanently: adds a [disk.vm3] to the config file.
   weir disk remove vm3 --save
-      If nobody uses it; the config file's [disk.vm3] goes, all other lines stay.
+      Only if it is not in use. Removes [disk.vm3] from the config file; all other lines stay.
   weir disk move vm3 --to host2
-      To another host of the [cluster], which reaches the same image; its burst does not begin anew.
+      To another host of the [cluster] with access to the same image. Its buckets keep their levels.
 
-A disk is added whole or not at all. `weir attach` makes devices, with mounts.";
+A disk is added completely or not at all. `weir attach` makes devices and mounts them.";
 
-/// What is done to disks.
+/// Subcommands of `weir disk`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DiskCommand {
-    /// Have the daemon serve one more disk
+    /// Add a disk to the running daemon
     #[command(after_help = ADD_EXAMPLES)]
     Add(Box<AddArgs>),
-    /// Have the daemon serve a disk no longer, if nobody uses it
+    /// Remove a disk that is not in use from the daemon
     #[command(after_help = ADD_EXAMPLES)]
     Remove(RemoveArgs),
-    /// Have another host of the cluster serve a disk, with its limits and what is in its buckets
+    /// Move a disk to another host of the cluster, with its limits and the levels of its buckets
     #[command(after_help = ADD_EXAMPLES)]
     Move(MoveArgs),
 }
 
-/// What `weir disk add` is told.
+/// Arguments of `weir disk add`.
 #[derive(Debug, Args)]
 pub(crate) struct AddArgs {
-    /// The disk's name, which clients ask for: at most 31 letters, digits, `.`, `_` and `-`
+    /// Name of the disk, and of its export: at most 31 letters, digits, `.`, `_` and `-`
     #[arg(value_name = "NAME")]
     name: String,
     /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or the URI of an NBD export
     #[arg(value_name = "IMAGE", value_parser = settings::parse::<ImageLocation>)]
     image: ImageLocation,
-    /// Serve it over NBD at this address, where the daemon listens already; repeatable. With
-    /// ,read-only behind it, nobody writes there [default: [daemon] nbd or --nbd of `weir serve`,
-    /// unless it is served otherwise; never where only other disks' exports are]
+    /// Export it over NBD at this address, at which the daemon already listens; repeatable.
+    /// ,read-only after the address rejects writes [default: [daemon] nbd or --nbd of
+    /// `weir serve`, unless another export is given]
     #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = nbd)]
     nbd: Vec<NbdServerConfig>,
     #[command(flatten)]
@@ -71,10 +71,10 @@ pub(crate) struct AddArgs {
     save: SaveArgs,
 }
 
-/// What `weir disk remove` is told.
+/// Arguments of `weir disk remove`.
 #[derive(Debug, Args)]
 pub(crate) struct RemoveArgs {
-    /// The disk
+    /// Name of the disk
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
@@ -83,16 +83,16 @@ pub(crate) struct RemoveArgs {
     save: SaveArgs,
 }
 
-/// What `weir disk move` is told.
+/// Arguments of `weir disk move`.
 #[derive(Debug, Args)]
 pub(crate) struct MoveArgs {
-    /// The disk
+    /// Name of the disk
     #[arg(value_name = "NAME")]
     name: String,
-    /// The host, as its section `cluster` calls it
+    /// The host, by its name in the section `cluster` of its config
     #[arg(long, value_name = "HOST")]
     to: String,
-    /// Where that host is to serve it, if it listens at several addresses for NBD
+    /// NBD address of that host to serve it at, if it listens at several
     #[arg(long, value_name = "ADDRESS")]
     nbd: Option<ListenAddress>,
     /// Disconnect its clients
@@ -104,15 +104,15 @@ pub(crate) struct MoveArgs {
     save: SaveArgs,
 }
 
-/// Where a daemon listens that runs.
+/// Parses an NBD address at which a running daemon can listen.
 fn nbd(text: &str) -> Result<NbdServerConfig, String> {
     let nbd: NbdServerConfig = settings::parse(text)?;
     if let ListenEndpoint::Passed(_) = nbd.endpoint { Err(PASSED.to_owned()) } else { Ok(nbd) }
 }
 
-/// What is wrong with `fd:NAME` there.
-const PASSED: &str = "names a socket as it was passed when the daemon started; write where that listens, as `weir \
-status` shows it: unix:PATH or HOST:PORT";
+/// Error for `fd:NAME`, which names a socket only at the daemon's start.
+const PASSED: &str =
+    "names a socket that was passed at the daemon's start; give its address, unix:PATH or HOST:PORT";
 
 pub(crate) fn run(command: DiskCommand) -> Result<(), CommandFailure> {
     match command {
@@ -128,6 +128,8 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
     let doors: Vec<_> =
         doors.all().into_iter().map(|door| ExportConfig::Target(door).relative_to(&here)).collect();
     let is_over_nbd = !nbd.is_empty() || doors.is_empty();
+    // Access rules, TLS names and the like are checked by the NBD server alone; without an NBD
+    // export they would be silently ineffective.
     let is_of_nbd = |key: &str| DiskConfig::key(key).is_some_and(|key| key.heading == "Access");
     if let Some((key, _)) = disk.given().find(|(key, _)| !is_over_nbd && is_of_nbd(key)) {
         return Err(CommandFailure::Usage(anyhow!(
@@ -136,7 +138,8 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
     }
     let mut config = added::disk(&name, &image, &disk).map_err(CommandFailure::Usage)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
-    // How the daemon reaches its other images is of interest only for one in a Ceph cluster.
+    // Only an image in Ceph needs the addresses of the daemon's other images, so only then the full
+    // status.
     let report = if image.is_rbd() { client.status()? } else { client.summary()? };
     added::reach_alike(&mut config, &report.disks).map_err(anyhow::Error::from)?;
     let nbd = match is_over_nbd {
@@ -144,13 +147,14 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
         false => Vec::new(),
     };
     nbd.into_iter().chain(doors).for_each(|export| added::export(&mut config, export));
+    // The config file is parsed and edited first: its mistakes surface before the daemon changes.
     let saving = saving::prepare(&report, &save, |text| saving::added(text, "disk", &name, &config))?;
     let answer = added::send(&mut client, &config)?;
     finish_with(("disk", &name, "added"), saving, json, &answer)
 }
 
-/// Exports at the servers that were named. If none was, there are none in the config either: the
-/// daemon exports the disk at its own endpoints, as one of its config file.
+/// Exports at the named servers. Empty if they are the default ones: the daemon then exports the
+/// disk at its default endpoints, like a disk of its config file.
 fn nbd_exports(
     name: &str,
     said: &[NbdServerConfig],
@@ -176,16 +180,16 @@ fn nbd_exports(
     places.into_iter().map(export).collect()
 }
 
-/// A server that is to have it, and how.
+/// An NBD server that exports the disk.
 struct Place<'a> {
     server: &'a ServerStatus,
     read_only: bool,
-    /// A config file that says nothing means this.
+    /// True if a config file without `export` for this disk results in this export.
     is_implied: bool,
 }
 
-/// Where the disk is to be over NBD: where it is said, or else at the daemon's own addresses. At
-/// those that are there for exports of other disks, others expect those disks alone.
+/// NBD servers for the disk: the named ones, or else the daemon's default endpoints. Endpoints that
+/// serve only the exports of other disks are excluded, as their clients expect these disks alone.
 fn places<'a>(
     name: &str,
     said: &[NbdServerConfig],
@@ -194,6 +198,8 @@ fn places<'a>(
 ) -> anyhow::Result<Vec<Place<'a>>> {
     let addresses: Vec<_> = servers.iter().map(|server| server.address.as_str()).collect();
     if said.is_empty() {
+        // A disk of a config file is exported at the config's listeners anyway; a listener that a
+        // command has added needs an explicit export.
         let standard = servers.iter().filter_map(|server| Some((server, server.default_export?.read_only)));
         let places: Vec<_> = standard
             .map(|(server, read_only)| Place { server, read_only, is_implied: !server.added })
@@ -202,7 +208,7 @@ fn places<'a>(
             let named = addresses.iter().map(|address| format!("--nbd {address}, or "));
             let named: String = named.collect();
             bail!(
-                "{name}: the daemon has no address for all disks (say where: {named}--vhost-user-blk unix:PATH)"
+                "{name}: the daemon has no default NBD address (choose an export: {named}--vhost-user-blk unix:PATH)"
             );
         }
         return Ok(places);
@@ -215,6 +221,7 @@ fn places<'a>(
         };
         let is_there = |server: &&ServerStatus| {
             let mut known = [Some(server.address.as_str()), server.listen.as_deref()].into_iter().flatten();
+            // Users may give the address as configured or as clients connect to it.
             known.any(|known| control::listen::is_same_place(known, &at))
         };
         let Some(server) = servers.iter().find(is_there) else {
@@ -223,7 +230,7 @@ fn places<'a>(
                 addresses => format!("but at {}", addresses.join(", ")),
             };
             bail!(
-                "--nbd {at}: the daemon does not listen there, {known} (a new address is for the config file and `weir reload`)"
+                "--nbd {at}: the daemon does not listen there, {known} (add a new address in the config file and run `weir reload`)"
             );
         };
         if places.iter().any(|place| std::ptr::eq(place.server, server)) {
@@ -237,6 +244,7 @@ fn places<'a>(
 fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+    // A disk that is not open yet (its storage does not answer) can be removed too.
     let report = client.status()?;
     let served = report.disks.iter().map(|disk| (&disk.name, &disk.image));
     let unopened = report.unopened.iter().map(|disk| (&disk.name, &disk.image));
@@ -245,8 +253,10 @@ fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     };
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
+    // Closing an image may wait for its storage: the message explains a delay, and that Ctrl-C does
+    // not undo the removal.
     let waiting = DelayedNotice::say(format!(
-        "{name}: waits for {image}, to close it (Ctrl-C ends this command alone: the daemon goes on with it{unsaved})"
+        "{name}: waiting until {image} is closed (Ctrl-C ends only this command: the daemon continues{unsaved})"
     ));
     let removed = client.execute("x-weir-remove-disk", json!({ "name": name }));
     drop(waiting);
@@ -269,6 +279,7 @@ fn move_away(arguments: MoveArgs) -> Result<(), CommandFailure> {
     }
     let mut done: Value = client.execute("x-weir-move-disk", wish)?;
     if is_saved {
+        // The daemon checked its file before this command edits it.
         done["listed-here"] = json!(false);
     }
     finish_with(("disk", &name, "moved"), saving, json, &done)?;
@@ -278,19 +289,19 @@ fn move_away(arguments: MoveArgs) -> Result<(), CommandFailure> {
     Ok(print(&moved(&name, &to, &done))?)
 }
 
-/// Where the disk is from now on, and what config files do not say yet.
+/// The disk's new host, and the edits that the config files of both hosts still need.
 fn moved(name: &str, to: &str, done: &Value) -> String {
     let is_there = done["listed-there"] == true;
     let mut left = Vec::new();
     if !is_there {
-        left.push(format!("put a [disk.{name}] in the config file there"));
+        left.push(format!("add [disk.{name}] to the config file there"));
     }
     if done["listed-here"] == true {
-        left.push(format!("take [disk.{name}] out of the one here, as `weir disk move --save` does"));
+        left.push(format!("remove [disk.{name}] from the one here, as `weir disk move --save` does"));
     }
-    let until = if is_there { "" } else { " until it ends" };
+    let until = if is_there { "" } else { " until its daemon ends" };
     let left = if left.is_empty() { String::new() } else { format!(" ({})", left.join("; ")) };
-    format!("{name}: {to} has it{until}{left}\n")
+    format!("{name}: {to} serves it{until}{left}\n")
 }
 
 #[cfg(test)]
@@ -302,15 +313,15 @@ mod tests {
         let told = |here: bool, there: bool| {
             moved("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
         };
-        assert_eq!(told(false, true), "vm: b has it\n");
+        assert_eq!(told(false, true), "vm: b serves it\n");
         assert_eq!(
             told(false, false),
-            "vm: b has it until it ends (put a [disk.vm] in the config file there)\n"
+            "vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"
         );
         assert_eq!(
             told(true, true),
-            "vm: b has it (take [disk.vm] out of the one here, as `weir disk move --save` does)\n"
+            "vm: b serves it (remove [disk.vm] from the one here, as `weir disk move --save` does)\n"
         );
-        assert!(told(true, false).contains("there; take [disk.vm] out of the one here"));
+        assert!(told(true, false).contains("there; remove [disk.vm] from the one here"));
     }
 }

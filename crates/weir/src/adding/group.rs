@@ -21,25 +21,25 @@ pub(crate) const EXAMPLES: &str = concat!(
     "\
 Examples:
   weir group add gold --iops-total 6000 --iops-total-max 12000 --save
-      `weir throttle vm1 --group gold` moves a disk into it.
+      `weir throttle vm1 --group gold` then moves a disk into it.
   weir group add silver --bps-total 100M --group host
-      Within the limits of the group host.
+      Inside the group host, whose limits apply as well.
   weir group remove gold --save
-      Once nothing is in it.
+      Only if the group is empty.
   weir group remove gold --cluster
-      The limits of all hosts, once no host has the group.
+      Removes the cluster-wide limits, if no host has the group any more.
 
 ",
     settings::sizes!()
 );
 
-/// What is done to groups.
+/// Subcommands of `weir group`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum GroupCommand {
-    /// Make a group, which disks share the limits of
+    /// Add a group, whose disks share its limits
     #[command(after_help = EXAMPLES)]
     Add(Box<AddArgs>),
-    /// Remove a group that nothing is in
+    /// Remove an empty group
     #[command(after_help = EXAMPLES)]
     Remove(RemoveArgs),
 }
@@ -55,16 +55,16 @@ impl OptionSelection for AddedGroup {
         true
     }
 
-    /// `--cluster` is accepted for an error that explains how a group joins a cluster.
+    /// `--cluster` is accepted so that its error can explain how a group joins a cluster.
     fn adapt(option: Arg) -> Arg {
         if option.get_id() == "cluster" { option.hide(true) } else { option }
     }
 }
 
-/// What `weir group add` is told.
+/// Arguments of `weir group add`.
 #[derive(Debug, Args)]
 pub(crate) struct AddArgs {
-    /// The group's name, as in the config file
+    /// Name of the group, as in the config file
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
@@ -75,13 +75,13 @@ pub(crate) struct AddArgs {
     save: SaveArgs,
 }
 
-/// What `weir group remove` is told.
+/// Arguments of `weir group remove`.
 #[derive(Debug, Args)]
 pub(crate) struct RemoveArgs {
-    /// The group
+    /// Name of the group
     #[arg(value_name = "NAME")]
     name: String,
-    /// Its limits of all hosts of the cluster, none of which may have the group
+    /// Remove its cluster-wide limits; no host of the cluster may have the group
     #[arg(long, conflicts_with_all = ["save", "config"])]
     cluster: bool,
     #[command(flatten)]
@@ -101,7 +101,7 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
     let AddArgs { name, asked: Asked { json, qmp }, keys, save } = arguments;
     if keys.value("cluster").is_some() {
         return Err(CommandFailure::Usage(anyhow::anyhow!(
-            "--cluster: each host has the group by its config file (put [group.{name}] with cluster = true there, and `weir reload`; `weir throttle {name} --cluster --iops-total N` says the limits, once for all hosts)"
+            "--cluster: a group joins a cluster by the config file of each host (add [group.{name}] with cluster = true and run `weir reload`; `weir throttle {name} --cluster --iops-total N` sets the limits of all hosts)"
         )));
     }
     let config = GroupConfig { name: name.clone(), ..GroupConfig::default() };
@@ -118,6 +118,7 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
 fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     let RemoveArgs { name, cluster, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?;
+    // The limits of the cluster are in etcd, not in this host's config file: nothing to save here.
     if cluster {
         client.execute("x-weir-cluster-remove", json!({ "group": name }))?;
         return finish(("group", &name, "removed"), None, json);
@@ -125,7 +126,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     let report = client.status()?;
     if !report.groups.iter().any(|group| group.name == name) {
         return Err(anyhow::anyhow!(
-            "{name}: no group here has this name (`weir status` lists them; with --cluster it is one of the cluster's)"
+            "{name}: no group of this daemon has this name (`weir status` lists them; --cluster removes limits of the cluster)"
         )
         .into());
     }

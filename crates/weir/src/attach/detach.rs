@@ -1,4 +1,4 @@
-//! `weir detach`: looks who uses a device, unmounts what was mounted for it, and has it let go.
+//! `weir detach`: checks the users of a device, unmounts its mounts, and removes it.
 
 use std::{
     path::{Path, PathBuf, absolute},
@@ -15,14 +15,15 @@ use serde_json::json;
 use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};
 use crate::client::{Client, Target};
 
-/// What to do about users.
-const IN_USE: &str = "end that, or detach it with --force: what is not written yet is lost";
+/// Advice about users, in error messages.
+const IN_USE: &str = "end these, or detach it with --force: data that is not written yet is lost";
 
-/// Of an attachment that a keeper is at work on.
-const IN_BETWEEN: &str = "is being attached or detached at this moment (try again once that is over: `weir attach --list` shows what is)";
+/// Error for an attachment that its keeper is changing.
+const IN_BETWEEN: &str =
+    "is being attached or detached (try again when that is done: see `weir attach --list`)";
 
-/// What is at work in a place; `None` while a keeper begins or ends with it. What a keeper that was
-/// killed has left of a beginning, and perhaps is nothing, is at work too.
+/// The attachment recorded at a place; `None` while its keeper starts or ends. Includes the remains
+/// of an attachment whose keeper was killed early, which may be empty.
 pub(super) fn known(place: &Place) -> anyhow::Result<Option<Attached>> {
     if let Some(attached) = place.attached() {
         return Ok(Some(attached));
@@ -59,10 +60,11 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
     if failed { Err(CommandFailure::Found(1)) } else { Ok(()) }
 }
 
-/// Waits until everything of it has gone.
+/// Detaches, and returns once the keeper has ended.
 pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
     place.ensure_goes_on(force)?;
-    // Of what never came to be whole nobody has the place, and nobody is to begin with it now.
+    // An incomplete attachment has no keeper. Its lock is taken so that no new keeper starts
+    // meanwhile.
     let (held, attached) = match place.attached() {
         Some(_) => (None, attached),
         None => {
@@ -72,24 +74,29 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
         }
     };
     let Attached { device, mount, .. } = attached;
-    // The keeper takes what is written down of it away as soon as it has gone.
+    // Read now: the keeper deletes the record of the loop device together with the device.
     let made = place.made_loop();
     let made = made.as_ref();
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
     ensure_unused(device, made, mount, force)?;
+    // Before unmounting: a server that does not respond could not finish the writeback.
     server::check_answers(attached, force)?;
     if let Some(directory) = mount.filter(|_| !force) {
         unmount(directory)?;
     }
+    // The loop device may be gone already, and its name may belong to another file: unmount only if
+    // it is the recorded one.
     if force && made.is_none_or(|made| made.device().is_some()) {
         host::unmount_everywhere(device);
     }
     if mount.is_some() {
-        // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
+        // A copy of the mount in another mount namespace still writes to the device.
         ensure_unused(device, made, None, force)?;
     }
+    // Loop devices before the server: they hold its file open.
     keeper::remove_loops(place);
     server::let_go(attached, place)?;
+    // A living keeper clears the record itself; this removes the record of a dead one.
     let held = held.map_or_else(|| place.take_deserted(), |held| Ok(Some(held)))?;
     if let Some(held) = held {
         keeper::clear(place);
@@ -111,11 +118,11 @@ fn ensure_unused(
     }
 }
 
-/// Who uses a device, and not only for a while. Says so where that may take longer.
+/// Lasting users of a device. Prints a message if the kernel still writes it back.
 pub(super) fn users(device: &Path, made: Option<&host::Loop>, except: Option<&PathBuf>) -> Users {
     let tell = || {
         print_notice(&format!(
-            "{}: the kernel has it, such as a file system that is still being unmounted: waiting for that, {} s at most",
+            "{}: the kernel still uses it, for example to write back an unmounted file system: waiting up to {} s",
             device.display(),
             lasting::WRITING_BACK.as_secs()
         ));
@@ -131,7 +138,7 @@ fn unmount(directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A device that nobody keeps.
+/// Removes a device without a keeper: an export, an incomplete attachment or an orphaned device.
 fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
     if remove_export(what, force, qmp)? {
         return Ok(());
@@ -143,6 +150,7 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
             None => Err(anyhow!(IN_BETWEEN)),
         };
     }
+    // Last: a device with a keeper or an export must be removed by those.
     if lost::devices().contains(&absolute(what)?) {
         ensure_unused(what, None, None, force)?;
         if lost::remove(what)? {
@@ -150,11 +158,11 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
         }
     }
     Err(anyhow!(
-        "nothing is attached under this name (`weir attach --list` shows what is; with --qmp, what a daemon at that control socket serves)"
+        "not attached (`weir attach --list` lists attached disks; --qmp includes the devices of that daemon)"
     ))
 }
 
-/// Of a device that `weir serve` made itself. Whether it was one.
+/// Removes a device that `weir serve` exports itself. Returns true if it was one.
 fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<bool> {
     let target = Target::choose(qmp).map_err(anyhow::Error::msg)?;
     let Ok(mut client) = Client::connect(&target) else { return Ok(false) };
@@ -168,14 +176,16 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
     });
     let Some(export) = export else { return Ok(false) };
     match export.device.as_deref() {
+        // Mounts would keep the device in use even after its forced removal.
         Some(device) if force => host::unmount_everywhere(Path::new(device)),
         _ if export.mounts.iter().flatten().any(is_real) => unmount(&whole)?,
         _ => {}
     }
+    // Connected before the removal, so that its event cannot be missed.
     let watch = Client::connect(&target)?;
     let mode = if force { "hard" } else { "safe" };
     let removed = client.execute("block-export-del", json!({ "id": export.id, "mode": mode }));
-    // What the socket's clients are told to do, in the words of this command.
+    // Replaces the daemon's hint about QMP's mode by the option of this command.
     removed.map_err(|error| match error.to_string().split_once(" (use mode 'hard'") {
         Some((users, _)) => anyhow!("{users} ({IN_USE})"),
         None => error.into(),
@@ -184,8 +194,8 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
     Ok(true)
 }
 
-/// Waits until a device that is on its way out has gone. The kernel keeps one by force until its
-/// last user closes it.
+/// Waits until a device is removed. The kernel keeps a forcibly removed device until its last user
+/// closes it.
 fn await_end(watch: Client, export: &ExportStatus, force: bool) -> anyhow::Result<()> {
     let users = export
         .device
@@ -196,12 +206,13 @@ fn await_end(watch: Client, export: &ExportStatus, force: bool) -> anyhow::Resul
         return Ok(watch.await_export_end(&export.id)?);
     };
     print_notice(&format!(
-        "{}: fails all requests now, and goes with its last user: waiting for {users}, {} s at most",
+        "{}: fails all requests now, and is removed with its last user: waiting up to {1} s for {users}",
         export.id,
         lasting::WRITING_BACK.as_secs()
     ));
     let (done, ended) = mpsc::channel();
     let id = export.id.clone();
+    // The client's wait has no deadline, so it runs in a thread that is abandoned.
     thread::spawn(move || done.send(watch.await_export_end(&id)));
     match ended.recv_timeout(lasting::WRITING_BACK) {
         Ok(result) => Ok(result?),

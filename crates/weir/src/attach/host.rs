@@ -1,7 +1,7 @@
-//! What the host's own programs do for an attachment: modules, loop devices, mounts, udev.
+//! The host's programs for attachments: modules, loop devices, mounts, udev.
 //!
-//! mount(8) knows helpers, options and fstab; losetup(8) the races between those who look for a
-//! free loop device. None of it is done again here.
+//! mount(8) implements helpers, options and fstab; losetup(8) handles races for a free loop device.
+//! Neither is reimplemented here.
 
 use std::{
     fs,
@@ -18,21 +18,21 @@ use serde::{Deserialize, Serialize};
 
 use super::Mount;
 
-/// What programs have as standard input, where that is not nothing.
+/// Standard input of the programs that are run; empty for /dev/null.
 static HANDED: OnceLock<fs::File> = OnceLock::new();
 
-/// Has the programs that this process runs from now on hold an empty file open until they end: its
-/// lock then tells whether all have that this process, which may be killed, was to wait for.
+/// Makes all further programs inherit this file as standard input. Its lock stays held until they
+/// end, even if this process is killed before.
 pub(super) fn hand_to_programs(file: fs::File) {
     let _ = HANDED.set(file);
 }
 
-/// Runs a program to its end; what it printed.
+/// Runs a program to its end and returns its output.
 ///
 /// # Errors
-/// What it complained of, or that it is not there.
+/// The first line of its standard error, or that it is not installed.
 fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<String> {
-    // Users, and helpers that mount(8) calls, are not told of the administrator's directories.
+    // A user's PATH often lacks the sbin directories, which mount(8)'s helpers need as well.
     let inherited = std::env::var("PATH").unwrap_or_else(|_| "/usr/bin:/bin".to_owned());
     let path = format!("{inherited}:/usr/local/sbin:/usr/sbin:/sbin");
     let shared = HANDED.get().and_then(|file| file.try_clone().ok());
@@ -47,13 +47,14 @@ fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<Strin
     })?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
+        // umount(8) and mount(8) add hints on further lines; the first one has the cause.
         let line = said.lines().map(str::trim).find(|line| !line.is_empty());
         bail!("{}", line.map_or_else(|| format!("{program}: {}", output.status), str::to_owned));
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-/// Whether the kernel has the module now.
+/// Loads a module. True if the kernel has it.
 pub(super) fn load_module(name: &str) -> bool {
     Uid::effective().is_root() && run("modprobe", "kmod", &["-q", name]).is_ok()
 }
@@ -62,9 +63,8 @@ pub(super) fn may_make_loops() -> bool {
     Uid::effective().is_root() && (Path::new("/dev/loop-control").exists() || load_module("loop"))
 }
 
-/// A loop device that was made: a name, which another may have later, and the number that the
-/// kernel gives to what is behind a name, and to nothing else until the next boot (`diskseq`, from
-/// Linux 5.15 on).
+/// A loop device: its name, which the kernel reuses, and its sequence number (`diskseq`, Linux
+/// 5.15), which is unique until the next boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Loop {
     name: String,
@@ -72,14 +72,14 @@ pub(super) struct Loop {
 }
 
 impl Loop {
-    /// What has this name now.
+    /// The loop device that has this name now.
     pub(super) fn of(device: &Path) -> Option<Self> {
         let name = device.file_name()?.to_str()?.to_owned();
         let sequence = fs::read_to_string(format!("/sys/block/{name}/diskseq")).ok()?;
         Some(Self { name, sequence })
     }
 
-    /// Its node, while it is there.
+    /// Device node, if the loop device still exists.
     pub(super) fn device(&self) -> Option<PathBuf> {
         self.is_there().then(|| Path::new("/dev").join(&self.name))
     }
@@ -89,8 +89,8 @@ impl Loop {
     }
 }
 
-/// A loop device over a file, and devices of its partitions. Past the page cache where the file
-/// allows it: it would hold the data a second time.
+/// Makes a loop device over a file, with devices of its partitions. Uses direct I/O if the file
+/// allows it: the page cache would hold the data twice.
 pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
     let file = file.to_str().context("the file's path is not UTF-8")?;
     let make = |direct: &str| {
@@ -101,31 +101,31 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
         arguments.push(file);
         run("losetup", "mount", &arguments)
     };
+    // losetup fails with direct I/O if the file system or an older kernel does not support it.
     let made = make("--direct-io=on").or_else(|_| make("--direct-io=off"))?;
     Ok(PathBuf::from(made))
 }
 
-/// Unmounts a device wherever this process sees it mounted, also under those who work there: what
-/// is left of a mount whose device goes takes what is written to it, and loses it.
+/// Unmounts a device at all mount points of this namespace, even if they are in use: a mount whose
+/// device is gone accepts writes and loses them.
 pub(super) fn unmount_everywhere(device: &Path) {
-    // What was mounted last may lie in what was mounted before.
+    // In reverse: a later mount may lie inside an earlier one.
     for directory in Users::of(device).mounts.iter().rev() {
         unmount_at_last(directory);
     }
 }
 
-/// The same of one directory.
+/// Unmounts one directory, lazily if it is in use.
 pub(super) fn unmount_at_last(directory: &Path) {
-    // In order first, which leaves nothing for later.
+    // A regular unmount first: it is complete when it returns.
     if unmount(directory).is_err() {
         let _ = run("umount", "mount", &["-l", "--", &directory.to_string_lossy()]);
     }
 }
 
-/// Removes the loop devices over a file, and the one that was made over it, which a file that was
-/// unmounted below it shows as one over nothing. One that was removed already may be somebody
-/// else's by now, so whoever else removes them waits meanwhile: see [`Place::changing_loops`]. What
-/// is mounted of them is unmounted before.
+/// Removes the loop devices over a file, including the recorded one, which shows no file after the
+/// file below it was unmounted. Their mounts are unmounted first. The name of a removed device may
+/// already belong to another process, so removals are serialized: see [`Place::changing_loops`].
 ///
 /// [`Place::changing_loops`]: super::place::Place::changing_loops
 pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
@@ -136,7 +136,8 @@ pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
     for name in names {
         let device = PathBuf::from(format!("/dev/{name}"));
         unmount_everywhere(&device);
-        // With its last user it goes by itself.
+        // With `autoclear` the kernel removes it when its last user closes it.
+        // losetup --detach on a device in use only sets autoclear, so a second one would not help.
         let is_going = fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
         if !is_going {
             let _ = run("losetup", "mount", &["--detach", &device.to_string_lossy()]);
@@ -144,25 +145,25 @@ pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
     }
 }
 
-/// The type of the file system on a device.
+/// Type of the file system on a device.
 ///
 /// # Errors
-/// If there is none that is known.
+/// If no known file system is found.
 fn fstype(device: &Path) -> anyhow::Result<String> {
     let mut head = Vec::new();
     let read = fs::File::open(device).and_then(|file| file.take(128 << 10).read_to_end(&mut head));
     read.with_context(|| format!("{}", device.display()))?;
     magic(&head).map(str::to_owned).ok_or_else(|| {
-        let text = "no file system that is known is on the disk (make one, or name its type with --fstype; of a partition of the disk, attach without --mount)";
+        let text = "no known file system found on the disk (make one, or give its type with --fstype; for a partition, attach without --mount)";
         anyhow!("{}: {text}", device.display())
     })
 }
 
-/// What a device begins with, for those file systems that disks of machines have.
+/// Detects the file systems that virtual disks usually have, by their magic numbers.
 fn magic(head: &[u8]) -> Option<&'static str> {
     let at = |offset: usize, magic: &[u8]| head.get(offset..offset + magic.len()) == Some(magic);
     if at(0x438, &[0x53, 0xef]) {
-        // Its features tell ext2, 3 and 4 apart; the driver of the last mounts them all.
+        // ext2, ext3 and ext4 differ in feature flags only; the ext4 driver mounts all of them.
         Some("ext4")
     } else if at(0, b"XFSB") {
         Some("xfs")
@@ -186,7 +187,10 @@ fn magic(head: &[u8]) -> Option<&'static str> {
 }
 
 pub(super) fn mount(device: &Path, mount: &Mount, read_only: bool) -> anyhow::Result<()> {
-    ensure!(Uid::effective().is_root(), "only root may mount a device (be root, or attach without --mount)");
+    ensure!(
+        Uid::effective().is_root(),
+        "only root may mount a device (run it as root, or attach without --mount)"
+    );
     let fstype = match &mount.fstype {
         Some(fstype) => fstype.clone(),
         None => fstype(device)?,
@@ -195,7 +199,7 @@ pub(super) fn mount(device: &Path, mount: &Mount, read_only: bool) -> anyhow::Re
     if read_only {
         options.push("ro");
         if fstype == "xfs" || fstype == "ext4" {
-            // What is not clean needs its log written, which a read-only disk cannot have.
+            // Replaying the log of an unclean file system would write to a read-only disk.
             options.push(if fstype == "xfs" { "norecovery" } else { "noload" });
         }
     }
@@ -205,6 +209,7 @@ pub(super) fn mount(device: &Path, mount: &Mount, read_only: bool) -> anyhow::Re
     if !options.is_empty() {
         arguments.extend(["-o", &options]);
     }
+    // A path that begins with a dash must not be read as an option.
     arguments.extend(["--", &device, &directory]);
     run("mount", "mount", &arguments).map(drop)
 }
@@ -213,18 +218,18 @@ pub(super) fn unmount(directory: &Path) -> anyhow::Result<()> {
     run("umount", "mount", &["--", &directory.to_string_lossy()]).map(drop)
 }
 
-/// Removes what a FUSE server that died has left of its mount.
+/// Removes the mount of a FUSE server that died.
 pub(super) fn unmount_fuse(file: &Path) {
     let file = file.to_string_lossy();
-    // Whichever may: root, or who mounted it.
+    // umount works for root, fusermount3 for the mounting user.
     let _ = run("umount", "mount", &["-l", "--", &file])
         .or_else(|_| run("fusermount3", "fuse3", &["-u", "-z", "--", &file]));
 }
 
-/// Waits until udev is through with a device.
+/// Waits until udev has processed a device.
 pub(super) fn settle(device: &Path) -> anyhow::Result<()> {
     run("udevadm", "udev", &["settle", "--timeout=30"])?;
-    ensure!(device.exists(), "{}: udev made no node (does it run?)", device.display());
+    ensure!(device.exists(), "{}: udev made no device node (is udev running?)", device.display());
     Ok(())
 }
 

@@ -1,12 +1,12 @@
-//! The keeper of one attachment: makes it step by step, answers whoever asked, and stays in the
-//! background until it ends.
+//! The keeper of one attachment: makes it step by step, responds to its caller, and stays in the
+//! background until the attachment ends.
 //!
 //! ```text
-//!   place ─► server ─► device ─► loop device ─► udev ─► mount ─► written down ─► answer ─► wait
+//!   place ─► server ─► device ─► loop device ─► udev ─► mount ─► record ─► response ─► wait
 //! ```
 //!
-//! What fails is undone from there backwards, and so is everything if nobody takes the answer. A
-//! server of its own that is killed is started again: the device has waited.
+//! A failed step undoes all earlier ones, in reverse, and so does a failure to send the response. A
+//! private server that is killed is restarted: its device has waited.
 
 use std::{
     fs::{self, File},
@@ -35,18 +35,18 @@ use super::{
     way::Way,
 };
 
-/// The hidden command that a keeper is started by.
+/// Hidden command that starts a keeper.
 pub(super) const COMMAND: &str = "attach-keeper";
 
-/// Reads what is wanted from standard input, and answers on standard output.
+/// Reads the request from standard input and writes the response to standard output.
 pub(crate) fn run() -> Result<(), CommandFailure> {
-    // The terminal's signals are not for it.
+    // A session without a terminal: Ctrl-C of the caller must not end the keeper.
     let _ = nix::unistd::setsid();
     let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
     close_inherited(&wanted);
     let mut made = Made::default();
     let outcome = made.attach(&wanted);
-    // Before it is told, so that whoever hears of it finds nothing left.
+    // Before the response, so that a caller that reads the error finds nothing left.
     if outcome.is_err() && !made.is_known {
         made.undo();
     }
@@ -58,27 +58,27 @@ pub(crate) fn run() -> Result<(), CommandFailure> {
     let told = told.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
         Ok(attached) if told.is_ok() || made.is_known => made.keep(&wanted, &attached),
-        // Who asked has gone, and nobody knows of it.
+        // The caller is gone and no one knows of the attachment.
         Ok(_) => made.undo(),
         Err(_) => {}
     }
     Ok(())
 }
 
-/// Closes what whoever asked had open: a lock would be held, and a file in what is mounted in use,
-/// for as long as the disk is attached. What the disk, or a key of it, is named by stays.
+/// Closes descriptors inherited from the caller: they would hold its locks, or files in a mount,
+/// for the attachment's lifetime. Descriptors named by the image or by an option stay open.
 fn close_inherited(wanted: &Wanted) {
     let words = wanted.options.iter().filter_map(|(_, value)| value.as_ref()).chain([&wanted.image]);
     let named: Vec<RawFd> = words.flat_map(|word| descriptors_in(word)).collect();
     let open = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
-    // All of them first: the one that lists them has gone then.
+    // Collected first: the descriptor of the listing itself is closed by then.
     let open: Vec<RawFd> = open.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     for number in open.into_iter().filter(|number| *number > 2 && !named.contains(number)) {
         let _ = close(number);
     }
 }
 
-/// The numbers in paths such as `/dev/fd/5` and `/proc/self/fd/5`.
+/// Descriptor numbers in paths such as `/dev/fd/5` and `/proc/self/fd/5`.
 fn descriptors_in(word: &str) -> impl Iterator<Item = RawFd> {
     word.split("/fd/").skip(1).filter_map(|rest| {
         let end = rest.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(rest.len());
@@ -86,17 +86,17 @@ fn descriptors_in(word: &str) -> impl Iterator<Item = RawFd> {
     })
 }
 
-/// What there is so far.
+/// Steps that are done, for undoing them.
 struct Made {
-    /// An earlier keeper had it.
+    /// True if the attachment was recorded by an earlier keeper.
     is_known: bool,
     kept: Option<(Place, Kept)>,
     server: Option<Attached>,
-    /// Ends with a server of its own.
+    /// Thread that waits for the private server.
     process: Option<JoinHandle<()>>,
     fuse: Option<PathBuf>,
     mounted: Option<PathBuf>,
-    /// When it was unmounted, until it is known that the kernel is through with the device.
+    /// Time of the unmount, until the kernel has finished with the device.
     unmounted: Option<Instant>,
     events: (Sender<Event>, Receiver<Event>),
 }
@@ -112,9 +112,12 @@ impl Made {
     fn attach(&mut self, wanted: &Wanted) -> anyhow::Result<Attached> {
         let kept = Place::take(wanted, clear)?;
         let place = kept.0.clone();
+        // If the keeper is killed during mount(8), the program keeps the lock until it ends, so
+        // that no cleanup runs beside it.
         host::hand_to_programs(kept.1.share()?);
         self.kept = Some(kept);
         if wanted.daemon.is_none() {
+            // Before the server starts, or its READY=1 could be lost.
             server::listen(&place, self.events.0.clone())?;
         }
         let before = place.attached();
@@ -124,19 +127,22 @@ impl Made {
             self.fuse = Some(server::fuse_file(&place));
         }
         self.is_known = before.is_some();
+        // A recorded attachment may still have its server: only its keeper was killed.
         let is_served = before.as_ref().is_some_and(|before| server::adopt(before, &self.events.0));
         if !is_served {
             if let Some(before) = &before {
-                // What is mounted waits for one that only stands still.
+                // A mount waits for a stopped server, so a second server must not be started.
                 server::check_answers(before, false)?;
             }
             if before.is_some() && wanted.way == Way::Fuse {
-                // It died with its server.
+                // A FUSE mount does not survive its server: remove its remains.
                 clear(&place);
             }
+            // The new server must keep the device's number: mounts and openers refer to it.
             let number = before.as_ref().and_then(|before| number_of(&before.device));
             self.serve(&Wanted { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
         }
+        // The number of a ublk or NBD device may be the server's choice.
         attached.device = server::device(&attached.qmp, &attached.export)?;
         if wanted.way == Way::Fuse && host::may_make_loops() {
             let device = match before.filter(|_| is_served) {
@@ -146,13 +152,14 @@ impl Made {
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }
         if wanted.way == Way::Nbd {
-            // Of this driver's, the kernel reads the table of partitions when somebody opens it.
+            // The kernel's NBD client reads the partition table when the device is opened.
             let _ = File::open(&attached.device);
         }
         if wanted.udev && attached.device.starts_with("/dev") {
             host::settle(&attached.device)?;
         }
         if let Some(mount) = &wanted.mount {
+            // After a keeper's death the mount still exists.
             let is_there = Users::of(&attached.device).mounts.contains(&mount.directory);
             if !is_there {
                 host::mount(&attached.device, mount, wanted.is_read_only())
@@ -161,12 +168,13 @@ impl Made {
             self.mounted = Some(mount.directory.clone());
             attached.mount = Some(mount.directory.clone());
         }
+        // Last: a complete record is what `--recover` restores.
         place.set_attached(&attached)?;
         self.server = Some(attached.clone());
         Ok(attached)
     }
 
-    /// A loop device, and a note of which one it is.
+    /// Makes a loop device and records its sequence number.
     fn make_loop(place: &Place, file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
         let device = host::make_loop(file, read_only)?;
         if let Some(made) = host::Loop::of(&device) {
@@ -184,7 +192,7 @@ impl Made {
         Ok(())
     }
 
-    /// Until the device has gone, or is to go.
+    /// Serves until the device is gone or is to be removed.
     fn keep(mut self, wanted: &Wanted, attached: &Attached) {
         if let Some(directory) = &self.mounted {
             watch_mount(&attached.device, directory, self.events.0.clone());
@@ -193,16 +201,19 @@ impl Made {
             match event {
                 Event::Ready => {}
                 Event::Unmounted => (self.mounted, self.unmounted) = (None, Some(Instant::now())),
-                // The device has gone, or has been left for who comes next.
+                // The device is gone. A device that survives its server is left for the next
+                // server.
                 Event::Ended { orderly: true } if !self.is_left(attached) => break,
+                // The kernel aborts a FUSE mount with its server: there is nothing to continue.
                 Event::Ended { .. } if attached.way == Way::Fuse => break,
                 Event::Ended { orderly } => {
                     let Some((place, _)) = &self.kept else { break };
                     let place = place.clone();
                     let again = Wanted { number: number_of(&attached.device), ..wanted.clone() };
+                    // A shared daemon is restarted by its service manager, not by a keeper.
                     let may = !orderly && wanted.daemon.is_none();
                     if !may || self.serve(&again, &place).is_err() {
-                        // The device waits, and what is written down is what to go on with.
+                        // The device waits; the record remains for `weir attach --recover`.
                         return;
                     }
                 }
@@ -211,7 +222,7 @@ impl Made {
         self.undo();
     }
 
-    /// What it hears next; `None` once nobody has the device whose file system was unmounted.
+    /// The next event; `None` once an unmounted device has no users left.
     fn next(&mut self, attached: &Attached) -> Option<Event> {
         while let Some(since) = self.unmounted {
             let made = self.kept.as_ref().and_then(|(place, _)| place.made_loop());
@@ -219,19 +230,21 @@ impl Made {
             if users.is_empty() {
                 return None;
             }
+            // Mounts and holders can only come from outside: the keeper's own mount is gone.
             let is_anothers = !users.claimed || !users.mounts.is_empty() || !users.holders.is_empty();
             if is_anothers {
-                // Somebody else has it, and then it stays until it is detached.
+                // Another process uses the device: keep it until it is detached explicitly.
                 self.unmounted = None;
             }
             if !users.is_only_claimed() || since.elapsed() >= WRITING_BACK {
-                // Nobody is to wait for its end.
+                // Clears the mount in the record, so that callers do not wait for the end of this
+                // keeper.
                 if let Some((place, _)) = &self.kept {
                     let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
                 }
             }
             while self.unmounted.is_some() && is_claimed(&attached.device, made.as_ref()) {
-                // The kernel tells of the unmounting, and of nothing afterwards.
+                // The kernel reports the unmount, but not the end of its writeback: poll.
                 match self.events.1.recv_timeout(SELDOM) {
                     Err(RecvTimeoutError::Timeout) if !users.is_only_claimed() => {}
                     Err(RecvTimeoutError::Timeout) => break,
@@ -243,7 +256,7 @@ impl Made {
         self.events.1.recv().ok()
     }
 
-    /// Whether the server has ended, and not the device.
+    /// True if the server ended and its device still exists and is in use.
     fn is_left(&self, attached: &Attached) -> bool {
         attached.way != Way::Fuse
             && server::device(&attached.qmp, &attached.export).is_err()
@@ -255,12 +268,13 @@ impl Made {
             host::unmount_at_last(&directory);
         }
         let Some((place, kept)) = self.kept.take() else { return };
+        // In reverse order of attaching: each layer keeps the one below in use.
         remove_loops(&place);
         if let Some(server) = self.server.take() {
             let _ = server::check_answers(&server, true).and_then(|()| server::let_go(&server, &place));
         }
         if let Some(process) = self.process.take() {
-            // Its image is closed by then.
+            // The server has closed its image by then.
             let _ = process.join();
         }
         if let Some(file) = self.fuse.take() {
@@ -271,15 +285,15 @@ impl Made {
     }
 }
 
-/// Removes the loop device over what FUSE serves, if there is one, and its mounts; one process at a
-/// time.
+/// Removes the loop device over the FUSE file, if any, and its mounts. Serialized between
+/// processes.
 pub(super) fn remove_loops(place: &Place) {
     let changing = place.changing_loops();
     host::remove_loops(&server::fuse_file(place), place.made_loop().as_ref());
     drop(changing);
 }
 
-/// What an attachment is before there is anything of it.
+/// Record of an attachment before its first step.
 fn at_first(wanted: &Wanted, place: &Place) -> Attached {
     Attached {
         name: wanted.name.clone(),
@@ -295,8 +309,8 @@ fn at_first(wanted: &Wanted, place: &Place) -> Attached {
     }
 }
 
-/// What there is in a place that no keeper has, whose keeper was killed before it was through; no
-/// device is a path where nothing is.
+/// Remains of an attachment whose keeper was killed before it was complete. Without a device,
+/// `device` is a path that does not exist.
 pub(super) fn remains(place: &Place) -> Attached {
     let wanted = place.wanted().unwrap_or_else(|| Wanted {
         name: place.name(),
@@ -311,6 +325,7 @@ pub(super) fn remains(place: &Place) -> Attached {
     });
     let mut attached = at_first(&wanted, place);
     let file = server::fuse_file(place);
+    // A disk of this name in a daemon that was never asked for it belongs to another user.
     let is_ours = !attached.daemon || place.has_asked();
     let served = is_ours.then(|| server::device(&attached.qmp, &attached.export).ok()).flatten();
     attached.device = served.unwrap_or_else(|| file.clone());
@@ -328,10 +343,10 @@ pub(super) fn remains(place: &Place) -> Attached {
     attached
 }
 
-/// Takes away what a keeper that was killed half way has left in a place, for whoever has it.
+/// Removes the remains of an attachment whose keeper was killed early. The caller holds the lock.
 pub(super) fn clear(place: &Place) {
     let Some(wanted) = place.wanted() else { return };
-    // One that has begun is asked, and not missed.
+    // A server that is starting must listen first; otherwise its export would be missed.
     let _ = place.await_server();
     remove_loops(place);
     let _ = server::let_go(&at_first(&wanted, place), place);
@@ -341,18 +356,19 @@ pub(super) fn clear(place: &Place) {
     place.await_server_end();
 }
 
-/// The `N` of a device that a server is to have again.
+/// The number `N` of a device, which a restarted server must keep.
 fn number_of(device: &Path) -> Option<u32> {
+    // Loop devices are not included: their numbers are not kept.
     let name = device.file_name()?.to_str()?;
     let digits = name.strip_prefix("ublkb").or_else(|| name.strip_prefix("nbd"))?;
     digits.parse().ok()
 }
 
-/// Tells when a device is no longer mounted at a directory.
+/// Sends [`Event::Unmounted`] when a device is no longer mounted at a directory.
 fn watch_mount(device: &Path, directory: &Path, events: Sender<Event>) {
     let (device, directory) = (device.to_owned(), directory.to_owned());
     thread::spawn(move || {
-        // The kernel marks it as ready each time that mounts have changed (proc_pid_mountinfo(5)).
+        // mountinfo polls as POLLPRI each time mounts change (proc_pid_mountinfo(5)).
         let Ok(mounts) = File::open("/proc/self/mountinfo") else { return };
         while Users::of(&device).mounts.contains(&directory) {
             let mut polled = [PollFd::new(mounts.as_fd(), PollFlags::POLLPRI | PollFlags::POLLERR)];

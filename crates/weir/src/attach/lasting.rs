@@ -1,5 +1,5 @@
-//! Who uses a device for good: not those who only pass, as udev and losetup(8) do, which look at
-//! each device for an instant, nor the kernel while it writes back a file system that is unmounted.
+//! Lasting users of a device. Excluded are udev and losetup(8), which open each device briefly, and
+//! the kernel's writeback of an unmounted file system.
 
 use std::{
     path::{Path, PathBuf},
@@ -11,26 +11,29 @@ use control::users::Users;
 
 use super::host::Loop;
 
-/// How soon a device is looked at again that is about to be free.
+/// Initial polling interval of a device that is about to become free.
 const LOOK: Duration = Duration::from_millis(20);
-/// The longer it takes, the more seldom, but at least so often.
+/// Longest polling interval.
 pub(super) const SELDOM: Duration = Duration::from_millis(500);
-/// For longer nobody has a device open who only looks at it, as udev and losetup(8) do at each.
+/// Longest time for which udev and losetup(8) keep a device open.
 const GLANCE: Duration = Duration::from_secs(2);
-/// How long a file system that was unmounted may take to be written back, until whoever waits is
-/// told of it.
+/// Time for the writeback of an unmounted file system before its waiter reports it.
 pub(super) const WRITING_BACK: Duration = Duration::from_secs(60);
 
-/// Who uses a device besides what is mounted at `except`, once those have gone who only pass.
-/// Nobody where it was the loop device that was `made` and has gone: its name may be another's.
+/// Lasting users of a device, excluding the mount at `except`. Empty if the device was the loop
+/// device `made` and that is gone: its name may belong to another device.
 pub(super) fn lasting_users(device: &Path, made: Option<&Loop>, except: Option<&PathBuf>) -> Users {
     let began = Instant::now();
     loop {
         let mut users = Users::of(device);
         users.mounts.retain(|point| Some(point) != except);
         let stays = !users.mounts.is_empty() || !users.holders.is_empty();
+        // Slow, as it reads /proc of all processes. Adds mounts of other namespaces, so `except` is
+        // filtered again.
         users = users.with_processes();
         users.mounts.retain(|point| Some(point) != except);
+        // Reading /proc of all processes is costly, and a mount that stays explains the claim
+        // already.
         if except.is_none() {
             users = users.with_claims();
             if users.claimed && users.mounts.is_empty() && users.holders.is_empty() {
@@ -41,22 +44,23 @@ pub(super) fn lasting_users(device: &Path, made: Option<&Loop>, except: Option<&
             return Users::default();
         }
         let is_over = users.is_empty() || stays || began.elapsed() >= GLANCE;
+        // The name may have changed its meaning during the scan: then the result is discarded.
         if is_over && users.are_of(device) {
             return users;
         }
-        // Of neither does the kernel tell when it is over.
+        // The kernel reports neither event: poll, less often the longer it takes.
         thread::sleep((began.elapsed() / 4).clamp(LOOK, SELDOM));
     }
 }
 
-/// Whether the kernel has a device for itself. Not where it was the loop device that was `made` and
-/// has gone, as above.
+/// True if the kernel has claimed a device exclusively. False if it was the loop device `made` and
+/// that is gone.
 pub(super) fn is_claimed(device: &Path, made: Option<&Loop>) -> bool {
     Users::of(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
 }
 
-/// As [`lasting_users`], once what was unmounted has been written back too. `tell` is called where
-/// that is waited for.
+/// As [`lasting_users`], after the writeback of an unmounted file system. Calls `tell` once if it
+/// has to wait for it.
 pub(super) fn users_after_writing_back(
     device: &Path,
     made: Option<&Loop>,

@@ -1,4 +1,4 @@
-//! `weir attach --list`: what is a device of this host, and who uses it.
+//! `weir attach --list`: devices of this host that weir serves, and their users.
 
 use std::{
     io::{IsTerminal as _, stdout},
@@ -21,20 +21,20 @@ use crate::client::{Client, Target, report::Report};
 struct Row {
     name: String,
     device: PathBuf,
-    /// How it is reached.
+    /// Kind of device (`ublk`, `nbd`, `fuse`).
     way: String,
     image: String,
     size: Option<u64>,
     mounts: Vec<PathBuf>,
     holders: Vec<String>,
-    /// Who still uses a file system that was mounted for it, and is mounted no more.
+    /// Processes that still use an unmounted file system of the device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     processes: Vec<String>,
-    /// The process that keeps it; none of a device that `weir serve` made, or whose keeper died.
+    /// The keeper process; `None` for a device of `weir serve` or if the keeper died.
     pid: Option<u32>,
-    /// Whether its server answers.
+    /// True if its server responds.
     alive: bool,
-    /// Whether its keeper was killed before all of it was there.
+    /// True if its keeper was killed before the attachment was complete.
     #[serde(skip_serializing_if = "Not::not")]
     broken: bool,
 }
@@ -47,7 +47,7 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), CommandFailure>
     let mut table = TextTable::new([
         ("NAME", ColumnAlignment::Left),
         ("DEVICE", ColumnAlignment::Left),
-        ("BY", ColumnAlignment::Left),
+        ("TYPE", ColumnAlignment::Left),
         ("SIZE", ColumnAlignment::Right),
         ("USED BY", ColumnAlignment::Left),
         ("PID", ColumnAlignment::Right),
@@ -61,9 +61,9 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), CommandFailure>
             name,
             device.display().to_string(),
             match (broken, alive) {
-                (true, _) => format!("{way}, broken"),
+                (true, _) => format!("{way}, incomplete"),
                 (false, true) => way,
-                (false, false) => format!("{way}, lost"),
+                (false, false) => format!("{way}, orphaned"),
             },
             size.map_or_else(nothing, |bytes| figures::bytes(bytes as f64)),
             if users.is_empty() { nothing() } else { users.join(" ") },
@@ -98,7 +98,7 @@ fn rows(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
     Ok(rows)
 }
 
-/// What somebody keeps, or serves.
+/// Attachments, and devices that a daemon exports.
 fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
     let mut rows = Vec::new();
     for place in Place::all()? {
@@ -106,10 +106,12 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
         let broken = whole.is_none();
         let Some(attached) = whole.map_or_else(|| known(&place), |whole| Ok(Some(whole)))? else { continue };
         let report = attached.qmp.parse().ok().and_then(|target| status(&target));
+        // A server that responds but does not have the disk counts as dead too.
         let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
         let users = Users::of(&attached.device);
         let mount = place.wanted().and_then(|wanted| wanted.mount);
         let users = match mount {
+            // Costly, as it reads /proc of all processes; only an unexpected unmount needs it.
             Some(mount) if !users.mounts.contains(&mount.directory) => users.with_inmates(),
             _ => users,
         };
@@ -137,6 +139,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
     };
     for export in &report.exports {
         let Some(device) = export.device.as_ref().map(PathBuf::from) else { continue };
+        // An attachment by this daemon is listed above, under its own name.
         if rows.iter().any(|row| row.name == export.id) {
             continue;
         }

@@ -1,5 +1,5 @@
-//! Devices of the ublk driver that weir made and nobody serves any more: each waits for the next
-//! `weir serve` of its image, or to be removed.
+//! Orphaned ublk devices: made by weir and without a server. They wait for the next `weir serve` of
+//! their image, or to be removed.
 
 use std::{
     path::{Path, PathBuf, absolute},
@@ -14,31 +14,33 @@ use export::ublk::{guard, node};
 
 use super::{host, lasting};
 
-/// Their nodes; none for users who may not know of them.
+/// Nodes of orphaned devices; empty for a user without permission to list them.
 pub(super) fn devices() -> Vec<PathBuf> {
     numbers().map(node::path).collect()
 }
 
-/// Removes one some time after its server has ended, as that has told.
+/// Removes a device some time after its server has ended. The server passes the device and the
+/// time.
 pub(crate) fn run_guard() -> Result<(), CommandFailure> {
-    if let Some(done) = guard::run().context("a device by ublk is not guarded any more")? {
+    if let Some(done) = guard::run().context("an orphaned ublk device cannot be removed")? {
         print_notice(&done);
     }
     Ok(())
 }
 
-/// Removes the device at this path, and unmounts it. Whether it was one.
+/// Removes the device at this path and unmounts it. Returns true if it was an orphaned device.
 ///
 /// # Errors
-/// The kernel refuses it, or somebody has it open for too long.
+/// If the kernel refuses, or if the device stays open for too long.
 pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
     let whole = absolute(what)?;
     let Some(number) = numbers().find(|number| node::path(*number) == whole) else { return Ok(false) };
-    // Later it has no node to ask for them.
+    // Read now: users are found by the device node, which is removed first.
     let users = Users::of(&whole);
     let all = users.clone().with_processes();
     let (done, removed) = mpsc::channel();
-    // First what waits for it fails, unmounting too; then the kernel waits for its last user.
+    // The removal first fails all queued requests, which lets the unmounts below return; the kernel
+    // then waits for the last user.
     thread::spawn(move || done.send(node::remove(number)));
     for directory in users.mounts.iter().rev() {
         host::unmount_at_last(directory);
@@ -49,13 +51,15 @@ pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
     }
 }
 
-/// Of a device whose removal the kernel has begun.
+/// Error for a device whose removal waits for its last user.
 pub(super) fn goes_later(users: &Users) -> anyhow::Error {
     let whom = if users.is_empty() { String::new() } else { format!(" (in use: {users})") };
-    anyhow!("it fails all requests now, and goes with its last user{whom}")
+    anyhow!("it fails all requests now, and is removed with its last user{whom}")
 }
 
 fn numbers() -> impl Iterator<Item = u32> {
+    // `is_ours` excludes devices of other ublk servers; a server process means that the device is
+    // not orphaned.
     let lost =
         node::list().unwrap_or_default().into_iter().filter(|found| found.is_ours && found.process.is_none());
     lost.map(|found| found.number)
@@ -70,7 +74,7 @@ mod tests {
     #[test]
     fn who_keeps_a_device_is_named_where_that_is_known() {
         let mut users = Users::default();
-        let said = "it fails all requests now, and goes with its last user";
+        let said = "it fails all requests now, and is removed with its last user";
         assert_eq!(goes_later(&users).to_string(), said);
         users.processes.push(Process { pid: 12, name: "dd".to_owned() });
         assert_eq!(goes_later(&users).to_string(), format!("{said} (in use: open in dd (12))"));

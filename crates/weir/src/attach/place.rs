@@ -1,18 +1,18 @@
-//! Where an attachment is written down: a directory of its name, locked by its keeper.
+//! Record of an attachment: a directory with its name, locked by its keeper.
 //!
 //! ```text
-//!   lock            held while the keeper lives, or a program that it runs for an attachment
-//!   wanted.json     what it was asked for, from the start
-//!   attached.json   what it has made, once all of it is there
-//!   asked           once a daemon was about to be asked for a disk of this name
-//!   loop            held while its loop device is removed
-//!   loop.json       which loop device was made
-//!   server          held while a server of its own lives
-//!   qmp, notify     its sockets                         log   what it said
-//!   disk            what FUSE puts the disk in place of
+//!   lock            held while the keeper, or a program that it runs, lives
+//!   wanted.json     the request, from the start
+//!   attached.json   the result, once the attachment is complete
+//!   asked           exists once a daemon may have been asked for a disk of this name
+//!   loop            held while the loop device is removed
+//!   loop.json       the loop device that was made
+//!   server          held while a private server lives
+//!   qmp, notify     the server's sockets                log   its messages
+//!   disk            file over which FUSE mounts the disk
 //! ```
 //!
-//! It lies in /run, and goes with the machine's next boot, as the devices do.
+//! The directory is in /run and does not survive a boot, like the devices.
 //!
 //! A caller that waits for the lock looks at the state of the processes that have it open. A keeper
 //! that is stopped (SIGSTOP, a debugger) is named, with `kill -CONT`, before anything is undone,
@@ -45,22 +45,22 @@ use settings::ImageLocation;
 
 use super::{Attached, Wanted, host::Loop, lasting::lasting_users};
 
-/// As a node's name over QMP.
+/// Longest name, that of a QMP node name.
 const MAX_NAME: usize = 31;
-/// How often whoever waits for a keeper to end looks whether it still will.
+/// Interval at which a waiter checks if a keeper will still end.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long it waits at most: longer than a keeper does for what was unmounted to be written back.
+/// Longest wait for a keeper: longer than its own wait for the writeback of an unmount.
 const ENDING: Duration = Duration::from_secs(90);
 
 #[derive(Clone, Debug)]
 pub(crate) struct Place(PathBuf);
 
-/// Until it is dropped, nobody else has the place.
+/// Exclusive lock of a place, released on drop.
 #[derive(Debug)]
 pub(super) struct Kept(Flock<fs::File>);
 
 impl Kept {
-    /// For programs that are not to outlive the keeper unnoticed: who has it open has the place.
+    /// Duplicate for child programs: the lock stays held until they end as well.
     pub(super) fn share(&self) -> std::io::Result<fs::File> {
         self.0.try_clone()
     }
@@ -69,15 +69,15 @@ impl Kept {
 pub(super) fn check_name(name: &str) -> Result<(), String> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) || !name.chars().all(is_plain) {
-        return Err("is no name of an attachment; that begins with a letter, and has letters, digits, `.`, `_` and `-`".to_owned());
+        return Err("is not a valid name; a name begins with a letter and consists of letters, digits, `.`, `_` and `-`".to_owned());
     }
     if name.len() > MAX_NAME {
-        return Err(format!("is too long; a name has {MAX_NAME} letters at most"));
+        return Err(format!("is too long; a name has at most {MAX_NAME} characters"));
     }
     Ok(())
 }
 
-/// The image's, as far as a name may have it.
+/// The image's name, with invalid characters replaced.
 pub(super) fn default_name(image: &ImageLocation) -> String {
     let plain =
         |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
@@ -90,19 +90,20 @@ pub(super) fn default_name(image: &ImageLocation) -> String {
 }
 
 impl Place {
-    /// The directory of all: root's, or this user's own.
+    /// Directory of all attachments: root's, or this user's.
     fn base() -> anyhow::Result<PathBuf> {
         let run = match Uid::effective().is_root() {
             true => PathBuf::from("/run"),
-            false => env::var_os("XDG_RUNTIME_DIR")
-                .map(PathBuf::from)
-                .filter(|path| path.is_absolute())
-                .context("XDG_RUNTIME_DIR is not set, and there is no other place to keep note of what is attached (log in, or set it)")?,
+            false => {
+                env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute()).context(
+                    "XDG_RUNTIME_DIR is not set, but attached disks are recorded there (log in, or set it)",
+                )?
+            }
         };
         Ok(run.join("weir/attached"))
     }
 
-    /// All that there are, in the order of their names.
+    /// All attachments, sorted by name.
     pub(super) fn all() -> anyhow::Result<Vec<Self>> {
         let entries = fs::read_dir(Self::base()?).into_iter().flatten().flatten();
         let mut all: Vec<_> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
@@ -110,8 +111,8 @@ impl Place {
         Ok(all.into_iter().map(Self).collect())
     }
 
-    /// Takes the place of this name, for whoever wants this. One that a keeper left half made is
-    /// `cleared`; a whole one may only be taken over as it was.
+    /// Locks the place of this name for a new keeper. An incomplete attachment is `cleared`; a
+    /// complete one can only be continued with an equal request.
     pub(super) fn take(wanted: &Wanted, cleared: impl Fn(&Self)) -> anyhow::Result<(Self, Kept)> {
         let place = Self(Self::base()?.join(&wanted.name));
         loop {
@@ -124,23 +125,24 @@ impl Place {
             let file = fs::OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
             let file = match file {
                 Ok(file) => file,
-                // Whoever had it removes it just now.
+                // Its previous owner is removing the directory: try again.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => {
-                    // If there is nothing in it.
+                    // Removes only an empty directory.
                     let _ = fs::remove_dir(&place.0);
                     return Err(error).with_context(|| path.display().to_string());
                 }
             };
             let number = file.metadata().map(|file| file.ino()).ok();
             let Some(kept) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
+                // The owner may be ending: then the name is free in a moment.
                 if place.await_end() {
                     continue;
                 }
                 place.ensure_goes_on(false).with_context(|| wanted.name.clone())?;
                 if let Some(users) = place.inmates() {
                     bail!(
-                        "{0}: its file system was unmounted and is still in use: {users} (end that, or `weir detach --force {0}`: what is not written yet is lost)",
+                        "{0}: its file system was unmounted and is still in use: {users} (end these, or `weir detach --force {0}`: data that is not written yet is lost)",
                         wanted.name
                     );
                 }
@@ -149,19 +151,21 @@ impl Place {
                     wanted.name
                 );
             };
-            // Whoever had it may have removed it before this lock was taken.
+            // Without this check the lock could be on a file that its previous owner has deleted.
             if path.metadata().map(|file| file.ino()).ok() != number {
                 continue;
             }
             match (place.attached(), place.wanted()) {
+                // `attach --recover` repeats the recorded request: continue it.
                 (Some(_), Some(before)) if before == *wanted => {}
                 (Some(_), _) => bail!(
-                    "{0}: the process that kept it was killed (`weir attach --recover` goes on with it, `weir detach {0}` ends it)",
+                    "{0}: its keeper process was killed (`weir attach --recover` restores it, `weir detach {0}` detaches it)",
                     wanted.name
                 ),
                 (None, _) => cleared(&place),
             }
             let written = place.write("wanted.json", wanted);
+            // A full /run must not leave an empty record that blocks the name.
             if written.is_err() && place.attached().is_none() {
                 place.remove();
             }
@@ -169,7 +173,7 @@ impl Place {
         }
     }
 
-    /// `None` where somebody has it, and nobody is to wait.
+    /// Locks a file; `None` if it is locked and the call does not wait.
     fn lock(&self, file: fs::File, how: FlockArg) -> anyhow::Result<Option<Kept>> {
         match Flock::lock(file, how) {
             Ok(lock) => Ok(Some(Kept(lock))),
@@ -178,7 +182,7 @@ impl Place {
         }
     }
 
-    /// Takes a place that no keeper has, for whoever removes it; `None` where one has it.
+    /// Locks a place without a keeper, for removing it; `None` if a keeper holds it.
     pub(super) fn take_deserted(&self) -> anyhow::Result<Option<Kept>> {
         let Ok(file) =
             fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("lock"))
@@ -187,81 +191,83 @@ impl Place {
         };
         let number = file.metadata().map(|file| file.ino()).ok();
         let kept = self.lock(file, FlockArg::LockExclusiveNonblock)?;
-        // Whoever had it may have removed it meanwhile.
+        // As in `take`: the lock file may have been deleted before it was locked.
         let is_there = self.file("lock").metadata().map(|file| file.ino()).ok() == number;
         Ok(kept.filter(|_| is_there))
     }
 
-    /// Whether no keeper lives.
+    /// True if no keeper lives.
     pub(super) fn is_deserted(&self) -> anyhow::Result<bool> {
         match fs::File::open(self.file("lock")) {
+            // A shared lock, so that concurrent readers do not see each other as keepers.
             Ok(file) => Ok(self.lock(file, FlockArg::LockSharedNonblock)?.is_some()),
             Err(_) => Ok(true),
         }
     }
 
-    /// Waits until no keeper lives. The place may be gone then.
+    /// Waits until the keeper has ended. The place may be removed by then.
     ///
     /// # Errors
-    /// That one is stopped, or does not end.
+    /// If the keeper is stopped or does not end.
     pub(super) fn wait(&self) -> anyhow::Result<()> {
         if self.await_free("lock", || self.stopped().is_empty()) {
             return Ok(());
         }
         self.ensure_goes_on(false)?;
         bail!(
-            "what keeps it does not end: {} (`weir detach --force {}` once that is ended)",
+            "its keeper does not end: {} (end these, then `weir detach --force {}`)",
             Users::inside(&self.file("lock")),
             self.name()
         )
     }
 
-    /// Those who have it and stand still: its keeper, or a program that it runs.
+    /// Stopped processes that hold the lock: the keeper, or a program that it runs.
     fn stopped(&self) -> Vec<Process> {
         let mut processes = Users::inside(&self.file("lock")).processes;
         processes.retain(|process| is_stopped(process.pid));
         processes
     }
 
-    /// Sees that nobody has it who stands still, before somebody waits for that. With `force`, who
-    /// does is ended.
+    /// Fails if the keeper process is stopped (SIGSTOP), so that callers do not wait for it. With
+    /// `force`, kills it instead.
     ///
     /// # Errors
-    /// Who does.
+    /// The stopped process.
     pub(super) fn ensure_goes_on(&self, force: bool) -> anyhow::Result<()> {
         let stopped = self.stopped();
         let Some(Process { pid, name }) = stopped.first() else { return Ok(()) };
         if !force {
             bail!(
-                "process {pid} ({name}), which keeps it, is stopped (continue it with `kill -CONT {pid}`, or end it with `weir detach --force {}`)",
+                "its keeper, process {pid} ({name}), is stopped (continue it with `kill -CONT {pid}`, or end it with `weir detach --force {}`)",
                 self.name()
             );
         }
         for Process { pid, .. } in stopped {
-            let pid = Pid::from_raw(pid.try_into().context("no number of a process")?);
+            let pid = Pid::from_raw(pid.try_into().context("invalid process id")?);
+            // SIGTERM would stay pending in a stopped process.
             kill(pid, Signal::SIGKILL).with_context(|| format!("process {pid}"))?;
         }
         self.await_free("lock", || true);
         Ok(())
     }
 
-    /// Waits until nobody has it, where whoever does is about to leave. Whether that came to pass.
+    /// Waits for the lock's owner while it is ending. True if it has ended.
     fn await_end(&self) -> bool {
         self.await_free("lock", || self.is_ending() && self.stopped().is_empty())
     }
 
-    /// Waits until nobody has one of its locks, as long as somebody expects that. Whether that came
-    /// to pass.
+    /// Waits for one of the place's locks while `is_expected` holds. True if the lock became free.
     fn await_free(&self, lock: &str, is_expected: impl Fn() -> bool) -> bool {
         let Ok(file) = fs::File::open(self.file(lock)) else { return true };
         self.lock_while(file, FlockArg::LockShared, is_expected).is_some()
     }
 
-    /// Takes a lock, as long as somebody expects that to come to pass.
+    /// Takes a lock, waiting while `is_expected` holds.
     fn lock_while(&self, file: fs::File, how: FlockArg, is_expected: impl Fn() -> bool) -> Option<Kept> {
         let (place, (taken, taking)) = (self.clone(), channel());
         thread::spawn(move || {
-            // Let go again where nobody waits any more.
+            // flock(2) has no timeout, so a thread waits. Its lock is dropped if the receiver is
+            // gone.
             let _ = taken.send(place.lock(file, how).ok().flatten());
         });
         let began = Instant::now();
@@ -273,18 +279,18 @@ impl Place {
         None
     }
 
-    /// What a server of its own is to share as long as it lives.
+    /// Lock that a private server holds for its lifetime.
     pub(super) fn keep_server(&self) -> anyhow::Result<Kept> {
-        // The one before may be about to end.
+        // An earlier server may be about to end.
         self.await_free("server", || true);
         let path = self.file("server");
         let file = fs::OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
         let kept =
             self.lock(file.with_context(|| path.display().to_string())?, FlockArg::LockExclusiveNonblock)?;
-        kept.with_context(|| format!("{}: another server has it (end its `weir serve`)", path.display()))
+        kept.with_context(|| format!("{}: locked by another server (end its `weir serve`)", path.display()))
     }
 
-    /// Waits until a server of its own that has begun listens, or has ended.
+    /// Waits until a private server that is starting listens, or has ended.
     ///
     /// # Errors
     /// If it does neither.
@@ -294,48 +300,48 @@ impl Place {
             return Ok(());
         }
         bail!(
-            "its server began, and still does not listen (end its `weir serve`, whose log is {})",
+            "its server was started, but does not listen (end its `weir serve`, whose log is {})",
             self.file("log").display()
         )
     }
 
-    /// Waits until a server of its own that was told to end has.
+    /// Waits until a private server that was asked to quit has ended.
     pub(super) fn await_server_end(&self) {
         self.await_free("server", || true);
     }
 
-    /// Whether its keeper has begun to undo it, or will: what it had mounted is mounted no more.
+    /// True if the keeper is undoing the attachment, or will: its mount is unmounted.
     fn is_ending(&self) -> bool {
         match self.attached() {
-            // Perhaps in a namespace of its own.
+            // Counts mounts in other mount namespaces too.
             Some(Attached { device, mount: Some(mount), .. }) => {
                 !Users::of(&device).with_processes().mounts.contains(&mount)
             }
             Some(_) => false,
-            // Or it is still at the beginning, and then it is soon known what becomes of it.
+            // An attachment that is starting will be decided soon.
             None => true,
         }
     }
 
-    /// Who still uses a file system that is mounted no more.
+    /// Users of a file system that is unmounted.
     fn inmates(&self) -> Option<Users> {
         let users = lasting_users(&self.attached()?.device, self.made_loop().as_ref(), None);
         (users.claimed && users.mounts.is_empty() && users.holders.is_empty()).then_some(users)
     }
 
-    /// Until it is dropped, nobody else removes loop devices of this place. `None` where the place
-    /// is gone, and they with it, or where somebody stands still in the midst of that.
+    /// Lock for removing loop devices of this place. `None` if the place is gone, and its loop
+    /// devices with it, or if the lock's owner is stopped.
     pub(super) fn changing_loops(&self) -> Option<Kept> {
         let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("loop"));
         self.lock_while(file.ok()?, FlockArg::LockExclusive, || true)
     }
 
-    /// What it is called.
+    /// Name of the attachment.
     pub(super) fn name(&self) -> String {
         self.0.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// That of this name, if there is one.
+    /// The place of this name, if it exists.
     pub(super) fn named(name: &str) -> Option<Self> {
         Self::all().ok()?.into_iter().find(|place| place.name() == name)
     }
@@ -356,13 +362,14 @@ impl Place {
         self.write("attached.json", attached)
     }
 
-    /// Before a daemon, which has no disk and no export of this name, is asked for them.
+    /// Records that a daemon, which has no disk and no export of this name yet, is about to be
+    /// asked for them.
     pub(super) fn set_asked(&self) -> anyhow::Result<()> {
         let path = self.file("asked");
         fs::File::create(&path).map(drop).with_context(|| path.display().to_string())
     }
 
-    /// Whether what a daemon has by this name is this attachment's.
+    /// True if a daemon's disk of this name belongs to this attachment.
     pub(super) fn has_asked(&self) -> bool {
         self.file("asked").exists() || self.attached().is_some()
     }
@@ -379,9 +386,10 @@ impl Place {
         serde_json::from_slice(&fs::read(self.file(name)).ok()?).ok()
     }
 
-    /// Whole, or not at all.
+    /// Writes a file atomically.
     fn write(&self, name: &str, value: &impl Serialize) -> anyhow::Result<()> {
         let (path, new) = (self.file(name), self.file(&format!("{name}.new")));
+        // A keeper may be killed at any point; a reader must not see a partial file.
         let write = || -> anyhow::Result<()> {
             fs::write(&new, serde_json::to_vec_pretty(value)?)?;
             Ok(fs::rename(&new, &path)?)
@@ -389,7 +397,7 @@ impl Place {
         write().with_context(|| path.display().to_string())
     }
 
-    /// Removes it, its lock last.
+    /// Removes the directory; the lock file last, so that no new keeper finds a partial record.
     pub(super) fn remove(&self) {
         for entry in fs::read_dir(&self.0).into_iter().flatten().flatten() {
             if entry.file_name() != "lock" {

@@ -1,12 +1,11 @@
-//! Who serves an attached disk: `weir serve` in a process of its own, which ends with its device,
-//! or a daemon that runs here, over its control socket.
+//! Servers of attached disks: a private `weir serve`, which ends with its device, or a running
+//! daemon, over its control socket.
 //!
-//! A daemon that makes no devices (`makes-devices`, as in its sandbox by default) is passed over,
-//! and so is one that does not answer within 10 s; a process of its own then serves the disk.
-//! `--qmp` and a `--group` that the daemon has are refused in that case: a second group of the same
-//! name would have limits of its own, and the sum of both would exceed what the operator has set.
-//! Passing an opened device to the daemon was not built, as the daemon could not remove or resize
-//! it.
+//! A daemon that makes no devices (`makes-devices`, as in its sandbox by default) is skipped, and
+//! so is one that does not respond within 10 s; a private process then serves the disk. `--qmp` and
+//! a `--group` of the daemon are errors in that case: a second group of the same name would have
+//! separate limits, and the sum of both would exceed what the operator has set. Passing an opened
+//! device to the daemon was not built, as the daemon could not remove or resize it.
 
 use std::{
     fs,
@@ -35,23 +34,24 @@ use crate::{
     client::{Client, Error, Target},
 };
 
-/// What a keeper hears.
+/// Events for a keeper.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// The server serves.
+    /// The server is ready.
     Ready,
-    /// It has ended: by itself, as the device has gone, or otherwise.
+    /// The server or the export has ended; `orderly` if the device is gone.
     Ended { orderly: bool },
-    /// The directory is no mount point any more.
+    /// The directory is no longer a mount point.
     Unmounted,
 }
 
-/// The file that FUSE puts the disk in place of.
+/// File over which FUSE mounts the disk.
 pub(super) fn fuse_file(place: &Place) -> PathBuf {
     place.file("disk")
 }
 
-/// Hears what servers of a place's own tell of themselves, as a service manager does.
+/// Receives readiness messages of the private servers of a place, like a service manager
+/// (sd_notify(3)).
 pub(super) fn listen(place: &Place, events: Sender<Event>) -> anyhow::Result<()> {
     let path = place.file("notify");
     let _ = fs::remove_file(&path);
@@ -68,7 +68,7 @@ pub(super) fn listen(place: &Place, events: Sender<Event>) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Starts a server of its own, and waits until it serves. The thread ends with it.
+/// Starts a private server and waits until it is ready. The thread ends with the server.
 pub(super) fn start(
     wanted: &Wanted,
     place: &Place,
@@ -90,11 +90,11 @@ pub(super) fn start(
         .arg("--")
         .arg(&wanted.image)
         .env("NOTIFY_SOCKET", place.file("notify"))
-        // Of descriptors that a service manager gave to whoever asked.
+        // Describe descriptors that a service manager passed to the caller, not to this server.
         .env_remove("LISTEN_FDS")
         .env_remove("LISTEN_PID")
         .current_dir("/")
-        // By this lock, whoever clears up after a keeper knows that there is one.
+        // Holds the lock, so that a cleanup after a killed keeper detects this server.
         .stdin(lives.share().context("the server's lock")?)
         .stdout(Stdio::null())
         .stderr(log)
@@ -115,14 +115,14 @@ pub(super) fn start(
         }
     }
     if unmounted {
-        // For the keeper, in its turn.
+        // Requeued for the keeper's own loop.
         let _ = again.send(Event::Unmounted);
     }
     watch(&own_qmp(place), &wanted.name, &again)?;
     Ok(process)
 }
 
-/// Tells when an export has gone. Of a server that dies, its process tells.
+/// Reports the end of an export. The end of a private server is reported by its process.
 fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> {
     let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
     let watch = Client::connect(&target)?;
@@ -135,11 +135,12 @@ fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Tells once an export has gone, and whether in order, or its server. Whoever takes over from that
-/// disconnects those who watch, and has the export.
+/// Calls `tell` once an export has ended: with true if it was removed, false if its server died. An
+/// upgrade disconnects watchers, and the export continues at the new process.
 fn tell_end(target: Target, mut watch: Client, export: &str, tell: impl FnOnce(bool) + Send + 'static) {
     let export = export.to_owned();
     thread::spawn(move || {
+        // A lost connection does not mean a lost export.
         while watch.await_export_end(&export).is_err() {
             let Some(again) = watch_again(&target, &export) else { return tell(false) };
             watch = again;
@@ -148,20 +149,20 @@ fn tell_end(target: Target, mut watch: Client, export: &str, tell: impl FnOnce(b
     });
 }
 
-/// A client of whoever has the export now, if anybody has.
+/// Connection to the process that serves the export now, if any.
 fn watch_again(target: &Target, export: &str) -> Option<Client> {
     loop {
         match Client::connect(target) {
-            // First: it may end before it is seen.
+            // Connected before the query, or the export could end unnoticed in between.
             Ok(watch) => return device(&target.to_string(), export).is_ok().then_some(watch),
-            // In a takeover, for a moment nobody answers.
+            // During an upgrade no process responds for a moment.
             Err(Error::Silent(_)) => {}
             Err(_) => return None,
         }
     }
 }
 
-/// Takes up what another keeper had served, if it still is.
+/// Adopts a server that an earlier keeper started. True if it still serves the export.
 pub(super) fn adopt(attached: &Attached, events: &Sender<Event>) -> bool {
     let Ok(target) = attached.qmp.parse::<Target>() else { return false };
     let Ok(watch) = Client::connect(&target) else { return false };
@@ -179,28 +180,31 @@ pub(super) fn own_qmp(place: &Place) -> String {
     format!("unix:{}", place.file("qmp").display())
 }
 
-/// The complaint with which a server ended.
+/// The last error that a server logged.
 fn last_words(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
+    // The log may end with messages of the shutdown after the error.
     let complaint = text.lines().rev().find_map(|line| line.strip_prefix("weir: "));
     let is_full = || statvfs(log).is_ok_and(|system| system.blocks_free() == 0);
     match complaint.or(text.lines().last()) {
         Some(complaint) => complaint.to_owned(),
         None if is_full() => format!(
-            "the server ended, and what it said has no room in {}: the file system is full (make room)",
+            "the server ended, and its log {} could not be written: the file system is full (free some space)",
             log.display()
         ),
-        None => "the server ended without a word".to_owned(),
+        None => "the server ended without an error message".to_owned(),
     }
 }
 
-/// The option of `weir serve` that makes the device.
+/// Option of `weir serve` that makes the device.
 fn door(wanted: &Wanted, place: &Place) -> anyhow::Result<String> {
     Ok(match wanted.way {
         Way::Ublk => {
             let ublk = wanted.ublk()?;
             format!(
                 "--ublk={}",
+                // Without CAP_SYS_ADMIN the driver makes unprivileged devices only
+                // (UBLK_F_UNPRIVILEGED_DEV).
                 UblkConfig { unprivileged: ublk.unprivileged || !Uid::effective().is_root(), ..ublk }
             )
         }
@@ -218,11 +222,11 @@ fn make_file(place: &Place) -> anyhow::Result<String> {
     file.into_os_string().into_string().map_err(|file| anyhow!("{}: not UTF-8", file.display()))
 }
 
-/// Has a running daemon serve the disk. Tells when the export has gone, or the daemon.
+/// Adds the disk to a running daemon. Reports the end of the export or of the daemon.
 pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Event>) -> anyhow::Result<()> {
     let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
     let mut client = Client::connect(&target)?;
-    // Before there is an export that may end.
+    // Connected before the export exists, so that its end cannot be missed.
     let watch = Client::connect(&target)?;
     let report = client.status()?;
     let is_taken = report.disks.iter().any(|disk| disk.name == wanted.name)
@@ -252,20 +256,21 @@ fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<ExportTarget> {
     })
 }
 
-/// The node or the file of an export.
+/// Node or file of an export.
 pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
     let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
     let report = Client::connect(&target)?.status()?;
     let found = report.status.exports.into_iter().find(|found| found.id == export);
     let device = found.and_then(|found| found.device).map(PathBuf::from);
-    device.with_context(|| format!("{export}: the server has no device of this name"))
+    device.with_context(|| format!("{export}: the server has no device with this name"))
 }
 
-/// Whether the server answers; with `force`, one of its own that does not is ended, if that ends
-/// the device too.
+/// Checks that the server responds. With `force`, kills a private FUSE server that does not, which
+/// removes its device as well.
 ///
 /// # Errors
-/// That it does not, before anything is undone that only it can finish.
+/// If the server does not respond. Called before any step is undone that only the server can
+/// finish.
 pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<()> {
     let target: Target = attached.qmp.parse().map_err(anyhow::Error::msg)?;
     let Err(Error::Silent(_)) = Client::connect(&target) else { return Ok(()) };
@@ -273,23 +278,24 @@ pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<
         UnixStream::connect(target.path()).and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
     let process = peer.map_err(anyhow::Error::from)?.pid();
     if attached.daemon {
-        bail!("the daemon that serves it, process {process}, does not answer (continue it, or end it)");
+        bail!("the daemon that serves it, process {process}, does not respond (continue it, or end it)");
     }
+    // Killing it would not remove its device: ublk and NBD devices wait for a new server.
     if attached.way != Way::Fuse {
         bail!(
-            "its server, process {process}, does not answer (end it with `kill -9 {process}`: it is started anew, and lets go)"
+            "its server, process {process}, does not respond (end it with `kill -9 {process}`: it is restarted, and then releases the device)"
         );
     }
     if !force {
         bail!(
-            "its server, process {process}, does not answer (continue it, or detach with --force, which ends it: what is not written yet is lost)"
+            "its server, process {process}, does not respond (continue it, or detach with --force, which ends it: data that is not written yet is lost)"
         );
     }
     kill(Pid::from_raw(process), Signal::SIGKILL).with_context(|| format!("process {process}"))
 }
 
-/// Has the server let the device go, whoever uses it, and the disk with it. What has gone already
-/// is no error, nor what a daemon was never asked for.
+/// Removes the device from the server, even if it is in use, and the disk. An export that is
+/// already gone, or that the daemon was never asked for, is not an error.
 pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
     if attached.daemon && !place.has_asked() {
         return Ok(());
@@ -301,23 +307,26 @@ pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
         Err(error) => return Err(error.into()),
     };
     let watch = Client::connect(&target);
+    // "hard": the caller has already checked for users, or was told to ignore them.
     match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
-        // It has gone.
+        // The export is already gone.
         Err(Error::Refused(said)) if !said.ends_with("already shutting down") => {}
-        // Its keeper, which sees that it was unmounted, may have been faster to say so.
+        // The keeper may have requested the removal first, after an unmount.
         Ok(_) | Err(Error::Refused(_)) => {
             if let Ok(watch) = watch {
                 let _ = watch.await_export_end(&attached.export);
             }
         }
         Err(silent @ Error::Silent(_)) => return Err(silent.into()),
-        // It ended as it was told.
+        // A private server ends with its export.
         Err(Error::Unreachable(_)) => return Ok(()),
     }
     if !attached.daemon {
-        // Fails where it was faster.
+        // Fails if the server ended first.
         let _ = client.execute("quit", json!({}));
     } else {
+        // The disk is removed from a shared daemon too; without its export it would only hold the
+        // image's lock.
         let gone = client.execute("blockdev-del", json!({ "node-name": attached.name }));
         if let Err(error @ Error::Refused(_)) = gone
             && client.status().is_ok_and(|report| report.find(&attached.name).is_some())

@@ -1,4 +1,4 @@
-//! How a disk becomes a device of this host, and what the host lacks for it.
+//! Kinds of block devices for a disk on this host, and their requirements of the host.
 
 use std::{fs::OpenOptions, path::Path};
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::host;
 
-/// In the order of preference.
+/// Kind of device, in order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Way {
@@ -20,20 +20,20 @@ pub(crate) enum Way {
 impl Way {
     const ALL: [Self; 3] = [Self::Ublk, Self::Nbd, Self::Fuse];
 
-    /// What is told while it is done.
+    /// Description for the message while it attaches.
     pub(super) fn told(self) -> &'static str {
         match self {
-            Self::Ublk => "a block device by ublk",
-            Self::Nbd => "a block device by the kernel's NBD client",
-            Self::Fuse if host::may_make_loops() => "a loop device over a file by FUSE",
+            Self::Ublk => "a ublk block device",
+            Self::Nbd => "a block device of the kernel's NBD client",
+            Self::Fuse if host::may_make_loops() => "a loop device over a FUSE file",
             Self::Fuse if Uid::effective().is_root() => {
-                "a file by FUSE, without a loop device, as there is no /dev/loop-control (`modprobe loop`; in a container, pass the devices in)"
+                "a FUSE file, without a loop device, as there is no /dev/loop-control (`modprobe loop`; in a container, pass the devices in)"
             }
-            Self::Fuse => "a file by FUSE, without a loop device, which only root may make",
+            Self::Fuse => "a FUSE file, without a loop device, which only root may make",
         }
     }
 
-    /// As `weir attach --list` has it.
+    /// Name in `weir attach --list`.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Ublk => "ublk",
@@ -42,27 +42,27 @@ impl Way {
         }
     }
 
-    /// Why this host does not have it, and what would help. A driver that is there as a module is
-    /// loaded by asking.
+    /// Reason why this host cannot use it, and the remedy. Loads the driver's module if necessary.
     fn obstacle(self, by_daemon: bool) -> Option<String> {
         let is_root = Uid::effective().is_root();
         match self {
             Self::Ublk => {
                 let control = Path::new("/dev/ublk-control");
                 if !control.exists() && !host::load_module("ublk_drv") {
-                    return Some("no ublk: there is no /dev/ublk-control (`modprobe ublk_drv`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_UBLK)".to_owned());
+                    return Some("no ublk: there is no /dev/ublk-control (`modprobe ublk_drv`; without such a module, the kernel lacks CONFIG_BLK_DEV_UBLK)".to_owned());
                 }
                 let open = || OpenOptions::new().read(true).write(true).open(control);
+                // The daemon opens the control device itself, with its own permissions.
                 match by_daemon.then_some(()).or_else(|| open().ok().map(drop)) {
                     Some(()) => None,
-                    None => Some("no ublk: this user may not open /dev/ublk-control (be root, or have a udev rule that lets others)".to_owned()),
+                    None => Some("no ublk: this user may not open /dev/ublk-control (run it as root, or add a udev rule that permits others)".to_owned()),
                 }
             }
             Self::Nbd if !Path::new("/sys/module/nbd").exists() && !host::load_module("nbd") => {
-                Some("no NBD: the kernel has no client (`modprobe nbd`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_NBD)".to_owned())
+                Some("no NBD: the kernel has no client (`modprobe nbd`; without such a module, the kernel lacks CONFIG_BLK_DEV_NBD)".to_owned())
             }
             Self::Nbd if !is_root && !by_daemon => {
-                Some("no NBD: only root may make its devices (be root)".to_owned())
+                Some("no NBD: only root may make its devices (run it as root)".to_owned())
             }
             Self::Nbd => None,
             Self::Fuse => {
@@ -71,13 +71,14 @@ impl Way {
                     return Some("no FUSE: there is no /dev/fuse (`modprobe fuse`; in a container, pass the device in)".to_owned());
                 }
                 let may = by_daemon || OpenOptions::new().read(true).write(true).open(device).is_ok();
-                (!may).then(|| "no FUSE: this user may not open /dev/fuse (`chmod 0666 /dev/fuse`, as udev does, or be root)".to_owned())
+                (!may).then(|| "no FUSE: this user may not open /dev/fuse (`chmod 0666 /dev/fuse`, as udev does, or run it as root)".to_owned())
             }
         }
     }
 }
 
-/// The way that was asked for, or the first that the host has, with why the others are not it.
+/// The requested kind of device, or the first that works, with the obstacles of all kinds before
+/// it.
 pub(super) fn choose(asked: Option<Way>, by_daemon: bool) -> anyhow::Result<(Way, Vec<String>)> {
     if let Some(way) = asked {
         return match way.obstacle(by_daemon) {
@@ -92,5 +93,5 @@ pub(super) fn choose(asked: Option<Way>, by_daemon: bool) -> anyhow::Result<(Way
             Some(why) => passed_over.push(why),
         }
     }
-    bail!("nothing to attach with: {}", passed_over.join("; "))
+    bail!("this host supports no kind of device: {}", passed_over.join("; "))
 }

@@ -8,17 +8,17 @@ use clap::{Arg, Command};
 const SERVE: &[(&str, &str)] = &[
     ("", "File, device, memory:SIZE, null:SIZE, rbd:…, nbd://…"),
     ("config", "Serve the disks of this file"),
-    ("check", "Check what a start would; serve nothing"),
-    ("takeover", "Continue for the daemon that runs"),
+    ("check", "Check the config; serve nothing"),
+    ("takeover", "Upgrade: replace the running daemon"),
     ("format", "raw or qcow2 [default: probed if safe]"),
     ("cache", "QEMU's cache mode [default: writeback]"),
-    ("read-only", "Refuse writes"),
+    ("read-only", "Reject writes"),
     ("name", "Name of the disk, once for each IMAGE"),
-    ("group", "Group of the disks, which shares the limits"),
+    ("group", "Group of the disks, which share its limits"),
     ("prefetch", "Read-ahead: on, off or auto [default: auto]"),
     ("bps-total", "Bytes per second of reads and writes"),
     ("iops-total", "Operations per second of reads and writes"),
-    ("weight", "Share of the group's limits [default: 100]"),
+    ("weight", "Weight in the group [default: 100]"),
     ("watermark", "Utilization below which limits are lifted"),
     ("nbd", "Serve NBD [default: localhost:10809]"),
     ("vhost-user-blk", "Serve a virtual machine"),
@@ -30,13 +30,13 @@ const SERVE: &[(&str, &str)] = &[
     ("tls", "off, on or required [default: off]"),
     ("tls-certificates", "Directory of certificates"),
     ("memory", "Memory for data, at least 128M"),
-    ("user", "User of the daemon once all is open"),
+    ("user", "User to switch to after opening files"),
     ("daemonize", "Continue in the background"),
     ("log", "off, error, warn, info, debug or trace"),
     ("help", "Print this summary; --help has all options"),
 ];
 
-/// What precedes the exit status in the help of every command.
+/// Text that precedes the exit status.
 const BELOW: &str = "\
 Limits: --{bps,iops}-{total,read,write}, each with -max (burst rate) and -max-length (seconds).
 
@@ -45,7 +45,7 @@ Examples:
   weir serve a.raw b.raw --group tenant --bps-total 100M
   weir serve --config /etc/weir.toml";
 
-/// Whether the words of a command line ask for `weir serve -h`.
+/// True if the words of a command line request `weir serve -h`.
 pub(super) fn is_asked_for(words: &[std::ffi::OsString]) -> bool {
     let options = words.iter().skip(2).take_while(|word| *word != "--");
     words.get(1).is_some_and(|word| word == "serve") && options.into_iter().any(|word| word == "-h")

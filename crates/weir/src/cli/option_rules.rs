@@ -8,8 +8,8 @@ use clap::{Arg, ArgAction, Command, builder::ValueParser};
 use super::Cli;
 
 /// Options that stay in force beside `--config`, by command. Each of these is read by its command
-/// when a config file is given; every other option of the command must be refused together with
-/// `--config`. Options of the whole command line (`--help`, `--version`) are left out.
+/// when a config file is given; every other option of the command must be rejected together with
+/// `--config`. Options of the whole command line (`--help`, `--version`) are omitted.
 const BESIDE_CONFIG: &[(&str, &[&str])] = &[
     (
         "serve",
@@ -101,14 +101,14 @@ const BESIDE_CONFIG: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// The whole command tree, with everything resolved that clap resolves when it parses.
+/// The complete command tree, after clap has resolved it as for parsing.
 fn built() -> Command {
     let mut command = Cli::whole();
     command.build();
     command
 }
 
-/// Calls `check` with each command that is not a mere list of commands, and with its words.
+/// Calls `check` with each command that can be run itself, and with its words.
 fn each_command(command: &Command, words: &[&str], check: &mut impl FnMut(&Command, &[&str])) {
     for below in command.get_subcommands().filter(|below| below.get_name() != "help") {
         let words = [words, &[below.get_name()]].concat();
@@ -124,14 +124,14 @@ fn long_options(command: &Command) -> impl Iterator<Item = &Arg> {
     command.get_arguments().filter(move |arg| arg.get_long().is_some() && !is_general(arg))
 }
 
-/// A command that takes its disks from a config file either refuses an option beside `--config`, or
+/// A command that takes its disks from a config file either rejects an option beside `--config`, or
 /// the option is listed as one that the command reads then.
 #[test]
 fn every_option_beside_a_config_file_is_in_force_or_refused() {
     let mut seen = BTreeSet::new();
     each_command(&built(), &[], &mut |command, words| {
         let Some(config) = long_options(command).find(|arg| arg.get_long() == Some("config")) else { return };
-        // There the file is where a change is saved; the options are the change.
+        // With --save, the file is the target of the change and the options are the change.
         if long_options(command).any(|arg| arg.get_long() == Some("save")) {
             return;
         }
@@ -158,7 +158,7 @@ fn every_option_beside_a_config_file_is_in_force_or_refused() {
     assert_eq!(seen.len(), BESIDE_CONFIG.len(), "each listed command has --config");
 }
 
-/// The command tree without the parsers of values: only the places of arguments are judged.
+/// The command tree without value parsers: only the positions of arguments are checked.
 fn without_parsers(command: Command) -> Command {
     let plain = |arg: Arg| {
         let takes_value = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
@@ -174,9 +174,9 @@ fn written(arg: &Arg) -> String {
     if takes_value { format!("--{long}=1") } else { format!("--{long}") }
 }
 
-/// Options stand before, between and behind a command's other arguments, as users of GNU programs
-/// expect. Behind the first word of another command that is run (`weir cgroup run -- COMMAND`),
-/// they are options of that command.
+/// Options are accepted before, between and after a command's arguments, as in GNU programs. After
+/// the first word of a command to run (`weir cgroup run -- COMMAND`), options belong to that
+/// command.
 #[test]
 fn every_option_of_every_command_stands_anywhere() {
     let plain = without_parsers(Cli::whole());
@@ -213,8 +213,8 @@ fn every_option_of_every_command_stands_anywhere() {
 /// Columns of a terminal for which help is written.
 const COLUMNS: usize = 100;
 
-/// Commands of one line of an example in a help text: `weir` and its words, without the shell's
-/// redirections and comments. A line that begins with another program yields none.
+/// Words of one line of an example in a help text, without the shell's redirections and comments.
+/// `None` if the line does not run `weir`.
 fn example(line: &str) -> Option<Vec<String>> {
     let line = line.strip_prefix("  ").filter(|line| line.starts_with("weir "))?;
     let (mut words, mut quote, mut word) = (Vec::new(), None, None::<String>);
@@ -252,7 +252,7 @@ fn help_has_examples_that_parse_and_fits_the_terminal() {
         let lines = help.lines().filter(|line| !line.starts_with("Usage: "));
         let wide = lines.filter(|line| line.chars().count() > COLUMNS);
         complaints.extend(wide.map(|line| format!("{name} --help: more than {COLUMNS} columns: {line}")));
-        // Not of `help`, where long lines are wrapped.
+        // From the source text: the rendered help has wrapped lines.
         let below = command.get_after_help().map(ToString::to_string).unwrap_or_default();
         let (_, examples) = below.split_once("Examples:\n").unwrap_or_default();
         for words in examples.replace("\\\n", " ").lines().filter_map(example) {
@@ -268,7 +268,7 @@ fn help_has_examples_that_parse_and_fits_the_terminal() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
 }
 
-/// docs/reference/cli.md lists each command, in the order of the help, with what it does.
+/// docs/reference/cli.md lists each command with its summary, in the order of the help.
 #[test]
 fn the_index_of_commands_is_complete() {
     fn add(command: &Command, lines: &mut Vec<String>) {

@@ -1,4 +1,4 @@
-//! What a QMP server may say: an answer, a refusal, or an event.
+//! Messages of a QMP server: a response, an error, or an event.
 
 use serde::Deserialize;
 use serde_json::{Value, value::RawValue};
@@ -10,23 +10,23 @@ pub(super) enum Answer {
     Event(Event),
 }
 
-/// Something that happened, and to what.
+/// An event and the object it concerns.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Event {
-    /// Such as `BLOCK_EXPORT_DELETED`.
+    /// Name of the event, such as `BLOCK_EXPORT_DELETED`.
     pub(super) name: String,
-    /// What it is about, where it says that.
+    /// Id of the object, if the event has one.
     pub(super) id: Option<String>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Refusal {
-    /// One of QEMU's classes, such as `CommandNotFound`.
+    /// One of QEMU's error classes, such as `CommandNotFound`.
     pub(super) class: String,
     pub(super) description: String,
 }
 
-/// A message with the members that this program reads; `return` is kept as text.
+/// Members of a message that this client reads; `return` stays text.
 #[derive(Deserialize)]
 struct Message {
     event: Option<Value>,
@@ -37,12 +37,13 @@ struct Message {
 }
 
 impl Answer {
-    /// `None` if the line is JSON and no message of QMP.
+    /// Parses a message; `None` if the line is JSON but not a QMP message.
     ///
     /// # Errors
     /// If the line is not JSON.
     pub(super) fn read(line: &[u8]) -> Result<Option<Self>, serde_json::Error> {
-        // serde reads a struct from a list as well, and reports another type as it reports bad JSON.
+        // serde deserializes a struct from a list as well, and its error would not distinguish a
+        // wrong type from malformed JSON.
         let is_object = line.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'{');
         if !is_object {
             return serde_json::from_slice::<Value>(line).map(|_| None);

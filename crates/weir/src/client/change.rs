@@ -1,7 +1,7 @@
-//! A change of settings: which, to what; how it is written down, sent, and told.
+//! A change of settings: parsed, sent to the daemon, and described.
 //!
-//! Each setting has one name, on the command line, in the config file and to the daemon. A value is
-//! judged by itself; rules between settings are the daemon's.
+//! A setting has the same name on the command line, in the config file and in the protocol. Values
+//! are checked individually here; the daemon checks rules between settings.
 
 use std::path::Path;
 
@@ -53,12 +53,14 @@ impl Name {
         }
     }
 
-    /// Names the nearest if there is none.
+    /// Finds a setting; the error suggests the nearest name.
     pub(crate) fn find(text: &str) -> Result<Self, String> {
         Self::all().find(|name| name.text() == text).ok_or_else(|| {
             match suggest::nearest(text, Self::all().map(Self::text)) {
                 Some(near) => format!("{text}: no such setting (did you mean {near:?}?)"),
-                None => format!("{text}: no such setting (they are named as the options of `weir serve`)"),
+                None => {
+                    format!("{text}: no such setting (the names are those of the options of `weir serve`)")
+                }
             }
         })
     }
@@ -113,9 +115,10 @@ impl Name {
         value.map_err(|rule| format!("{} = {text}: {rule}", self.text()))
     }
 
-    /// Whether the value could be right at all, whatever else is set.
+    /// Checks a value without regard to other settings.
     fn judge(self, value: &Setpoint) -> Result<(), ConfigError> {
         let &Setpoint::Number(number) = value else { return Ok(()) };
+        // The parser of the config file has the ranges; the value is read into a scratch config.
         let key = DiskConfig::key(self.text()).expect("a key of the table");
         let place = match self {
             Self::PrefetchNumber(setting) => {
@@ -129,7 +132,7 @@ impl Name {
         }
     }
 
-    /// A value of it as users write it: `none` for what is not set.
+    /// Formats a value for users: `none` if it is not set.
     pub(crate) fn show(self, value: &Setpoint) -> String {
         match value {
             Setpoint::Text(text) if text.is_empty() => "none".to_owned(),
@@ -144,7 +147,7 @@ impl Name {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Setpoint {
     Number(u64),
-    /// The name of a group; empty for none. Or a mode.
+    /// Name of a group (empty for none), or a mode.
     Text(String),
 }
 
@@ -157,7 +160,7 @@ impl From<Setpoint> for Value {
     }
 }
 
-/// Settings to change, each once, in the order they were given.
+/// Settings to change, each once, in the given order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Change(Vec<(Name, Setpoint)>);
 
@@ -169,10 +172,10 @@ impl Change {
         }
     }
 
-    /// Whether each value could be right at all: what need not be asked of a daemon.
+    /// Checks each value individually, before the daemon is asked.
     ///
     /// # Errors
-    /// The first that could not, told by its option.
+    /// The first invalid value, with its option.
     pub(crate) fn judge(&self) -> Result<(), ConfigError> {
         self.iter().try_for_each(|(name, value)| name.judge(value))
     }
@@ -189,17 +192,18 @@ impl Change {
         self.iter().map(|(name, value)| (name.text().to_owned(), value.clone().into())).collect()
     }
 
-    /// A line for each setting: what it was, and what it is, or that it is as before.
+    /// One line for each setting: old and new value, or that it is unchanged.
     pub(crate) fn describe(&self, before: &MemberSettings) -> Vec<String> {
         let line = |(name, value): (Name, &Setpoint)| {
             let (was, is) = (name.show(&name.of(before)), name.show(value));
             let name = name.text();
-            if was == is { format!("{name}: {is}, as before") } else { format!("{name}: {was} → {is}") }
+            if was == is { format!("{name}: {is} (unchanged)") } else { format!("{name}: {was} → {is}") }
         };
         self.iter().map(line).collect()
     }
 
-    /// What changes `before` into the `name=value`s of `text`; those left out get their defaults.
+    /// The change from `before` to the `name=value` list in `text`; settings not in the list get
+    /// their defaults.
     pub(crate) fn to_listing(before: &MemberSettings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {
@@ -208,7 +212,7 @@ impl Change {
             };
             let name = Name::find(name)?;
             if wanted.iter().any(|(known, _)| known == name) {
-                return Err(format!("{}: is there twice", name.text()));
+                return Err(format!("{}: is given twice", name.text()));
             }
             wanted.set(name, name.read(value)?);
         }
@@ -216,6 +220,7 @@ impl Change {
         for name in Name::all() {
             let value =
                 wanted.iter().find(|(known, _)| *known == name).map_or(name.default(), |(_, v)| v.clone());
+            // An editor's list mostly repeats the values in force: send only what differs.
             if value != name.of(before) {
                 change.set(name, value);
             }
@@ -224,7 +229,7 @@ impl Change {
     }
 }
 
-/// The settings that are not at their defaults, as [`Change::to_listing`] reads them.
+/// Settings that differ from their defaults, in the form that [`Change::to_listing`] parses.
 pub(crate) fn listing(settings: &MemberSettings) -> String {
     let set = Name::all().filter(|name| name.of(settings) != name.default());
     let words: Vec<String> =
@@ -273,8 +278,8 @@ mod tests {
         };
         check("iops", "iops: is not of the form name=value");
         check("iops-totl=1", "iops-totl: no such setting (did you mean \"iops-total\"?)");
-        check("zzz=1", "zzz: no such setting (they are named as the options of `weir serve`)");
-        check("iops-total=1 iops-total=2", "iops-total: is there twice");
+        check("zzz=1", "zzz: no such setting (the names are those of the options of `weir serve`)");
+        check("iops-total=1 iops-total=2", "iops-total: is given twice");
         check("iops-total=-1", "iops-total = -1: is not a whole number of 0 or more");
     }
 }

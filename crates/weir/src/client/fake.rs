@@ -1,4 +1,4 @@
-//! A daemon for tests: a socket that follows a script, and remembers what it was asked.
+//! A daemon for tests: a socket that sends scripted responses and records the commands.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -20,7 +20,8 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// Answers the commands after `qmp_capabilities` with `answers`, then hangs up.
+    /// Responds to the commands after `qmp_capabilities` with `answers`, then closes the
+    /// connection.
     pub(crate) fn start(greeting: &'static str, answers: Vec<String>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("qmp");
@@ -37,7 +38,7 @@ impl Fake {
         &self.target
     }
 
-    /// What it was asked, once its client is gone.
+    /// All received commands, after the client has disconnected.
     pub(crate) fn asked(self) -> Vec<Value> {
         self.thread.join().unwrap()
     }
@@ -46,7 +47,7 @@ impl Fake {
 fn serve(mut stream: UnixStream, greeting: &str, answers: Vec<String>) -> Vec<Value> {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     let mut asked = Vec::new();
-    // A client that is gone has been told enough.
+    // A client may disconnect before the last response.
     let mut say = |text: &str| stream.write_all(format!("{text}\n").as_bytes()).is_ok();
     say(greeting);
     for answer in [r#"{"return": {}}"#.to_owned()].into_iter().chain(answers) {

@@ -1,7 +1,7 @@
-//! How long requests took, from their arrival to their answer: what the daemon counted by bucket,
-//! and which part of them took how long.
+//! Latencies of requests from arrival to completion: histograms that the daemon counts, and their
+//! percentiles.
 //!
-//! Never asks the daemon itself.
+//! Never queries the daemon itself.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +9,7 @@ use policy::counter;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Requests that took longer than this and no longer than that; as long as may be where that is
-/// absent.
+/// Requests slower than `above_ns` and not slower than `at_most_ns`; unbounded if that is absent.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Bucket {
@@ -23,38 +22,37 @@ pub(crate) struct Bucket {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 pub(crate) struct RequestTimes {
     pub(crate) latencies: Vec<Bucket>,
-    /// Those of requests that did not wait are in the first bucket. Empty from a daemon that does
-    /// not count them.
+    /// Waits for limits. Requests that did not wait are in the first bucket. Empty if the daemon
+    /// does not count waits.
     #[serde(default)]
     pub(crate) waits: Vec<Bucket>,
 }
 
 impl RequestTimes {
-    /// Growth since an earlier moment; `None` where some counts fell.
+    /// Growth since an earlier moment; `None` if a count fell, as after a restart.
     pub(crate) fn since(&self, before: &Self) -> Option<Self> {
         let latencies = grown(&before.latencies, &self.latencies)?;
         Some(Self { latencies, waits: grown(&before.waits, &self.waits)? })
     }
 
-    /// Adds those of another disk.
+    /// Adds the histograms of another disk.
     pub(crate) fn add(&mut self, other: &Self) {
         for (own, more) in [(&mut self.latencies, &other.latencies), (&mut self.waits, &other.waits)] {
             *own = sum(own.iter().chain(more));
         }
     }
 
-    /// Time that 99 of 100 requests waited at most: 0 in the first bucket. `None` where there were
-    /// no requests.
+    /// 99th percentile of the waits: 0 in the first bucket. `None` if there were no requests.
     pub(crate) fn wait_p99_ns(&self) -> Option<u64> {
         let bucket = rank(&self.waits, 0.99)?;
         Some(if bucket.above_ns == 0 { 0 } else { bucket.middle_ns() })
     }
 }
 
-/// Of disks, by their names.
+/// Histograms by disk name.
 pub(crate) type Counted = BTreeMap<String, RequestTimes>;
 
-/// Nanoseconds that half of the requests, and 99 of 100, took at most; known to a tenth.
+/// Median and 99th percentile in nanoseconds, accurate to a tenth (the width of a bucket).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Latency {
     pub(crate) p50_ns: u64,
@@ -62,23 +60,23 @@ pub(crate) struct Latency {
 }
 
 impl Bucket {
-    /// What it tells of a request: known to a tenth.
+    /// Value that stands for all requests of the bucket.
     fn middle_ns(&self) -> u64 {
         self.at_most_ns.map_or(self.above_ns, |most| self.above_ns.midpoint(most))
     }
 }
 
 impl Latency {
-    /// `None` where there were no requests.
+    /// `None` if there were no requests.
     pub(crate) fn of(buckets: &[Bucket]) -> Option<Self> {
         Some(Self { p50_ns: rank_ns(buckets, 0.5)?, p99_ns: rank_ns(buckets, 0.99)? })
     }
 }
 
-/// The answer to `x-weir-query-latencies`.
+/// Parses the response to `x-weir-query-latencies`.
 ///
 /// # Errors
-/// Where it cannot be read.
+/// If it is malformed.
 pub(crate) fn read(answer: Value) -> Result<Counted, serde_json::Error> {
     #[derive(Deserialize)]
     struct Disk {
@@ -90,11 +88,12 @@ pub(crate) fn read(answer: Value) -> Result<Counted, serde_json::Error> {
     Ok(disks.into_iter().map(|disk| (disk.name, disk.times)).collect())
 }
 
-/// What came to each; `None` where some have gone.
+/// Growth of each bucket; `None` if a count fell.
 fn grown(before: &[Bucket], now: &[Bucket]) -> Option<Vec<Bucket>> {
     let of = |all: &[Bucket], above_ns| {
         all.iter().find(|one| one.above_ns == above_ns).map_or(0, |one| one.requests)
     };
+    // A bucket that disappeared counts as a fall too: the histograms belong to different runs.
     let has_fallen = before.iter().any(|one| counter::growth(one.requests, of(now, one.above_ns)).is_none());
     let grown = |one: &Bucket| {
         Some(Bucket { requests: counter::growth(of(before, one.above_ns), one.requests)?, ..*one })
@@ -102,7 +101,7 @@ fn grown(before: &[Bucket], now: &[Bucket]) -> Option<Vec<Bucket>> {
     if has_fallen { None } else { now.iter().map(grown).collect() }
 }
 
-/// The buckets of several disks as one's.
+/// Sums buckets of several disks.
 fn sum<'a>(all: impl IntoIterator<Item = &'a Bucket>) -> Vec<Bucket> {
     let mut sums: BTreeMap<u64, Bucket> = BTreeMap::new();
     for bucket in all {
@@ -112,15 +111,15 @@ fn sum<'a>(all: impl IntoIterator<Item = &'a Bucket>) -> Vec<Bucket> {
     sums.into_values().collect()
 }
 
-/// How long the slowest of such a part of the quickest took, from 0 to 1; `None` where there were
-/// no requests.
+/// Quantile `part` (0 to 1) of the times; `None` if there were no requests.
 pub(crate) fn rank_ns(buckets: &[Bucket], part: f64) -> Option<u64> {
     rank(buckets, part).map(Bucket::middle_ns)
 }
 
-/// The bucket of that rank.
+/// Bucket that contains the quantile.
 fn rank(buckets: &[Bucket], part: f64) -> Option<&Bucket> {
     let all = buckets.iter().fold(0_u64, |sum, bucket| sum.saturating_add(bucket.requests));
+    // Nearest-rank definition of a quantile: no interpolation across buckets.
     let rank = (all as f64 * part).ceil() as u64;
     let mut seen = 0_u64;
     buckets.iter().find(|bucket| {
@@ -135,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// Of buckets of a millisecond each.
+    /// Buckets with a width of one millisecond.
     fn buckets(all: &[(u64, u64)]) -> Vec<Bucket> {
         let bucket = |&(ms, requests)| Bucket {
             above_ns: ms * 1_000_000,

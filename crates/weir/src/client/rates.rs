@@ -1,7 +1,7 @@
-//! What happened between two reports: counters become rates.
+//! Rates from the counters of two reports.
 //!
-//! Between counters of two runs of the daemon there is no rate. A group's rate is that of its
-//! disks: the daemon counts at a group only what its limits were asked about.
+//! Counters of two runs of the daemon are not comparable. A group's rate is the sum of its disks:
+//! at a group the daemon counts only requests that its limits had to decide.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -22,12 +22,12 @@ pub(crate) struct Rate {
     pub(crate) write_iops: f64,
     pub(crate) read_bps: f64,
     pub(crate) write_bps: f64,
-    /// The share of the time, 0 to 1, in which its requests waited for its limits or a group's.
+    /// Share of the interval, 0 to 1, in which its requests waited for its limits or a group's.
     pub(crate) limited: f64,
-    /// Of the requests that were answered meanwhile; `None` where there were none, or they were not
-    /// counted.
+    /// Latency of the requests completed in the interval; `None` if there were none, or they were
+    /// not counted.
     pub(crate) latency: Option<Latency>,
-    /// Time that 99 of 100 of the same requests waited for limits at most.
+    /// 99th percentile of these requests' waits for limits.
     pub(crate) wait_p99_ns: Option<u64>,
 }
 
@@ -51,10 +51,10 @@ impl Rate {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Rates {
-    /// The time between the reports; 0 where they cannot be compared.
+    /// Interval between the reports; 0 if they are not comparable.
     pub(crate) interval_ns: u64,
     of: HashMap<String, Rate>,
-    /// Limits that throttled disks and groups meanwhile.
+    /// Throttle causes in the interval, by disk or group.
     held_by: HashMap<String, String>,
 }
 
@@ -66,10 +66,12 @@ impl Rates {
         let before = earlier.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let comparison = Comparison { earlier, before, later, interval_ns };
         let mut of: HashMap<String, Rate> = HashMap::new();
-        // A group's requests wait in its disks for what holds a group above.
+        // Requests wait in a disk, even for limits of a group far above: sum the waits of all disks
+        // below.
         let mut waited: HashMap<&str, u64> = HashMap::new();
         for disk in &later.disks {
             let Some(before) = comparison.before.get(disk.name.as_str()) else { continue };
+            // A disk that was removed and added again has smaller counters: no growth is assumed.
             let own = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns()).unwrap_or(0);
             for group in later.groups_above(&disk.settings) {
                 let sum = waited.entry(&group.name).or_default();
@@ -82,12 +84,14 @@ impl Rates {
                 of.insert(group.name.clone(), rate);
             }
         }
+        // Groups after disks: a percentile of a group needs the summed histograms of all its disks.
         let mut took: HashMap<&str, RequestTimes> = HashMap::new();
         for disk in &later.disks {
             let Some(mut rate) = comparison.disk(disk) else { continue };
             let answered = comparison.answered(disk);
             rate.took(&answered);
             for group in later.groups_above(&disk.settings) {
+                // A disk counts in every group above it, at all levels.
                 if let Some(sum) = of.get_mut(&group.name) {
                     sum.add(&rate);
                 }
@@ -104,7 +108,7 @@ impl Rates {
         let nodes = nodes.chain(later.groups.iter().map(|group| (&group.name, Node::Group(group))));
         let throttled = nodes.filter(|(name, _)| of.get(*name).is_some_and(|rate| rate.limited > 0.0));
         let held_by = throttled.filter_map(|(name, node)| {
-            // The daemon reports a limit for a second, and the interval may be longer.
+            // The daemon reports a throttle cause for one second; the interval may be longer.
             let before = || binding_of(earlier, earlier.find(name)?);
             Some((name.clone(), binding_of(later, node).or_else(before)?))
         });
@@ -112,8 +116,8 @@ impl Rates {
         Self { interval_ns, of, held_by }
     }
 
-    /// The limit of a disk or group that its requests wait for, or waited for in the interval that
-    /// [`Rate::limited`] is about; `GROUP: LIMIT` for that of the nearest group above.
+    /// Throttle cause of a disk or group, now or in the interval of [`Rate::limited`]; `GROUP:
+    /// LIMIT` if it is a limit of a group, the nearest one.
     pub(crate) fn held_by(&self, report: &Report, name: &str, node: Node<'_>) -> Option<String> {
         let now = || (node.throttle().waiting.total() > 0).then(|| binding_of(report, node)).flatten();
         self.held_by.get(name).cloned().or_else(now).or_else(|| node.throttle().binding.clone())
@@ -126,7 +130,7 @@ impl Rates {
 
 struct Comparison<'a> {
     earlier: &'a Report,
-    /// The disks of the earlier report by name: there may be thousands.
+    /// Disks of the earlier report by name: a scan for each of thousands would be quadratic.
     before: HashMap<&'a str, &'a DiskStatus>,
     later: &'a Report,
     interval_ns: u64,
@@ -142,7 +146,7 @@ impl Comparison<'_> {
         Some(Rate { read_iops, write_iops, read_bps, write_bps, limited, latency: None, wait_p99_ns: None })
     }
 
-    /// How long those requests took that were answered meanwhile.
+    /// Latencies of the requests completed in the interval.
     fn answered(&self, disk: &DiskStatus) -> RequestTimes {
         let [before, now] = [self.earlier, self.later].map(|report| report.latencies.get(&disk.name));
         before.zip(now).and_then(|(before, now)| now.since(before)).unwrap_or_default()
@@ -167,6 +171,8 @@ impl Comparison<'_> {
         let above = above.filter_map(|group| {
             limited_ns(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
         });
+        // A node is limited no longer than its requests waited: a group's limit may have throttled
+        // only other members.
         let limited_ns = throttled_with_groups_ns(own, above, waited_ns, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
     }
@@ -176,7 +182,7 @@ fn limited_ns(before: Node<'_>, now: Node<'_>) -> Option<u64> {
     counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)
 }
 
-/// The limit that requests waited for within a second, its own or that of the nearest group above.
+/// Throttle cause within the last second, of the node or the nearest group above.
 fn binding_of(report: &Report, node: Node<'_>) -> Option<String> {
     let own = &node.throttle().binding;
     if own.is_some() {
@@ -231,10 +237,10 @@ mod tests {
         assert_eq!(held(&later), (0.5, outer.clone()));
         let mut idle = report(500_000_000, 150, 250_000_000, 0);
         assert_eq!(held(&idle), (0.0, None));
-        // No request waits at the end of the interval that the share belongs to.
+        // The request has completed; the interval's share remains.
         idle.status.disks[0].throttle.reads.waited_ns = 5_000_000;
         assert_eq!(held(&idle), (0.01, outer.clone()), "its waits, no more");
-        // The limit was reported at the beginning of the interval alone.
+        // Only the earlier report has the throttle cause.
         idle.status.groups[1].throttle.binding = None;
         assert_eq!(held(&idle), (0.01, outer));
         let unknown = Rates::default().held_by(&later, "a", later.find("a").unwrap());
@@ -278,7 +284,7 @@ mod tests {
 
     #[test]
     fn waits_are_of_the_same_time_as_latencies() {
-        // 100 requests that waited 172 ms before, and 100 that take 17 ms and wait 9 ms of it now.
+        // 100 requests with waits of 172 ms in the past, and 100 of 17 ms with waits of 9 ms now.
         let counted = |quick: u64| {
             let bucket = |ms: u64, requests: u64| json!({ "above-ns": ms * 1_000_000, "at-most-ns": ms * 1_000_000, "requests": requests });
             let (latencies, waits) =

@@ -1,5 +1,4 @@
-//! The daemon's status as this program uses it: lookups by name, and the errors where a lookup
-//! fails.
+//! The daemon's status with lookups by name, and the errors of failed lookups.
 
 use std::ops::Deref;
 
@@ -13,11 +12,11 @@ use settings::prefetch::short_name;
 
 use super::latency::Counted;
 
-/// A [`Status`], and the latencies that a second command answers.
+/// A [`Status`], with latencies from a second command.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Report {
     pub(crate) status: DaemonStatus,
-    /// How long requests took since that is counted; asked for by itself.
+    /// Latency histograms, from a command of their own.
     pub(crate) latencies: Counted,
 }
 
@@ -29,7 +28,7 @@ impl Deref for Report {
     }
 }
 
-/// Whether an export is used by a virtual machine.
+/// True if the export serves a virtual machine.
 pub(crate) fn is_vhost_user(export: &ExportStatus) -> bool {
     export.kind == "vhost-user-blk"
 }
@@ -41,18 +40,18 @@ pub(crate) fn device_users(export: &ExportStatus) -> Option<String> {
     (!users.is_empty()).then(|| users.join(" "))
 }
 
-/// Whether prefetching is on, by itself or always.
+/// True if the mode of prefetching is not `off`.
 pub(crate) fn prefetches(settings: &PrefetchSettings) -> bool {
     settings.mode != PrefetchMode::Off.name()
 }
 
-/// The mode of prefetching, and whether it has stopped itself: `auto`, `auto closed`.
+/// Mode of prefetching, and `closed` if it has suspended itself: `auto`, `auto closed`.
 pub(crate) fn prefetch_state(settings: &PrefetchSettings, status: &PrefetchStatus) -> String {
     let is_closed = prefetches(settings) && status.closed;
     format!("{}{}", settings.mode, if is_closed { " closed" } else { "" })
 }
 
-/// Bytes that prefetching may hold.
+/// Memory limit of prefetching, in bytes.
 pub(crate) fn prefetch_memory(settings: &PrefetchSettings) -> u64 {
     settings.numbers.get(short_name(PrefetchSetting::Memory)).copied().unwrap_or(0)
 }
@@ -65,7 +64,7 @@ pub(crate) enum Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    /// `disk` or `group`: also the table of the config file that it is in.
+    /// `disk` or `group`: also the name of its table in the config file.
     pub(crate) fn kind(self) -> &'static str {
         match self {
             Self::Disk(_) => "disk",
@@ -98,7 +97,7 @@ impl<'a> Node<'a> {
 impl Report {
     pub(crate) fn read(text: &str) -> Result<Self, serde_json::Error> {
         let mut status: DaemonStatus = serde_json::from_str(text)?;
-        // `group` finds them by this order.
+        // For the binary search in `group`.
         status.groups.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(Self { status, latencies: Counted::default() })
     }
@@ -113,11 +112,13 @@ impl Report {
         self.groups.get(found)
     }
 
-    /// From its own upwards; at most as many as there are groups, whatever the answer says.
+    /// Groups above a member, nearest first. Bounded by the number of groups, even if a malformed
+    /// report has a cycle.
     pub(crate) fn groups_above(&self, settings: &MemberSettings) -> Vec<&GroupStatus> {
         let mut above = Vec::new();
         let mut next = settings.group.as_deref();
         while let Some(group) = next.and_then(|name| self.group(name)) {
+            // A report is external input: a cycle must not loop forever.
             if above.len() == self.groups.len() {
                 break;
             }
@@ -143,10 +144,10 @@ impl Report {
 
     fn not_open_yet(&self, name: &str) -> Option<String> {
         self.is_unopened(name)
-            .then(|| format!("{name}: its image is not open yet (`weir status` tells since when, and why)"))
+            .then(|| format!("{name}: its image is not available yet (`weir status` shows the reason)"))
     }
 
-    /// Why nothing has this name.
+    /// Error for a name of no disk and no group.
     pub(crate) fn no_such(&self, name: &str) -> String {
         if name.is_empty() {
             return "the name is empty (`weir status` lists disks and groups)".to_owned();

@@ -1,4 +1,4 @@
-//! The client against a daemon that follows a script.
+//! The client against a scripted daemon.
 
 use super::{fake::*, *};
 
@@ -41,7 +41,7 @@ fn a_refusal_is_told_in_the_daemon_s_words() {
     let mut client = Client::connect(fake.target()).unwrap();
     assert_eq!(client.execute("x", json!({})).unwrap_err().to_string(), "too small");
     let target = fake.target();
-    let expect = format!("{target}: does not know x (is it a weir, and of this version?)");
+    let expect = format!("{target}: the server does not support x (is it weir of this version?)");
     assert_eq!(client.execute("x", json!({})).unwrap_err().to_string(), expect);
 }
 
@@ -58,8 +58,8 @@ fn what_is_no_qmp_server_is_recognised() {
         let said = connect_error(&Fake::start(greeting, Vec::new()));
         assert!(said.contains(expect), "{said}");
     };
-    check("NBDMAGIC", "answered with something that is no JSON");
-    check("{\"hello\": 1}", "did not greet as a QMP server does");
+    check("NBDMAGIC", "sent a response that is not JSON");
+    check("{\"hello\": 1}", "did not send a QMP greeting");
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn a_daemon_that_hangs_up_is_no_success() {
 fn a_status_of_a_wrong_type_is_refused() {
     let fake = Fake::returning(&json!({ "disks": [{ "name": 7 }] }));
     let said = Client::connect(fake.target()).unwrap().status().err().unwrap().to_string();
-    assert!(said.contains("a status that cannot be read: invalid type"), "{said}");
+    assert!(said.contains("sent a malformed status: invalid type"), "{said}");
 }
 
 #[test]

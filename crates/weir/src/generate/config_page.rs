@@ -11,7 +11,7 @@ const ABOUT: &str = "The config file of weir-serve(1) and of the service weir.se
     Relative paths start at the directory of the file. An unknown key is an error. \
     weir-check-config(1) checks a file.";
 
-/// The page.
+/// The page, in roff.
 pub(super) fn page(date: &str) -> io::Result<Vec<u8>> {
     let mut roff = Roff::new();
     let source = concat!("weir ", env!("CARGO_PKG_VERSION"));

@@ -1,4 +1,4 @@
-//! The tables of keys as other parts of the generator read them: without the types of the configs.
+//! Tables of keys for the generators, without the types of the configs.
 
 use settings::{
     AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, FuseConfig, GroupConfig, ConfigKey, KeyTable, NbdDeviceConfig, NbdExportConfig,
@@ -16,12 +16,12 @@ pub(super) struct Row {
     pub(super) help: &'static str,
     pub(super) change: ChangePolicy,
     pub(super) is_list: bool,
-    /// The config has a value if the key is not given.
+    /// True if the config has a value although the key is not given.
     pub(super) has_default: bool,
 }
 
 impl Row {
-    /// The help without what is only true of an option: that it can be repeated, and its dashes.
+    /// The help without parts that apply to options only: repetition and dashes.
     pub(super) fn meaning(&self) -> String {
         as_keys(&self.help.replace("; repeatable", ""))
     }
@@ -47,11 +47,11 @@ impl<T: Default> From<&'static ConfigKey<T>> for Row {
 pub(super) struct Section {
     /// Name in the schema.
     pub(super) name: &'static str,
-    /// The table as it is written in a file.
+    /// Header of the table in a file.
     pub(super) title: &'static str,
     /// Meaning of the table.
     pub(super) about: &'static str,
-    /// Value of `type`, of the table of an export.
+    /// Value of the key `type`, for tables of exports.
     pub(super) kind: Option<&'static str>,
     pub(super) rows: Vec<Row>,
 }
@@ -95,6 +95,7 @@ pub(super) fn sections() -> Vec<Section> {
 pub(super) fn as_keys(help: &str) -> String {
     let word = |word: &str| match word.strip_prefix("--") {
         Some(name) => {
+            // The dashes may be followed by punctuation, which is not part of the name.
             let end = name.find(|c: char| !c.is_ascii_lowercase() && c != '-').unwrap_or(name.len());
             format!("`{}`{}", &name[..end], &name[end..])
         }

@@ -1,8 +1,8 @@
-//! The manual pages: a page for each command, made of its help.
+//! The manual pages: one for each command, from its help.
 //!
-//! Options, their headings and the list of commands are `clap_mangen`'s work. Here is what it does
-//! not know: how the text below the options is laid out (examples, notes, the exit status), and
-//! which files and variables a command has to do with, which its options tell.
+//! `clap_mangen` renders options, headings and lists of commands. This module adds the layout of
+//! the text below the options (examples, notes, the exit status), and the files and variables of a
+//! command, which are derived from its options.
 
 use std::io;
 
@@ -12,19 +12,19 @@ use clap_mangen::{
     roff::{Inline, Roff, bold, roman},
 };
 
-/// Where that is not said, it is what all commands have.
+/// Exit status of commands whose help does not describe it.
 const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
-/// What precedes the exit status in a help text.
+/// Prefix of the exit status in a help text.
 const EXIT: &str = "Exit status: ";
 
-/// Files and variables, and the options that show that a command has to do with them.
+/// Files and variables, each with the option that indicates that a command uses it.
 const FILES: [(&str, &str, &str); 3] = [
     ("config", "/etc/weir/weir.toml", "The config file of the service weir.service: weir.toml(5)."),
-    ("qmp", "/run/weir/qmp.sock", "The control socket of the daemon, where commands look for it."),
-    ("state", "/var/lib/weir", "What `weir probe` has found out about devices, as root."),
+    ("qmp", "/run/weir/qmp.sock", "The default control socket of the daemon."),
+    ("state", "/var/lib/weir", "Results of `weir probe`, when run as root."),
 ];
 const VARIABLES: [(&str, &str, &str); 1] =
-    [("qmp", "WEIR_QMP", "Another control socket to look at, as unix:PATH.")];
+    [("qmp", "WEIR_QMP", "Control socket to use instead of the default, as unix:PATH.")];
 
 /// One manual page.
 pub(super) struct Page {
@@ -32,8 +32,9 @@ pub(super) struct Page {
     pub(super) text: Vec<u8>,
 }
 
-/// A page for `command`, and for each below it that is not hidden.
+/// A page for `command`, and for each visible command below it.
 pub(super) fn pages(command: Command, date: &str) -> io::Result<Vec<Page>> {
+    // `help` would otherwise get a page for each command below it.
     let mut command = command.disable_help_subcommand(true);
     command.build();
     let mut pages = Vec::new();
@@ -72,13 +73,13 @@ fn page(command: &Command, above: Option<&Command>, date: &str) -> io::Result<Pa
     Ok(Page { file: man.get_filename(), text: without_repeated_breaks(&text) })
 }
 
-/// `clap_mangen` sets two line breaks, as an empty line, before the values of an option.
+/// Merges the two line breaks that `clap_mangen` sets before the values of an option.
 fn without_repeated_breaks(page: &[u8]) -> Vec<u8> {
     let page = String::from_utf8_lossy(page);
     page.replace(".br\n\n.br\n", ".sp\n").into_bytes()
 }
 
-/// As the help has it: a line for each form.
+/// Usage lines of the help.
 fn synopsis(command: &Command) -> Roff {
     let usage = command.clone().render_usage().to_string();
     let mut roff = Roff::new();
@@ -95,7 +96,7 @@ fn synopsis(command: &Command) -> Roff {
     roff
 }
 
-/// Examples, notes and the exit status, of the text that the help has below the options.
+/// Examples, notes and the exit status, from the text below the options.
 fn below_options(help: &str) -> Roff {
     let (exit, rest): (Vec<_>, Vec<_>) = help.lines().partition(|line| line.starts_with(EXIT));
     let begin = rest.iter().position(|line| *line == "Examples:");
@@ -127,7 +128,7 @@ fn add_notes(roff: &mut Roff, heading: &str, lines: &[&str]) {
     roff.control("SH", [heading.to_uppercase().as_str()]);
     let (mut is_table, mut is_first) = (false, true);
     for line in lines.iter().filter(|line| !line.is_empty()) {
-        // A table stays as it is, any other line is a paragraph.
+        // Indented lines are a table and keep their layout; any other line is a paragraph.
         let indented = line.starts_with(' ');
         if indented != is_table {
             roff.control(if indented { "nf" } else { "fi" }, []);
@@ -144,7 +145,7 @@ fn add_notes(roff: &mut Roff, heading: &str, lines: &[&str]) {
     }
 }
 
-/// Commands stand two places in, what they do six, and so does what continues one.
+/// Lays out examples: a command is indented by two columns, its explanation or continuation by six.
 fn add_examples(roff: &mut Roff, lines: &[&str]) {
     if lines.is_empty() {
         return;
@@ -171,18 +172,19 @@ fn add_examples(roff: &mut Roff, lines: &[&str]) {
     }
 }
 
-/// On a line of its own.
+/// Adds text on a new line.
 fn roff_line(roff: &mut Roff, inline: Inline) {
     roff.control("br", []);
     roff.text([inline]);
 }
 
-/// Files, variables, and the pages around this one.
+/// Files, variables, and related pages.
 fn surroundings(command: &Command, above: Option<&Command>) -> Roff {
     let mut roff = Roff::new();
     let is_top = above.is_none();
     let has = |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
     for (heading, list) in [("FILES", &FILES[..]), ("ENVIRONMENT", &VARIABLES[..])] {
+        // The top page lists all of them.
         let mut of_this = list.iter().filter(|(option, ..)| is_top || has(option)).peekable();
         if of_this.peek().is_some() {
             roff.control("SH", [heading]);

@@ -18,6 +18,7 @@ fn add(command: &Command, pages: &mut Vec<(String, String)>) {
     for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
         let name = below.get_bin_name().unwrap_or_else(|| below.get_name());
         let help = below.clone().render_long_help().to_string();
+        // clap pads some lines with spaces, which editors and linters would remove.
         let help: String = help.trim_end().lines().map(|line| line.trim_end().to_owned() + "\n").collect();
         let file = name.trim_start_matches("weir ").replace(' ', "-") + ".md";
         pages.push((file, format!("# `{name}`\n\n```text\n{help}```\n")));

@@ -1,7 +1,7 @@
 //! The schema of a config file (JSON Schema, draft 2020-12), for editors.
 //!
-//! It has the keys, their types and words, and what is required. Ranges and the rules between keys
-//! are `weir check-config`'s.
+//! Contains the keys, their types and words, and required keys. `weir check-config` checks ranges
+//! and the rules between keys.
 
 use serde_json::{Map, Value, json};
 use settings::key::KeyType;
@@ -73,6 +73,7 @@ fn property(row: &Row) -> Value {
         _ => value(row.value),
     };
     let mut property = match row.is_list {
+        // The reader of the file accepts a single value in place of a list of one.
         true => json!({ "anyOf": [value, { "type": "array", "minItems": 1, "items": value }] }),
         false => value,
     };
@@ -80,7 +81,7 @@ fn property(row: &Row) -> Value {
     property
 }
 
-/// Values as the reader of the file takes them: a string may have a number, and a text may be one.
+/// Type of a value. The reader of the file accepts numbers in strings, and a number as a text.
 fn value(kind: KeyType) -> Value {
     match kind {
         KeyType::Flag => json!({ "type": "boolean" }),
@@ -102,7 +103,7 @@ fn value(kind: KeyType) -> Value {
     }
 }
 
-/// The words, and the flags that stand for `on` and `off`.
+/// The words, with `true` and `false` if they include `on` and `off`.
 fn with_flags(words: &[&str]) -> Vec<Value> {
     let flags = [("on", true), ("off", false)].into_iter().filter(|(word, _)| words.contains(word));
     words.iter().map(|word| json!(word)).chain(flags.map(|(_, flag)| json!(flag))).collect()

@@ -6,7 +6,7 @@
 //!   <!-- end -->
 //! ```
 //!
-//! Text outside of the markers is left as it is.
+//! Text outside the markers is kept.
 
 use std::fmt::Write as _;
 
@@ -20,14 +20,15 @@ pub(super) const FILE: &str = "config.md";
 const BEGIN: &str = "<!-- keys: ";
 const END: &str = "<!-- end -->";
 
-/// The document with each table as the tables of keys give it.
+/// The document with updated tables.
 ///
 /// # Errors
-/// A marker that has no end, or names no table.
+/// If a marker has no end or names no table.
 pub(super) fn renewed(document: &str) -> anyhow::Result<String> {
     let mut rest = document;
     let mut text = String::new();
     while let Some((before, after)) = rest.split_once(BEGIN) {
+        // A marker without an end would otherwise swallow the rest of the document.
         let (which, after) = after.split_once(" -->\n").unwrap_or((after, ""));
         let (_, after) =
             after.split_once(END).ok_or_else(|| anyhow::anyhow!("{BEGIN}{which}: no {END} below"))?;
@@ -37,7 +38,7 @@ pub(super) fn renewed(document: &str) -> anyhow::Result<String> {
     Ok(text + rest)
 }
 
-/// The table of a section, of the rows below some headings if any are named: `disk, Image`.
+/// Table of a section, restricted to some headings if any are named: `disk, Image`.
 fn table(which: &str) -> anyhow::Result<String> {
     let mut words = which.split(", ");
     let name = words.next().unwrap_or_default();
@@ -87,7 +88,7 @@ fn value(row: &Row) -> String {
     if row.is_list { format!("{one}, or a list") } else { one }
 }
 
-/// The placeholder without the words that it also has: `TIME` of `TIME|auto|off`.
+/// The placeholder without alternatives: `TIME` of `TIME|auto|off`.
 fn placeholder(row: &Row) -> String {
     format!("`{}`", row.placeholder.split('|').next().unwrap_or_default())
 }

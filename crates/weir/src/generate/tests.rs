@@ -1,4 +1,4 @@
-//! The files that the sources keep are those of the tables of keys.
+//! Checks that the files in the source tree match the tables of keys.
 
 use std::{fs, path::PathBuf};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{schema, tables};
 
-/// How the kept files are renewed.
+/// Command that updates the files.
 const REMEDY: &str = "run `make reference`";
 
 fn repository() -> PathBuf {

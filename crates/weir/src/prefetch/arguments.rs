@@ -1,4 +1,4 @@
-//! The options of `weir prefetch`, made from the policy's own table; the names are without their
+//! The options of `weir prefetch`, from the policy's table of settings, without the prefix
 //! `prefetch-`.
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
@@ -20,26 +20,26 @@ pub(crate) const EXAMPLES: &str = concat!(
     "\
 Examples:
   weir prefetch vm1
-      What is set for the disk vm1, and what came of it.
+      Settings and counters of the disk vm1.
   weir prefetch vm1 off
-      Nothing is read ahead any more, at once; what is not named stays as it is.
+      Stops prefetching at once. Settings that are not given stay.
   weir prefetch vm1 on --memory 64M --window-max 8M
-      Whatever looks sequential, further ahead and for more readers at a time.
+      All sequential streams, with a larger window and more memory.
   weir prefetch vm1 auto --save
-      Where it pays; and so after the next start too.
+      Only while it pays; saved in the config file.
 
 All settings of one command change together, or none does. ", settings::sizes!(), "
-The hit rate is the share of reads that were answered from memory, wholly or in part; the accuracy the share of what was read ahead that \
-was used, of that whose fate is known. Both are since the disk was opened."
+The hit rate is the share of reads served from memory, completely or in part. The accuracy is the share of prefetched data that was \
+used, of the data that was used or discarded. Both count from the opening of the disk."
 );
 
-/// What `weir prefetch` is told.
+/// Arguments of `weir prefetch`.
 #[derive(Debug, Args)]
 pub(crate) struct PrefetchArgs {
-    /// The disk
+    /// Name of the disk
     #[arg(value_name = "DISK")]
     pub(crate) name: String,
-    /// on: ahead of whatever looks sequential; auto: where it pays; off: never
+    /// on: for all sequential streams; auto: only while it pays; off: never
     #[arg(value_name = "MODE", value_parser = settings::parse::<PrefetchMode>)]
     mode: Option<PrefetchMode>,
     /// Print results as JSON
@@ -77,6 +77,7 @@ impl Args for ShortNumbers {
         let number = |setting| {
             number(setting, prefetch::short_name(setting)).help(help(setting)).help_heading("Settings")
         };
+        // The command is about prefetching only, so its options need no prefix.
         command.args(PrefetchSetting::ALL.map(number))
     }
 

@@ -1,15 +1,15 @@
-//! `qemu-nbd`: a link to weir of this name takes that program's command line, so that a script
-//! changes nothing.
+//! `qemu-nbd`: a link to weir of this name accepts that program's command line, so that scripts
+//! work unchanged.
 //!
 //! ```text
-//!   arguments ──► -d: takes a device away
-//!       │    └──► -L: lists what another server has
-//!       └─ objects, image ──► options of `weir serve` ──► that
+//!   arguments ──► -d: disconnects a device
+//!       │    └──► -L: lists the exports of another server
+//!       └─ objects, image ──► options of `weir serve` ──► serves
 //! ```
 //!
-//! All that is QEMU's is here: its options, its defaults (one client, every address, an export
-//! without a name) and its exit statuses. What weir does not have is refused by name;
-//! docs/from-qemu.md lists it. Source: qemu-nbd(8), and how QEMU 7.2 answers.
+//! Everything specific to QEMU is here: options, defaults (one client, every address, an export
+//! with an empty name) and exit statuses. Unsupported options are rejected by name;
+//! docs/from-qemu.md lists them. Source: qemu-nbd(8), and the behaviour of QEMU 7.2.
 
 mod arguments;
 mod device;
@@ -29,15 +29,16 @@ use self::{arguments::Arguments, image::ServedImage, objects::Objects, overlay::
 use super::{answer, ended, serve, version, what_is_wrong};
 use crate::{background, cli::Cli};
 
-/// The name of the link.
+/// Name of the link.
 pub(super) const NAME: &str = "qemu-nbd";
 
-/// Does what the process's command line says; the status to exit with, which is 0 or 1.
+/// Runs the process's command line and returns the exit status, 0 or 1.
 pub(super) fn main() -> ExitCode {
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => return answer(NAME, &error),
     };
+    // qemu-nbd forks for -c as well, unless it is verbose.
     let forks = arguments.fork || arguments.connect.is_some() && !arguments.verbose;
     if forks && !background::is_here() {
         return background::start().unwrap_or_else(|error| ended(NAME, Err(error.into())));
@@ -65,10 +66,11 @@ fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
         true => ServedImage::of_options(file, &objects)?,
         false => ServedImage::of_file(file, &objects)?,
     };
+    // The overlay's backing file is the whole image: a snapshot or a part cannot be selected.
     if arguments.snapshot
         && (arguments.load_snapshot.is_some() || arguments.offset.is_some() || !image.part.is_empty())
     {
-        return Err(anyhow!("--snapshot: goes with neither --load-snapshot nor a part of the image").into());
+        return Err(anyhow!("--snapshot: cannot be used with --load-snapshot or a part of the image").into());
     }
     let overlay = arguments.snapshot.then(|| Overlay::over(&mut image, arguments.format.as_deref()));
     let overlay = overlay.transpose()?;
@@ -76,14 +78,14 @@ fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
     let arguments = Cli::serve(words.into_iter().map(OsString::from));
     let arguments =
         arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
-    // The daemon has it open once it is ready.
+    // When the server is ready, the daemon has the overlay open and its name can go.
     serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
         CommandFailure::Failed(error) | CommandFailure::Usage(error) => CommandFailure::Failed(in_its_words(error)),
         other => other,
     })
 }
 
-/// An error about an option, which is another one here.
+/// Replaces the option of `weir serve` in an error by the option of `qemu-nbd`.
 fn in_its_words(error: anyhow::Error) -> anyhow::Error {
     let text = format!("{error:#}");
     for (there, here) in
@@ -96,21 +98,22 @@ fn in_its_words(error: anyhow::Error) -> anyhow::Error {
     error
 }
 
-/// What weir does not have.
+/// Rejects options that weir does not support.
 fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
     let absent = [
-        ("trace", &arguments.trace, "weir has no trace events (--verbose says more)"),
-        ("selinux-label", &arguments.selinux_label, "label the directory of the socket"),
-        ("tls-hostname", &arguments.tls_hostname, "--list speaks no TLS; `nbdinfo --list` does"),
+        ("trace", &arguments.trace, "weir has no trace events; --verbose logs more"),
+        ("selinux-label", &arguments.selinux_label, "label the socket's directory instead"),
+        ("tls-hostname", &arguments.tls_hostname, "--list does not support TLS; `nbdinfo --list` does"),
     ];
     if let Some((name, _, instead)) = absent.into_iter().find(|(_, said, _)| said.is_some()) {
-        bail!("--{name}: is not to be had ({instead})");
+        bail!("--{name}: not supported ({instead})");
     }
     Ok(())
 }
 
-/// The command line of `weir serve` that it stands for.
+/// Equivalent command line of `weir serve`.
 fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> anyhow::Result<Vec<String>> {
+    // qemu-nbd prints nothing on success.
     let level = if arguments.verbose { "info" } else { "error" };
     let mut words = vec![format!("--log={level}"), "--no-control".to_owned()];
     let device = arguments.connect.as_deref();
@@ -123,6 +126,7 @@ fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> any
     }
     words.extend(device.map(|device| format!("--nbd-device={device}")));
     if !arguments.persistent {
+        // Without -t, qemu-nbd ends when its last client disconnects.
         words.push("--exit-when-idle".to_owned());
     }
     if arguments.image_opts && arguments.format.is_some() {
@@ -149,8 +153,9 @@ fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> any
     say("discard", Some(discard));
     let looks = arguments.detect_zeroes.as_deref().or(image.detect_zeroes.as_deref());
     let looks = choice("detect-zeroes", looks, &DetectZeroes::ALL.map(DetectZeroes::name))?;
+    // As in QEMU's block layer: detect-zeroes=unmap requires discard=unmap.
     if looks == Some("unmap") && discard == "ignore" {
-        bail!("--detect-zeroes=unmap gives space back, and discards are ignored (add --discard=unmap)");
+        bail!("--detect-zeroes=unmap frees space, but discards are ignored (add --discard=unmap)");
     }
     say("detect-zeroes", looks.filter(|mode| *mode != "off"));
     let mut part = image.part;
@@ -161,21 +166,23 @@ fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> any
     if !part.is_empty() {
         say("options", Some(&part.join(",")));
     }
+    // Checked for typing errors only: io_uring is always used.
     choice("aio", arguments.aio.as_deref(), &["threads", "native", "io_uring"])?;
     words.extend(image.options);
     if arguments.read_only {
         words.push("--read-only".to_owned());
     }
+    // The prefix keeps a path with a colon from being parsed as an address.
     let file = if image.is_remote { image.file } else { format!("file:{}", image.file) };
     words.extend(["--".to_owned(), file]);
     Ok(words)
 }
 
-/// Where clients connect; none where the service manager has opened it, or there is a device.
+/// Address to listen on; `None` with socket activation, or with a host device.
 fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     let (port, bind) = (arguments.port.as_deref(), arguments.bind.as_deref());
     match &arguments.socket {
-        // Then a port is passed over, as by QEMU.
+        // QEMU ignores a port beside a socket too.
         Some(path) => return Ok(Some(format!("--nbd=unix:{path}"))),
         None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_activated()) => {
             return Ok(None);
@@ -189,13 +196,13 @@ fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     Ok(Some(format!("--nbd={address}")))
 }
 
-/// Whether the service manager has passed sockets (sd_listen_fds(3)).
+/// True if the service manager has passed sockets (sd_listen_fds(3)).
 fn is_activated() -> bool {
     let is_us = |number: String| number == std::process::id().to_string();
     env::var_os("LISTEN_FDS").is_some() && env::var("LISTEN_PID").map_or(true, is_us)
 }
 
-/// What only clients of NBD notice.
+/// Options that concern only NBD clients.
 fn of_clients(arguments: &Arguments, objects: &Objects) -> anyhow::Result<Vec<String>> {
     let mut words = vec![
         format!("--name={}", arguments.export_name.as_deref().unwrap_or_default()),
@@ -203,7 +210,7 @@ fn of_clients(arguments: &Arguments, objects: &Objects) -> anyhow::Result<Vec<St
         format!("--socket-mode={:o}", 0o777 & !umask()),
     ];
     if arguments.socket.is_none() {
-        // All of them may be one host's, as for QEMU.
+        // QEMU has no limit for each address: all clients may be on one host.
         words.push("--max-connections-per-address=0".to_owned());
     }
     words.extend(arguments.description.as_ref().map(|text| format!("--description={text}")));
@@ -224,9 +231,10 @@ fn shared(number: Option<&str>) -> anyhow::Result<u32> {
     number.parse().map_err(|_| anyhow!("Invalid shared device number '{number}'"))
 }
 
-/// The mode that a socket's file is made without, as qemu-nbd leaves it to its caller.
+/// The process's umask. qemu-nbd leaves the socket's mode to it.
 fn umask() -> u32 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    // umask(2) would have to change the value to read it; /proc does not.
     let line = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     line.and_then(|octal| u32::from_str_radix(octal.trim(), 8).ok()).unwrap_or(0o177)
 }
@@ -251,12 +259,12 @@ fn discard(mode: Option<&str>) -> anyhow::Result<&'static str> {
 
 fn choice<'a>(option: &str, said: Option<&'a str>, known: &[&str]) -> anyhow::Result<Option<&'a str>> {
     match said.filter(|said| !known.contains(said)) {
-        Some(other) => bail!("Invalid {option} mode `{other}' (there are {})", known.join(", ")),
+        Some(other) => bail!("Invalid {option} mode `{other}' (valid: {})", known.join(", ")),
         None => Ok(said),
     }
 }
 
-/// The id or the name in `snapshot.id=ID`, `snapshot.name=NAME`, or either alone.
+/// Id or name in `snapshot.id=ID`, `snapshot.name=NAME`, or plain.
 fn snapshot(text: &str) -> &str {
     let first = text
         .split(',')
@@ -286,7 +294,7 @@ mod tests {
         Ok(words.join(" "))
     }
 
-    /// What it becomes, less what is the same for all.
+    /// Compares the translation, without the options that every translation has.
     #[track_caller]
     fn becomes(line: &str, expect: &str) {
         let mode = format!(" --socket-mode={:o}", 0o777 & !umask());
@@ -332,7 +340,7 @@ mod tests {
             "-tk /s -l snapshot.name=one --cache=unsafe --cache=writeback a",
             "--nbd=unix:/s --name= --max-connections=1 --cache=writeback --snapshot=one --discard=ignore -- file:a",
         );
-        // As getopt_long(3) takes it: any part of a name that is no other's, options behind FILE.
+        // As in getopt_long(3): unambiguous abbreviations, and options after FILE.
         becomes(
             "a --persist --sock /s --object tls-creds-psk,id=t,endpoint=server,dir=/k --tls-creds t",
             "--nbd=unix:/s --name= --max-connections=1 --tls=required --tls-psk=/k --discard=ignore -- file:a",
@@ -360,6 +368,6 @@ mod tests {
             assert!(said.contains(expect), "{line}: {said}");
         }
         let absent = Arguments::try_parse_from([NAME, "-T", "x", "a"]).unwrap();
-        assert!(refuse_absent(&absent).unwrap_err().to_string().starts_with("--trace: is not to be had"));
+        assert!(refuse_absent(&absent).unwrap_err().to_string().starts_with("--trace: not supported"));
     }
 }

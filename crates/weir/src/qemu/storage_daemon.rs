@@ -1,27 +1,28 @@
-//! `qemu-storage-daemon`: a link to weir of this name takes that program's command line, whose
-//! options `weir serve` has too. What weir does not have is refused by name; docs/from-qemu.md
-//! lists it.
+//! `qemu-storage-daemon`: a link to weir of this name accepts that program's command line, whose
+//! options `weir serve` supports. Unsupported options are rejected by name; docs/from-qemu.md lists
+//! them.
 
 use std::{env, ffi::OsString, process::ExitCode};
 
 use super::{answer, ended, serve, version};
 use crate::{background, cli::Cli};
 
-/// The name of the link.
+/// Name of the link.
 pub(super) const NAME: &str = "qemu-storage-daemon";
 
-/// Does what the process's command line says; the status to exit with, which is 0 or 1.
+/// Runs the process's command line and returns the exit status, 0 or 1.
 pub(super) fn main() -> ExitCode {
     let words: Vec<OsString> = env::args_os().skip(1).collect();
+    // Before parsing: `weir serve --version` prints another text.
     if words.iter().any(|word| word == "-V" || word == "--version") {
         return ended(NAME, version(NAME));
     }
-    // It says nothing as long as nothing is wrong.
+    // qemu-storage-daemon prints errors only.
     let mut before = vec![OsString::from("--log=error")];
     let named =
         |word: &OsString| ["--qmp", "--monitor"].iter().any(|name| word.to_string_lossy().starts_with(name));
     if !words.iter().any(named) {
-        // Where nobody asked for a control socket there is none.
+        // It has no control socket by default.
         before.push("--no-control".into());
     }
     let arguments = match Cli::serve(before.into_iter().chain(words)) {

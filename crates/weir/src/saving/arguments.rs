@@ -1,14 +1,14 @@
-//! Whether the config file gets a change of a running daemon too.
+//! Options that save a change in the config file.
 
 use std::path::PathBuf;
 
 use clap::Args;
 
-/// Where a change is written to.
+/// Options for saving a change.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Keeping the change")]
+#[command(next_help_heading = "Saving the change")]
 pub(crate) struct SaveArgs {
-    /// Also write the change into the config file, for the next start
+    /// Save the change in the config file too, for the next start
     #[arg(long)]
     pub(crate) save: bool,
     /// The config file [default: the one that the daemon was started with]

@@ -1,13 +1,10 @@
-//! A change of settings as an edit of the config file's text: what it does not name keeps every
-//! byte.
+//! Edits of the config file's text. Text outside the edited keys keeps every byte.
 //!
-//! Comments, order, quotes and blank lines are the operator's. A setting that is there changes its
-//! value in its place; one that is not follows the last of its table. A setting that goes back to
-//! its default stays written, with its comment, rather than vanish; `group` alone has no such value
-//! and is taken out.
+//! Comments, order, quotes and blank lines belong to the operator. An existing setting is changed
+//! in place; a new one is appended to its table. A setting that returns to its default stays, with
+//! its comment; only `group`, which has no such value, is removed.
 //!
-//! Never judges values: whether the result is a config that makes sense is asked of the config's
-//! own reader.
+//! Never checks values: the config's own reader checks the result.
 
 use std::path::Path;
 
@@ -19,10 +16,11 @@ use toml_edit::{Array, Decor, DocumentMut, InlineTable, Item, Table, TableLike, 
 
 use crate::client::change::{Change, Name, Setpoint};
 
-/// Fails if the text is no TOML, or has no table `[kind.name]`.
+/// Applies a change. Fails if the text is not TOML or has no table `[kind.name]`.
 pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
     let mut document = parsed(text)?;
     let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|it| it.get_mut(name));
+    // In an inline table, whitespace around the values is part of their decor.
     let is_inline = table.as_ref().is_some_and(|table| table.is_inline_table());
     let table = table.and_then(Item::as_table_like_mut).ok_or_else(|| {
         format!("has no [{kind}.{name}] (did the {kind} come from another file, or over QMP?)")
@@ -36,7 +34,7 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
     as_it_was(text, document.to_string())
 }
 
-/// With a table `[kind.name]` of the keys that were given behind all others. Fails if there is one.
+/// Appends a table `[kind.name]` with the given keys. Fails if it exists.
 pub(crate) fn added<T: KeyTable>(
     text: &str,
     kind: &str,
@@ -46,15 +44,17 @@ pub(crate) fn added<T: KeyTable>(
     let mut document = parsed(text)?;
     let of_kind = document.entry(kind).or_insert_with(|| {
         let mut table = Table::new();
+        // An implicit table: only the header [disk.NAME] is written, not [disk].
         table.set_implicit(true);
         Item::Table(table)
     });
     let is_inline = of_kind.is_inline_table();
-    let of_kind = of_kind.as_table_like_mut().ok_or_else(|| format!("has a {kind} that is no table"))?;
+    let of_kind = of_kind.as_table_like_mut().ok_or_else(|| format!("its {kind} is not a table"))?;
     if of_kind.contains_key(name) {
-        return Err(format!("has a [{kind}.{name}] already"));
+        return Err(format!("already has a [{kind}.{name}]"));
     }
     let mut table = Table::new();
+    // TOML assigns every key after a table header to that table: values first.
     let (tables, values) = config.given_keys().partition::<Vec<_>, _>(|key| key.value == KeyType::Table);
     for key in values.into_iter().chain(tables) {
         if let Some(value) = written(key, config) {
@@ -76,13 +76,15 @@ pub(crate) fn added<T: KeyTable>(
     as_it_was(text, document.to_string())
 }
 
-/// Without the table `[kind.name]` and the comment right above it; as it is where there is none.
+/// Removes the table `[kind.name]` and the comment directly above it. Unchanged if there is none.
 pub(crate) fn removed(text: &str, kind: &str, name: &str) -> Result<String, String> {
     let mut document = parsed(text)?;
     let of_kind = document.get_mut(kind).and_then(Item::as_table_like_mut);
     let Some(table) = of_kind.and_then(|of_kind| of_kind.remove(name)) else { return Ok(text.to_owned()) };
     let above = table.as_table().and_then(|table| table.decor().prefix()?.as_str()).unwrap_or_default();
-    // What an empty line keeps apart is about something else.
+    // A comment separated by an empty line concerns something else.
+    // toml_edit keeps comments above a table as the table's prefix; removing the table would remove
+    // comments about later tables as well.
     let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
     let position = table.as_table().and_then(Table::position);
     if kept.contains('#') {
@@ -94,7 +96,7 @@ pub(crate) fn removed(text: &str, kind: &str, name: &str) -> Result<String, Stri
     as_it_was(text, document.to_string())
 }
 
-/// The table that stands next behind a position.
+/// The table that follows a position in the text.
 fn following(root: &mut Table, position: isize) -> Option<&mut Table> {
     let next = positions(root).into_iter().filter(|&other| other > position).min()?;
     at_position(root, next)
@@ -106,6 +108,7 @@ fn positions(table: &Table) -> Vec<isize> {
         Item::ArrayOfTables(tables) => tables.iter().flat_map(positions).collect(),
         _ => Vec::new(),
     });
+    // Implicit and dotted tables have no header in the text.
     let own = table.position().filter(|_| !table.is_implicit() && !table.is_dotted());
     own.into_iter().chain(inside).collect()
 }
@@ -130,28 +133,29 @@ fn parsed(text: &str) -> Result<DocumentMut, String> {
     text.parse().map_err(|error: toml_edit::TomlError| {
         let start = error.span().map_or(0, |span| span.start);
         let line = 1 + text[..start].matches('\n').count();
-        format!("is not TOML (any more), in line {line}: {}", error.message().replace('\n', "; "))
+        format!("is not valid TOML, line {line}: {}", error.message().replace('\n', "; "))
     })
 }
 
 fn as_it_was(text: &str, edited: String) -> Result<String, String> {
+    // toml_edit drops a byte order mark and writes \n for new lines; restore the file's convention.
     let mark = if text.starts_with('\u{feff}') && !edited.starts_with('\u{feff}') { "\u{feff}" } else { "" };
     let (all, carriage) = (text.matches('\n').count(), text.matches("\r\n").count());
     if carriage == 0 {
         return Ok(format!("{mark}{edited}"));
     }
     if carriage < all {
-        return Err("has line ends of two kinds, \\n and \\r\\n (make them alike)".to_owned());
+        return Err("mixes line ends, \\n and \\r\\n (convert them to one kind)".to_owned());
     }
     Ok(format!("{mark}{}", edited.replace("\r\n", "\n").replace('\n', "\r\n")))
 }
 
-/// The value of a key as it is written in the file; `None` if it has none.
+/// TOML value of a key; `None` if it is not set.
 fn written<T: KeyTable>(key: &ConfigKey<T>, config: &T) -> Option<Value> {
     Some(match key.write(config)? {
         KeyLiteral::Number(number) if key.is_size() => {
             let shown = settings::exact_size(number);
-            // `10M` is told from `10485760` as the operator would: with a suffix it is a string.
+            // Sizes that have a suffix are written as strings, as an operator would write them.
             let is_suffixed = shown.ends_with(['K', 'M', 'G', 'T']);
             if is_suffixed { shown.into() } else { as_toml(&KeyLiteral::Number(number)) }
         }
@@ -162,7 +166,7 @@ fn written<T: KeyTable>(key: &ConfigKey<T>, config: &T) -> Option<Value> {
 fn as_toml(literal: &KeyLiteral) -> Value {
     match literal {
         KeyLiteral::Flag(flag) => (*flag).into(),
-        // Larger numbers are not TOML's; their text is read as the same number.
+        // TOML integers have 64 bits with sign; the config's reader accepts numbers in strings.
         KeyLiteral::Number(number) => {
             i64::try_from(*number).map_or_else(|_| number.to_string().into(), Value::from)
         }
@@ -175,10 +179,10 @@ fn as_toml(literal: &KeyLiteral) -> Value {
     }
 }
 
-/// The value of a setting; `None` for no group.
+/// TOML value of a setting; `None` for no group.
 ///
 /// # Errors
-/// The value is not one of the key's.
+/// If the key does not accept the value.
 fn set_to(name: Name, value: &Setpoint) -> Result<Option<Value>, String> {
     let text = match value {
         Setpoint::Text(text) if text.is_empty() => return Ok(None),
@@ -207,7 +211,7 @@ fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value,
     }
 }
 
-/// Gives a value the space before the brace of an inline table, which belongs to whatever is last.
+/// Moves the space before the closing brace of an inline table to a new last value.
 fn put_last(table: &mut dyn TableLike, value: &mut Value) {
     let last = table.iter().last().map(|(key, _)| key.to_owned());
     let last = last.and_then(|key| table.get_mut(&key)?.as_value_mut());
@@ -218,10 +222,11 @@ fn put_last(table: &mut dyn TableLike, value: &mut Value) {
     }
 }
 
-/// Takes a key out, but not the comment lines above it: they may be about what follows.
+/// Removes a key, but not the comment lines above it, which may concern the following keys.
 fn remove(table: &mut dyn TableLike, key: &str) {
     let keys: Vec<String> = table.iter().map(|(key, _)| key.to_owned()).collect();
     let Some(index) = keys.iter().position(|known| known == key) else { return };
+    // Comments above a key are part of its decor and would vanish with it.
     let above = prefix(table, key);
     table.remove(key);
     if !above.contains('#') {
@@ -234,7 +239,7 @@ fn remove(table: &mut dyn TableLike, key: &str) {
     } else if let Some(last) =
         index.checked_sub(1).and_then(|last| table.get_mut(&keys[last])?.as_value_mut())
     {
-        // There is no key below to stand above: behind the value before it, on lines of their own.
+        // No key follows: attach the comment to the preceding value, on separate lines.
         let own = suffix(last.decor());
         last.decor_mut().set_suffix(format!("{own}\n{}", above.trim_end_matches('\n')));
     }
@@ -348,7 +353,7 @@ group = \"gold\"
         check("[disk.a]\r\nimage = \"x\"\r\n", "[disk.a]\r\nimage = \"x\"\r\niops-total = 5\r\n");
         check("\u{feff}[disk.a]\nimage = \"x\"\n", "\u{feff}[disk.a]\nimage = \"x\"\niops-total = 5\n");
         let mixed = edited("[disk.a]\r\nimage = \"x\"\n", "disk", "a", &number("iops-total"));
-        assert_eq!(mixed.unwrap_err(), "has line ends of two kinds, \\n and \\r\\n (make them alike)");
+        assert_eq!(mixed.unwrap_err(), "mixes line ends, \\n and \\r\\n (convert them to one kind)");
     }
 
     #[test]
@@ -362,7 +367,7 @@ group = \"gold\"
         let new = "\n[disk.new]\nimage = \"y\"\n";
         let after = added(FILE, "disk", "new", &disk("y")).unwrap();
         assert_eq!(after, FILE.replace("\n# the end", &format!("{new}\n# the end")));
-        // Between groups and disks.
+        // Inserted between groups and disks.
         let after = added(FILE, "group", "new", &disk("y")).unwrap();
         assert_eq!(after, FILE.replace("\n[disk.vm1]", "\n[group.new]\nimage = \"y\"\n\n[disk.vm1]"));
         let check = |before: &str, expect: &str| {
@@ -374,7 +379,7 @@ group = \"gold\"
             "disk = { a = { image = \"x\" } }\n",
             "disk = { a = { image = \"x\" }, new = { image = \"y\" } }\n",
         );
-        assert_eq!(added(FILE, "disk", "vm1", &disk("y")).unwrap_err(), "has a [disk.vm1] already");
+        assert_eq!(added(FILE, "disk", "vm1", &disk("y")).unwrap_err(), "already has a [disk.vm1]");
     }
 
     #[test]
@@ -384,7 +389,7 @@ group = \"gold\"
         assert_eq!(removed(FILE, "disk", "vm1").unwrap(), format!("{start}{}", &rest[end..]));
         let without = removed(FILE, "disk", "a b").unwrap();
         assert!(without.ends_with("bps-read = \"10M\"\n\n# the end\n"), "{without}");
-        // What stands above with an empty line between is about all that follows.
+        // A comment followed by an empty line concerns all tables below it.
         let text = "# tenants\n\n# one\n[disk.a]\nimage = \"x\"\n\n# two\n[disk.b]\nimage = \"x\"\n";
         let expect = "# tenants\n\n# two\n[disk.b]\nimage = \"x\"\n";
         assert_eq!(removed(text, "disk", "a").unwrap(), expect);
@@ -395,6 +400,8 @@ group = \"gold\"
     fn what_is_not_there_is_not_invented() {
         let said = edit("disk", "vm9", "iops-total=1").unwrap_err();
         assert_eq!(said, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
-        assert!(edited("[disk", "disk", "a", &Change::default()).unwrap_err().starts_with("is not TOML"));
+        assert!(
+            edited("[disk", "disk", "a", &Change::default()).unwrap_err().starts_with("is not valid TOML")
+        );
     }
 }

@@ -1,15 +1,16 @@
-//! Replacing the config file: prepared before the daemon is asked, committed once it has agreed.
+//! Replaces the config file: prepared before the daemon is asked, committed once it has applied the
+//! change.
 //!
 //! ```text
 //!   prepare   lock, read, edit, check as `weir serve` would, write a new file beside it, same mode and owner
 //!      │
-//!   daemon    refuses ──► the new file is dropped, nothing has changed
-//!      │ agrees
+//!   daemon    rejects ──► the new file is dropped, nothing has changed
+//!      │ applies
 //!   commit    still the file that was read? ──► rename over it
 //! ```
 //!
-//! A reader sees the old file or the new one, also after a power failure. Never writes to a file
-//! that somebody else changed in between.
+//! A reader sees the old file or the new one, even after a power failure. Never overwrites a change
+//! that another process made in between.
 
 use std::{
     fs::{self, File, Metadata, OpenOptions},
@@ -25,54 +26,56 @@ use reactor::regular_file;
 use settings::{DesiredState, config};
 use tempfile::NamedTempFile;
 
-/// A new config file that waits to take the old one's place. Dropped, it is gone.
+/// A new config file, ready to replace the old one. Dropping it deletes it.
 pub(crate) struct Saving {
     path: PathBuf,
     old: Flock<File>,
     old_text: String,
-    /// None where the text stays as it is.
+    /// `None` if the text is unchanged.
     new: Option<NamedTempFile>,
-    /// What is wrong with the file, and was.
+    /// Error that the file had before and still has.
     remark: Option<String>,
 }
 
 impl Saving {
-    /// With the text that `edit` makes of the old one.
+    /// Prepares the text that `edit` makes of the old one.
     pub(crate) fn prepare(
         path: &Path,
         edit: impl FnOnce(&str) -> Result<String, String>,
     ) -> anyhow::Result<Self> {
         let shown = path.display().to_string();
-        // Through symbolic links: they are to stay what they are.
+        // Symbolic links are kept: their target is replaced.
         let path = fs::canonicalize(path).with_context(|| format!("{shown}: cannot be saved to"))?;
         let (old, old_text) = open(&path).with_context(|| format!("{shown}: cannot be saved to"))?;
         let new_text = edit(&old_text).map_err(|said| anyhow!("{shown}: {said}"))?;
         let remark = check(&path, &old_text, &new_text)
-            .with_context(|| format!("{shown}: not saved, nor changed live"))?;
+            .with_context(|| format!("{shown}: nothing changed, neither in the file nor in the daemon"))?;
         let write = || write_beside(&path, &old.metadata()?, &new_text);
         let new = (new_text != old_text).then(write).transpose().with_context(|| {
-            format!("{shown}: cannot be replaced (its directory must be writable, and its owner this user)")
+            format!(
+                "{shown}: cannot be replaced (this user must own it and be able to write to its directory)"
+            )
         })?;
         Ok(Self { path, old, old_text, new, remark })
     }
 
-    /// Whether anything in the file is to change.
+    /// True if the file is to change.
     pub(crate) fn has_changes(&self) -> bool {
         self.new.is_some()
     }
 
-    /// Returns the file's name. Fails if it is not the file any more that was read.
+    /// Returns the file's name. Fails if the file was changed or replaced since it was read.
     pub(crate) fn commit(mut self) -> anyhow::Result<String> {
         let shown = self.path.display().to_string();
         if !self.is_unchanged().with_context(|| shown.clone())? {
-            bail!("{shown}: was changed by somebody else meanwhile (run the command again)");
+            bail!("{shown}: was changed by another process meanwhile (run the command again)");
         }
         if let Some(remark) = self.remark {
             print_notice(&remark);
         }
         let Some(new) = self.new else { return Ok(shown) };
         new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
-        // The rename itself is on the disk once its directory is.
+        // A rename is durable once its directory is synced.
         if let Some(directory) = self.path.parent() {
             File::open(directory)
                 .and_then(|directory| directory.sync_all())
@@ -91,11 +94,15 @@ impl Saving {
 }
 
 fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
-    // For writing too, though it is replaced: who must not write to it must not replace it.
+    // Opened for writing too, although it is replaced: a user without write permission must not
+    // replace it.
     let file = OpenOptions::new().read(true).write(true).open(path)?;
+    // Reading a FIFO or a device could block or never end.
     regular_file::check(&file)?;
+    // Serializes concurrent `--save`; editors do not take the lock, so `commit` compares the text
+    // again.
     let mut file = Flock::lock(file, FlockArg::LockExclusiveNonblock)
-        .map_err(|(_, _)| anyhow!("somebody else is saving to it (run the command again)"))?;
+        .map_err(|(_, _)| anyhow!("another process is saving to it (run the command again)"))?;
     let mut text = String::new();
     let read = (&mut *file).take(config::MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if read as u64 > config::MAX_FILE_BYTES {
@@ -104,8 +111,8 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     Ok((file, text))
 }
 
-/// Refuses what `weir serve` would. What it refuses in the old text too is told, as options of the
-/// command line may complete it.
+/// Rejects a text that `weir serve` would reject. If it would reject the old text too, the error is
+/// returned as a remark: options of the command line may complete the file.
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<String>> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));
@@ -113,7 +120,7 @@ fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<S
     match (plan(old_text), plan(new_text)) {
         (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
         (Err(_), Err(wrong)) => {
-            Ok(Some(format!("the next start fails by this file alone, as before: {wrong}")))
+            Ok(Some(format!("the next start with this file alone fails, as before this change: {wrong}")))
         }
         _ => Ok(None),
     }
@@ -124,10 +131,13 @@ fn write_beside(path: &Path, like: &Metadata, text: &str) -> io::Result<NamedTem
     let mut file = tempfile::Builder::new().prefix(".weir.").suffix(".new").tempfile_in(directory)?;
     file.write_all(text.as_bytes())?;
     let made = file.as_file().metadata()?;
+    // Owner before permissions: chown(2) clears set-ID bits.
     if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
         fchown(file.as_file(), Some(like.uid()), Some(like.gid()))?;
     }
     file.as_file().set_permissions(like.permissions())?;
+    // Synced before the rename: otherwise a power failure could leave an empty file under the final
+    // name.
     file.as_file().sync_all()?;
     Ok(file)
 }
@@ -201,7 +211,7 @@ mod tests {
             fs::write(&path, CONFIG.replace("sold", "mine")).unwrap();
             let said = saving.commit().unwrap_err().to_string();
             assert!(
-                said.ends_with("was changed by somebody else meanwhile (run the command again)"),
+                said.ends_with("was changed by another process meanwhile (run the command again)"),
                 "{said}"
             );
             assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG.replace("sold", "mine"));
@@ -213,7 +223,7 @@ mod tests {
     fn two_do_not_save_at_once() {
         let (_directory, path) = file();
         let first = prepare(&path, &set("iops-total", 7)).unwrap();
-        assert!(refusal(&path, &set("iops-total", 8)).contains("somebody else is saving to it"));
+        assert!(refusal(&path, &set("iops-total", 8)).contains("another process is saving to it"));
         first.commit().unwrap();
         prepare(&path, &set("iops-total", 8)).unwrap();
     }
@@ -222,14 +232,19 @@ mod tests {
     fn a_file_that_could_not_be_served_is_not_written() {
         let (_directory, path) = file();
         let said = refusal(&path, &set("iops-total-max", 2));
-        assert!(said.contains("not saved, nor changed live: the next start would fail: "), "{said}");
+        assert!(
+            said.contains(
+                "nothing changed, neither in the file nor in the daemon: the next start would fail: "
+            ),
+            "{said}"
+        );
         assert!(said.contains("iops-total-max = 2: is below iops-total (5)"), "{said}");
-        // A file that options of the command line complete is nothing this can judge.
+        // The file alone is incomplete, so it cannot be checked.
         fs::write(&path, "[disk.a]\niops-total = 5\n").unwrap();
         let saving = prepare(&path, &set("iops-total-max", 2)).unwrap();
         let remark = saving.remark.unwrap();
         assert!(
-            remark.contains("as before: ") && remark.contains("weir.toml:1: disk.a: no image"),
+            remark.contains("as before this change: ") && remark.contains("weir.toml:1: disk.a: no image"),
             "{remark}"
         );
     }

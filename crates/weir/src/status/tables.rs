@@ -1,4 +1,4 @@
-//! The tables of `weir status`, each only where it has rows.
+//! The tables of `weir status`. A table without rows is omitted.
 
 use api::{
     CacheStatus, DeviceCapacity, DeviceStatus, DiskMemory, DiskStatus, ErrorCounts, ExportCounters,
@@ -17,7 +17,7 @@ use crate::client::{
     report::{Node, Report, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
 };
 
-/// Tables that have rows, separated by an empty line. `bold` is for terminals.
+/// All tables with rows, separated by empty lines. `bold` is for terminals.
 pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, bold: bool) -> String {
     let mut tables = vec![
         disks(report, rates, shown, form),
@@ -43,7 +43,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, 
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
     let text = texts.collect::<Vec<_>>().join("\n");
     if text.is_empty() {
-        return "no disk and no group\n".to_owned();
+        return "no disks and no groups\n".to_owned();
     }
     if rates.interval_ns == 0 { text } else { format!("last {}\n{text}", figures::time(rates.interval_ns)) }
 }
@@ -57,7 +57,8 @@ fn weight(settings: &MemberSettings) -> String {
 fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable {
     let mut columns = vec![("DISK", ColumnAlignment::Left), ("GROUP", ColumnAlignment::Left), ("LIMITS", ColumnAlignment::Left)];
     columns.extend(form.wide.then_some(WEIGHT));
-    columns.extend(measured_columns(form));
+    let measured_columns = measured_columns(form, rates);
+    columns.extend(measured_columns.iter().map(|(name, side)| (name.as_str(), *side)));
     let mut table = TextTable::new(columns);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let DiskStatus { name, settings, .. } = disk;
@@ -70,27 +71,27 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable
     table
 }
 
-/// Disks that nobody can have yet.
+/// Disks whose storage does not answer yet.
 fn unopened(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
-        ("NOT OPEN YET", ColumnAlignment::Left),
+        ("UNAVAILABLE", ColumnAlignment::Left),
         ("IMAGE", ColumnAlignment::Left),
         ("FOR", ColumnAlignment::Right),
-        ("WHY", ColumnAlignment::Left),
+        ("REASON", ColumnAlignment::Left),
     ]);
     for UnavailableDisk { name, image, age_ns, reason } in &report.unopened {
         if shown.has(name) {
-            let why = reason.clone().unwrap_or_else(|| "no answer yet".to_owned());
+            let why = reason.clone().unwrap_or_else(|| "no response yet".to_owned());
             table.row(vec![name.clone(), image.clone(), figures::time(*age_ns), why]);
         }
     }
     table
 }
 
-/// What virtual machines did, in totals since their exports began.
+/// Counters of vhost-user exports since they were added.
 fn machines(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
-        ("MACHINE'S EXPORT", ColumnAlignment::Left),
+        ("VHOST-USER EXPORT", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
         ("USED BY", ColumnAlignment::Left),
         ("QUEUES", ColumnAlignment::Right),
@@ -115,18 +116,19 @@ fn machines(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// Clients of NBD that were refused, where there were some.
+/// NBD servers that have rejected clients.
 fn refused(report: &Report) -> TextTable {
     let mut table = TextTable::new([
-        ("REFUSED AT", ColumnAlignment::Left),
-        ("CLIENTS", ColumnAlignment::Right),
+        ("REJECTED AT", ColumnAlignment::Left),
+        ("CONNECTED", ColumnAlignment::Right),
         ("BY NETWORK", ColumnAlignment::Right),
         ("TOO MANY", ColumnAlignment::Right),
         ("BY NAME", ColumnAlignment::Right),
-        ("AN EXPORT", ColumnAlignment::Right),
+        ("BY EXPORT", ColumnAlignment::Right),
     ]);
     for ServerStatus { address, connections, refused, .. } in &report.servers {
         let RefusedClients { networks, connections: too_many, names, exports } = *refused;
+        // Servers without rejections would only repeat the list of exports.
         if *refused != RefusedClients::default() {
             let counts = [*connections, networks, too_many, names, exports];
             let mut row = vec![address.clone()];
@@ -137,10 +139,10 @@ fn refused(report: &Report) -> TextTable {
     table
 }
 
-/// Block devices and files of this host, and what is mounted from them or lies on them.
+/// Block devices and files of this host, with their mounts and stacked devices.
 fn host_devices(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
-        ("ON THIS HOST", ColumnAlignment::Left),
+        ("HOST DEVICE", ColumnAlignment::Left),
         ("TYPE", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
         ("USED BY", ColumnAlignment::Left),
@@ -153,11 +155,12 @@ fn host_devices(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// Images in Ceph clusters. One that stands still has a request that becomes old.
+/// Images in Ceph. A cluster that does not respond shows as a request that grows old.
 fn clusters(report: &Report, shown: &Shown) -> TextTable {
     let mut table =
-        TextTable::new([("DISK", ColumnAlignment::Left), ("IN CLUSTER", ColumnAlignment::Left), ("OLDEST REQUEST", ColumnAlignment::Right)]);
+        TextTable::new([("DISK", ColumnAlignment::Left), ("CEPH IMAGE", ColumnAlignment::Left), ("OLDEST REQUEST", ColumnAlignment::Right)]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        // Disks at NBD servers report the oldest request too, and have their own table.
         if let (Some(oldest), None) = (disk.oldest_request, &disk.server) {
             table.row(vec![disk.name.clone(), disk.image.clone(), age(oldest)]);
         }
@@ -165,17 +168,17 @@ fn clusters(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// Of the oldest request, in nanoseconds; 0: there is none.
+/// Age of the oldest request in nanoseconds; 0 if there is none.
 fn age(oldest_ns: u64) -> String {
     if oldest_ns == 0 { nothing() } else { figures::time(oldest_ns) }
 }
 
-/// Disks at other NBD servers. Of one that is gone or stands still, the oldest request becomes old.
+/// Disks at other NBD servers. A server that does not respond shows as a request that grows old.
 fn remote(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
-        ("AT", ColumnAlignment::Left),
-        ("SERVER", ColumnAlignment::Left),
+        ("NBD SERVER", ColumnAlignment::Left),
+        ("STATE", ColumnAlignment::Left),
         ("RECONNECTIONS", ColumnAlignment::Right),
         ("OLDEST REQUEST", ColumnAlignment::Right),
         ("UNFLUSHED", ColumnAlignment::Right),
@@ -185,7 +188,7 @@ fn remote(report: &Report, shown: &Shown) -> TextTable {
         table.row(vec![
             disk.name.clone(),
             disk.image.clone(),
-            if server.connected { "connected" } else { "gone" }.to_owned(),
+            if server.connected { "connected" } else { "disconnected" }.to_owned(),
             figures::count(server.reconnections as f64),
             age(disk.oldest_request.unwrap_or(0)),
             figures::bytes(server.unflushed_bytes as f64),
@@ -194,7 +197,7 @@ fn remote(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// What the devices failed since the disks were opened, and which of these are stopped by it.
+/// I/O errors since the disks were opened, and disks that are stopped by one.
 fn errors(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
@@ -212,7 +215,7 @@ fn errors(report: &Report, shown: &Shown) -> TextTable {
         let ErrorCounts { reads, writes, flushes, discards } = disk.errors;
         let mut row = vec![
             disk.name.clone(),
-            stopped_by.map_or_else(|| "runs".to_owned(), |status| format!("stopped: {status}")),
+            stopped_by.map_or_else(|| "running".to_owned(), |status| format!("stopped: {status}")),
         ];
         row.extend([reads, writes, flushes, discards].map(|count| figures::count(count as f64)));
         table.row(row);
@@ -220,13 +223,13 @@ fn errors(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// The metadata caches of qcow2 images, in totals since they were opened.
+/// Metadata caches of qcow2 images, with counters since they were opened.
 fn caches(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("FORMAT", ColumnAlignment::Left),
         ("L2 CACHE", ColumnAlignment::Right),
-        ("OF", ColumnAlignment::Right),
+        ("LIMIT", ColumnAlignment::Right),
         ("COVERS", ColumnAlignment::Right),
         ("HITS", ColumnAlignment::Right),
         ("MISSES", ColumnAlignment::Right),
@@ -238,7 +241,7 @@ fn caches(report: &Report, shown: &Shown) -> TextTable {
             continue;
         };
         let CacheStatus { hits, misses, evictions, bytes, limit, covered } = *l2;
-        // An empty disk is covered by anything.
+        // Any cache covers an empty disk.
         let covers = if *size == 0 { 1.0 } else { covered.unwrap_or(0) as f64 / *size as f64 };
         table.row(vec![
             name.clone(),
@@ -255,17 +258,18 @@ fn caches(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// The memory for data: the daemon's, and who has it.
+/// Memory for data: total, and each disk's part.
 fn memory(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
         ("MEMORY", ColumnAlignment::Left),
-        ("OF", ColumnAlignment::Right),
+        ("LIMIT", ColumnAlignment::Right),
         ("RESERVED", ColumnAlignment::Right),
         ("DISKS", ColumnAlignment::Right),
         ("REQUESTS", ColumnAlignment::Right),
         ("WAIT", ColumnAlignment::Right),
     ]);
     let size = |bytes: u64| if bytes == 0 { nothing() } else { figures::bytes(bytes as f64) };
+    // The total of all disks would mislead beside a selection of them.
     let Some(all) = report.memory.filter(|_| shown.names.is_none()) else { return table };
     let waiting = if all.waiting == 0 { nothing() } else { figures::count(all.waiting as f64) };
     table.row(vec![
@@ -289,10 +293,10 @@ fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
         ("PREFETCH", ColumnAlignment::Left),
         ("HIT RATE", ColumnAlignment::Right),
         ("ACCURACY", ColumnAlignment::Right),
-        ("READ AHEAD", ColumnAlignment::Right),
+        ("PREFETCHED", ColumnAlignment::Right),
         ("WASTED", ColumnAlignment::Right),
         ("MEMORY", ColumnAlignment::Right),
-        ("OF", ColumnAlignment::Right),
+        ("LIMIT", ColumnAlignment::Right),
         ("STREAMS", ColumnAlignment::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
@@ -318,7 +322,7 @@ fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
 
 fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable {
     let all = || report.groups.iter().filter(|group| shown.has(&group.name));
-    // Columns of nothing but dashes are left out.
+    // Columns with dashes only are omitted.
     let has_parents = form.wide || all().any(|group| group.settings.group.is_some());
     let has_watermarks = form.wide || all().any(|group| watermark(group) != nothing());
     let mut columns = vec![("GROUP", ColumnAlignment::Left)];
@@ -326,7 +330,8 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTabl
     columns.extend([("DISKS", ColumnAlignment::Right), ("LIMITS", ColumnAlignment::Left)]);
     columns.extend(form.wide.then_some(WEIGHT));
     columns.extend(has_watermarks.then_some(("WATERMARK", ColumnAlignment::Left)));
-    columns.extend(measured_columns(form));
+    let measured_columns = measured_columns(form, rates);
+    columns.extend(measured_columns.iter().map(|(name, side)| (name.as_str(), *side)));
     let mut table = TextTable::new(columns);
     for group in all() {
         let GroupStatus { name, settings, .. } = group;
@@ -341,24 +346,25 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTabl
     table
 }
 
-/// Groups whose limits are those of many hosts: what their own are a part of.
+/// Local groups of cluster-wide limits.
 fn shared(report: &Report, shown: &Shown) -> TextTable {
-    let mut table = TextTable::new(["GROUP", "CLUSTER", "OF ALL HOSTS", "HERE"].map(|name| (name, ColumnAlignment::Left)));
+    let mut table =
+        TextTable::new(["GROUP", "CLUSTER", "CLUSTER LIMITS", "QUOTA"].map(|name| (name, ColumnAlignment::Left)));
     let Some(cluster) = &report.cluster else { return table };
     for group in report.groups.iter().filter(|group| shown.has(&group.name)) {
         let Some(whole) = &group.cluster else { continue };
-        let mut here = if whole.leased { "a lease" } else { "its safe share" }.to_owned();
+        let mut here = if whole.leased { "leased" } else { "fallback share" }.to_owned();
         if !cluster.connected {
-            here += &format!(": apart, {}", cluster.reason.as_deref().unwrap_or("joining"));
+            here += &format!(", disconnected: {}", cluster.reason.as_deref().unwrap_or("joining"));
         }
         table.row(vec![group.name.clone(), cluster.name.clone(), figures::limits(&whole.limits), here]);
     }
     table
 }
 
-/// What is served without its promise, as other hosts leave no room for that.
+/// Unmet reservations.
 fn left_out(report: &Report, shown: &Shown) -> TextTable {
-    let mut table = TextTable::new(["NAME", "NOT PROMISED", "WHY"].map(|name| (name, ColumnAlignment::Left)));
+    let mut table = TextTable::new(["NAME", "UNMET RESERVATION", "REASON"].map(|name| (name, ColumnAlignment::Left)));
     let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
     let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
     for (name, settings) in all.filter(|(name, _)| shown.has(name)) {
@@ -372,7 +378,7 @@ fn left_out(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// `90% lifted`, `90% scaled ×3.5`; nothing where limits always hold.
+/// `90% lifted`, `90% scaled ×3.5`; a dash without a watermark.
 fn watermark(group: &GroupStatus) -> String {
     let Some(percent) = group.settings.watermark.filter(|&percent| percent > 0) else { return nothing() };
     let state = group.watermark_status.enforcement.as_deref().unwrap_or_default();
@@ -381,22 +387,31 @@ fn watermark(group: &GroupStatus) -> String {
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 
-/// Measured columns of disks and groups, each with true if it is of the wide form alone.
+/// Followed by the interval in the heading.
+const WAIT_P99: &str = "WAIT P99";
+
+/// Measured columns of disks and groups, each with true if only the wide form has it.
 const MEASURED: [(&str, ColumnAlignment, bool); 10] = [
     ("IOPS", ColumnAlignment::Right, false),
     ("READ/s", ColumnAlignment::Right, false),
     ("WRITE/s", ColumnAlignment::Right, false),
     ("P50", ColumnAlignment::Right, true),
     ("P99", ColumnAlignment::Right, false),
-    ("P99 WAIT", ColumnAlignment::Right, false),
-    ("WAIT SINCE START", ColumnAlignment::Right, true),
+    (WAIT_P99, ColumnAlignment::Right, false),
+    ("WAIT P99 (START)", ColumnAlignment::Right, true),
     ("WAIT", ColumnAlignment::Right, false),
     ("HELD", ColumnAlignment::Right, false),
     ("HELD BY", ColumnAlignment::Left, false),
 ];
 
-fn measured_columns(form: Form) -> impl Iterator<Item = (&'static str, ColumnAlignment)> {
-    MEASURED.into_iter().filter(move |(.., wide)| form.wide || !wide).map(|(name, side, _)| (name, side))
+fn measured_columns(form: Form, rates: &Rates) -> Vec<(String, ColumnAlignment)> {
+    let shown = MEASURED.into_iter().filter(|(.., wide)| form.wide || !wide);
+    let named = shown.map(|(name, side, _)| match rates.interval_ns {
+        // Named in the heading, as the column beside it covers the time since the start.
+        interval_ns @ 1.. if name == WAIT_P99 => (format!("{name} ({})", figures::time(interval_ns)), side),
+        _ => (name.to_owned(), side),
+    });
+    named.collect()
 }
 
 fn measured(
@@ -412,6 +427,7 @@ fn measured(
         let latency = rate.and_then(|rate| rate.latency);
         latency.as_ref().map_or_else(nothing, |latency| figures::time(of(latency)))
     };
+    // Zero: fewer than one request in 100 waited. A dash is easier to read.
     let wait_p99 = rate.and_then(|rate| rate.wait_p99_ns).filter(|&p99_ns| p99_ns > 0);
     let cells = [
         of(|rate| figures::count(rate.iops())),
@@ -432,10 +448,10 @@ fn devices(report: &Report, shown: &Shown) -> TextTable {
     let mut table = TextTable::new([
         ("DEVICE", ColumnAlignment::Left),
         ("DISKS", ColumnAlignment::Left),
-        ("USE", ColumnAlignment::Right),
+        ("UTILIZATION", ColumnAlignment::Right),
         ("CAPACITY READ", ColumnAlignment::Left),
         ("CAPACITY WRITE", ColumnAlignment::Left),
-        ("KNOWN FROM", ColumnAlignment::Left),
+        ("SOURCE", ColumnAlignment::Left),
     ]);
     for device in &report.devices {
         if !device.disks.iter().any(|disk| shown.has(disk)) {
@@ -455,7 +471,7 @@ fn devices(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-/// `85.2K iops, 1.4G/s`, without what is unknown.
+/// `85.2K iops, 1.4G/s`, without unknown values.
 fn ability(iops: Option<u64>, bps: Option<u64>) -> String {
     let iops = iops.map(|iops| format!("{} iops", figures::count(iops as f64)));
     let bps = bps.map(|bps| format!("{}/s", figures::bytes(bps as f64)));

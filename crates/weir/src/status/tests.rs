@@ -1,4 +1,4 @@
-//! What `weir status` prints, from answers recorded of a daemon.
+//! Output of `weir status` for recorded responses of a daemon.
 
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
     })
 }
 
-/// So many requests of vm1 took 1.0 ms, and as few as ever 31 ms.
+/// Histograms of vm1: `quick` requests of 1.0 ms, and 2% as many of 31 ms.
 fn latencies(quick: u64) -> Counted {
     let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
     let latencies = [bucket(999_999, quick), bucket(31_000_000, quick / 50)];
@@ -82,7 +82,7 @@ fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// The tables of the disks and groups of these names, or of all.
+/// Tables of the disks and groups with these names, or of all.
 fn tables_of(asked: &[&str], form: Form) -> String {
     let (_, report, rates) = reports();
     tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), form, false)
@@ -92,18 +92,18 @@ fn tables_of(asked: &[&str], form: Form) -> String {
 fn the_tables() {
     let expect = "\
 last 1.0s
-DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s   P99  P99 WAIT  WAIT  HELD  HELD BY
-vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  31ms      12ms    31   75%  iops-total
-vm2   -      -                     0       0        0     -         -     0    0%  -
+DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s   P99  WAIT P99 (1.0s)  WAIT  HELD  HELD BY
+vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  31ms             12ms    31   75%  iops-total
+vm2   -      -                     0       0        0     -                -     0    0%  -
 
-GROUP  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s   P99  P99 WAIT  WAIT  HELD  HELD BY
-gold       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  31ms      12ms     0    0%  -
+GROUP  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s   P99  WAIT P99 (1.0s)  WAIT  HELD  HELD BY
+gold       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  31ms             12ms     0    0%  -
 
-GROUP  CLUSTER  OF ALL HOSTS  HERE
-gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
+GROUP  CLUSTER  CLUSTER LIMITS  QUOTA
+gold   lab      bps 200M        fallback share, disconnected: etcd http://e:2379: refused
 
-NAME  NOT PROMISED  WHY
-gold  iops 500      b has it
+NAME  UNMET RESERVATION  REASON
+gold  iops 500           b has it
 
 DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
 vm2   stopped: nospace            0             3             1               0
@@ -115,33 +115,33 @@ vm2   stopped: nospace            0             3             1               0
 fn all_tables_with_all_columns() {
     let expect = "\
 last 1.0s
-DISK  GROUP  LIMITS             WEIGHT  IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
-vm1   gold   iops 1000↑5000×5s     100  1.0K    3.9M        0  1.0ms  31ms      12ms              31ms    31   75%  iops-total
-vm2   -      -                       -     0       0        0      -     -         -                 -     0    0%  -
+DISK  GROUP  LIMITS             WEIGHT  IOPS  READ/s  WRITE/s    P50   P99  WAIT P99 (1.0s)  WAIT P99 (START)  WAIT  HELD  HELD BY
+vm1   gold   iops 1000↑5000×5s     100  1.0K    3.9M        0  1.0ms  31ms             12ms              31ms    31   75%  iops-total
+vm2   -      -                       -     0       0        0      -     -                -                 -     0    0%  -
 
-GROUP  IN  DISKS  LIMITS   WEIGHT  WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
-gold   -       1  bps 20M     100  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms      12ms                 -     0    0%  -
+GROUP  IN  DISKS  LIMITS   WEIGHT  WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  WAIT P99 (1.0s)  WAIT P99 (START)  WAIT  HELD  HELD BY
+gold   -       1  bps 20M     100  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms             12ms                 -     0    0%  -
 
-GROUP  CLUSTER  OF ALL HOSTS  HERE
-gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
+GROUP  CLUSTER  CLUSTER LIMITS  QUOTA
+gold   lab      bps 200M        fallback share, disconnected: etcd http://e:2379: refused
 
-NAME  NOT PROMISED  WHY
-gold  iops 500      b has it
+NAME  UNMET RESERVATION  REASON
+gold  iops 500           b has it
 
 DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
 vm2   stopped: nospace            0             3             1               0
 
-DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
-vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
+DISK  FORMAT  L2 CACHE  LIMIT  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
+vm2   qcow2       1.0M   1.0M     50%  123K     300       44      64.0K
 
-DISK  PREFETCH     HIT RATE  ACCURACY  READ AHEAD  WASTED  MEMORY    OF  STREAMS
-vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
+DISK  PREFETCH     HIT RATE  ACCURACY  PREFETCHED  WASTED  MEMORY  LIMIT  STREAMS
+vm1   auto closed       93%       96%        1.0G   24.0M    3.0M   4.0M       12
 
-DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
-/dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe
+DEVICE    DISKS  UTILIZATION  CAPACITY READ       CAPACITY WRITE  SOURCE
+/dev/vda  vm1            42%  85.2K iops, 1.4G/s  -               probe
 
-MACHINE'S EXPORT  DISK  USED BY                 QUEUES  IN FLIGHT  REQUESTS  KICKS  CALLS  COPIES
-vm2               vm2   qemu-system-x86 (4711)       4         32      1.5M  20.0K  30.0K       7
+VHOST-USER EXPORT  DISK  USED BY                 QUEUES  IN FLIGHT  REQUESTS  KICKS  CALLS  COPIES
+vm2                vm2   qemu-system-x86 (4711)       4         32      1.5M  20.0K  30.0K       7
 ";
     assert_eq!(tables_of(&[], Form { all: true, wide: true }), expect);
 }

@@ -1,8 +1,8 @@
-//! What `weir throttle` is told: QEMU's names of the limits, or those of `virsh blkdeviotune`, and
-//! the scheduler's settings.
+//! Arguments of `weir throttle`: limits by QEMU's names or those of `virsh blkdeviotune`, and the
+//! scheduler's settings.
 //!
-//! A limit under virsh's name also does what virsh does: it clears the other limits of its kind. So
-//! a script that replaces a limit on reads by one on all requests works as it did.
+//! A limit under virsh's name also behaves as in virsh: it clears the other limits of its kind. A
+//! script that replaces a limit on reads by one on all requests thus works unchanged.
 
 use std::fmt;
 
@@ -25,25 +25,25 @@ Examples:
   weir throttle vm1
       The settings of the disk vm1.
   weir throttle vm1 --iops-total 2000 --iops-total-max 8000 --iops-total-max-length 10
-      At once, for the requests that wait too. What is not named stays as it is.
+      At once, also for waiting requests. Settings that are not given stay.
   weir throttle gold --bps-total 0 --watermark 90
-      No limit on bytes; the others hold while the device is more than 90% in use.
+      No limit on bytes. The others apply while the device's utilization is above 90%.
   weir throttle vm1 --group gold --weight 200 --save
-      Into a group, with twice the share of a neighbour; and so after the next start too.
+      Moves the disk into a group, with twice the default weight; saved in the config file.
   weir throttle gold --cluster --iops-total 10000
-      On all hosts of the cluster together, at once and from now on.
+      A limit for all hosts of the cluster together, kept in etcd.
 
-All settings of one command change together, or none does. What is set to 0 is no limit. ", settings::sizes!(), "
+All settings of one command change together, or none does. A limit of 0 is no limit. ", settings::sizes!(), "
 
-The names of `virsh blkdeviotune` are understood too: --total-bytes-sec, --read-iops-sec-max, --size-iops-sec, \
---group-name and so on, also with underscores. As there, a limit clears the others of its kind: --read-iops-sec \
-those on total and written operations."
+The names of `virsh blkdeviotune` are accepted too: --total-bytes-sec, --read-iops-sec-max, --size-iops-sec, \
+--group-name and so on, also with underscores. As in virsh, a limit clears the others of its kind: --read-iops-sec \
+clears those on total and write operations."
 );
 
-/// What `weir throttle` is told.
+/// Arguments of `weir throttle`.
 #[derive(Debug, Args)]
 pub(crate) struct ThrottleArgs {
-    /// The disk or the group
+    /// Name of the disk or group
     #[arg(value_name = "DISK|GROUP")]
     pub(crate) name: String,
     /// Print results as JSON
@@ -62,7 +62,7 @@ pub(crate) struct ThrottleArgs {
     pub(crate) save: SaveArgs,
 }
 
-/// In millionths of a limit; none: all hosts' together are what they are at first.
+/// Fallback share of each host in millionths of a limit; `None` for the default.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SafeShare(pub(crate) Option<u32>);
 
@@ -86,16 +86,17 @@ impl fmt::Display for SafeShare {
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Over many hosts")]
+#[command(next_help_heading = "Cluster")]
 pub(crate) struct ClusterArgs {
-    /// The group's limits on all hosts of the cluster together, which etcd keeps (weights, promises
-    /// and watermarks are each host's own)
+    /// Change the group's limits for all hosts of the cluster together, kept in etcd (weights,
+    /// reservations and watermarks are set on each host)
     #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "group", "no_group"])]
     pub(crate) cluster: bool,
-    /// The most hosts that take part; there is made room for more as they come [at the start: 16]
+    /// Largest number of hosts; raised automatically as more join [initially: 16]
     #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]
     pub(crate) hosts: Option<u64>,
-    /// What each host may use of the limits without etcd, or `default`: all hosts together 2%
+    /// Fallback share: the part of the limits that each host may use without etcd; `default` is
+    /// 2% for all hosts together
     #[arg(long, value_name = "PART%|default", value_parser = SafeShare::read, requires = "cluster")]
     pub(crate) safe_share: Option<SafeShare>,
 }
@@ -103,22 +104,23 @@ pub(crate) struct ClusterArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Shares")]
 struct SchedulerArgs {
-    /// Its share of what is contended, from 1 to 10000 against the others' [at the start: 100]
+    /// Weight under contention, relative to other members of the group: 1 to 10000 [initially: 100]
     #[arg(long, value_name = "N", value_parser = settings::count)]
     weight: Option<u64>,
-    /// Operations per second that it is promised; 0 is none
+    /// Guaranteed minimum of operations per second; 0 is none
     #[arg(long, value_name = "N", value_parser = settings::count)]
     iops_reservation: Option<u64>,
-    /// Bytes per second that it is promised; 0 is none
+    /// Guaranteed minimum of bytes per second; 0 is none
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     bps_reservation: Option<u64>,
-    /// Percent of the device in use below which its limits do not hold; 0 lets them always hold
+    /// Utilization of the device, in percent, below which its limits are not enforced; 0 enforces
+    /// them always
     #[arg(long, value_name = "PERCENT", value_parser = settings::count)]
     watermark: Option<u64>,
-    /// Move it into this group
+    /// Move the disk or group into this group
     #[arg(long, value_name = "GROUP", aliases = ["group-name", "group_name"], conflicts_with = "no_group")]
     group: Option<String>,
-    /// Take it out of its group
+    /// Remove it from its group
     #[arg(long)]
     no_group: bool,
 }
@@ -126,7 +128,7 @@ struct SchedulerArgs {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NamedLimits {
     given: Vec<(LimitSetting, u64)>,
-    /// Those of [`NamedLimits::given`] that came under virsh's name.
+    /// Subset of [`NamedLimits::given`] that was given under virsh's name.
     as_virsh: Vec<LimitSetting>,
 }
 
@@ -136,6 +138,8 @@ impl ThrottleArgs {
         for &(setting, value) in &self.limits.given {
             change.set(Name::Limit(setting), Setpoint::Number(value));
         }
+        // Explicitly given limits are kept; only limits in force are cleared, so that the printed
+        // change lists no limit that was not set.
         for &setting in &self.limits.as_virsh {
             for other in cleared_with(setting).map(Name::Limit) {
                 if other.of(before) != other.default() && !change.iter().any(|(name, _)| name == other) {
@@ -156,6 +160,7 @@ impl ThrottleArgs {
                 change.set(name, Setpoint::Number(*value));
             }
         }
+        // The protocol has an empty name for no group.
         let group = group.clone().or_else(|| no_group.then(String::new));
         if let Some(group) = group {
             change.set(Name::Group, Setpoint::Text(group));
@@ -164,7 +169,7 @@ impl ThrottleArgs {
     }
 }
 
-/// virsh clears the same number of the other limits of the same unit.
+/// Limits that virsh clears with this one: same part, same unit, other direction.
 fn cleared_with(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
     let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
         LimitSetting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
@@ -175,7 +180,7 @@ fn cleared_with(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
     others.collect::<Vec<_>>().into_iter()
 }
 
-/// In the order of [`Setting::ALL`]: the names in `virsh blkdeviotune`, and in its older versions.
+/// Names in `virsh blkdeviotune` and its older versions, in the order of [`Setting::ALL`].
 const VIRSH: [(&str, &str); 19] = [
     ("total-bytes-sec", "total_bytes_sec"),
     ("total-bytes-sec-max", "total_bytes_sec_max"),
@@ -198,7 +203,7 @@ const VIRSH: [(&str, &str); 19] = [
     ("size-iops-sec", "size_iops_sec"),
 ];
 
-/// As [`settings::size`], and `bytes` behind a number.
+/// As [`settings::size`], with the suffix `bytes` too.
 fn virsh_size(text: &str) -> Result<u64, String> {
     let number = text.strip_suffix("bytes").filter(|number| number.ends_with(|c: char| c.is_ascii_digit()));
     settings::size(number.unwrap_or(text))
@@ -212,7 +217,7 @@ fn virsh_option(setting: LimitSetting, (name, old_name): (&'static str, &'static
         .value_parser(parser)
         .value_name(if setting.is_size() { "SIZE" } else { "N" })
         .conflicts_with(setting.name())
-        // The text below the options tells them.
+        // The text below the options describes them.
         .hide(true)
 }
 
@@ -236,7 +241,7 @@ impl FromArgMatches for NamedLimits {
                 limits.given.push((setting, value));
             }
             if let Some(&value) = matches.get_one::<u64>(virsh_name) {
-                // virsh's length of 0 is the default, which is one second.
+                // virsh's length of 0 means the default of one second.
                 let is_length = matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength));
                 limits.given.push((setting, if is_length { value.max(1) } else { value }));
                 limits.as_virsh.push(setting);

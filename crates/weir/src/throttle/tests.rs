@@ -1,4 +1,4 @@
-//! What `weir throttle` prints.
+//! Output of `weir throttle`.
 
 use serde_json::json;
 
@@ -31,12 +31,12 @@ disk vm1
   weight          200
   group           gold
   a full burst of iops-total lasts 1.25 s
-  held with others by group gold: -
-  held with others by group host: bps 1G
+  limits of group gold: -
+  limits of group host: bps 1G
 ";
     assert_eq!(shown("vm1"), expect);
     assert_eq!(shown("host"), "group host\n  bps-total  1G\n  weight     100\n  watermark  90\n");
-    assert!(shown("gold").contains("  no limits of its own\n"));
+    assert!(shown("gold").contains("  no own limits\n"));
     let status = serde_json::to_value(report.find("vm1").unwrap()).unwrap();
     let disk = answer["disks"][0].as_object().unwrap();
     assert!(disk.iter().all(|(key, value)| status[key] == *value), "{status}");

@@ -1,4 +1,4 @@
-//! What `weir top` is told.
+//! Arguments of `weir top`.
 
 use std::time::Duration;
 
@@ -10,16 +10,16 @@ use crate::client::Target;
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir top
-      Every disk and group, live; `?` shows the keys, `t` changes a limit, `q` ends.
+      All disks and groups, live; `?` shows the keys, `t` changes a limit, `q` quits.
   weir top --qmp unix:/run/weir/tenant.sock --interval 250ms
-      Of another daemon, four times a second.
+      Another daemon, four times a second.
 
-Needs a terminal of 80×24 or more; where there is none, `weir status` says the same.";
+Needs a terminal of at least 80×24. `weir status` prints the same without one.";
 
-/// What `weir top` is told.
+/// Arguments of `weir top`.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// How often to look, from 100ms
+    /// Interval between updates, at least 100ms
     #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
     /// The daemon's control socket [default: the one that `weir serve` opens]

@@ -1,14 +1,14 @@
-//! A line of text that is being typed.
+//! A text field for one line.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-/// Longest text: all settings with their largest values have a tenth of it.
+/// Longest text in bytes. All settings with their largest values have a tenth of it.
 const MOST: usize = 4096;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Field {
     text: String,
-    /// In bytes, at the start of a character or at the end.
+    /// Byte offset on a character boundary.
     cursor: usize,
 }
 
@@ -22,7 +22,7 @@ impl Field {
         &self.text
     }
 
-    /// The part that fits into `width` columns with the cursor in it, and the cursor's column.
+    /// The part around the cursor that fits into `width` columns, and the cursor's column.
     pub(super) fn window(&self, width: usize) -> (String, usize) {
         let column = self.text[..self.cursor].chars().count();
         let first = (column + 1).saturating_sub(width);
@@ -36,6 +36,7 @@ impl Field {
             KeyCode::Char('w') if control => self.delete_word(),
             KeyCode::Char('a') if control => self.cursor = 0,
             KeyCode::Char('e') if control => self.cursor = self.text.len(),
+            // Ctrl with other letters is left to the caller (Ctrl-C, Ctrl-Z).
             KeyCode::Char(_) if control => return false,
             KeyCode::Char(letter) => self.insert(letter),
             KeyCode::Left => self.cursor = self.before(),

@@ -1,4 +1,4 @@
-//! What was, for the charts: a few minutes of each disk and group.
+//! Rates of the last minutes of each disk and group, for the charts.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -11,7 +11,7 @@ pub(super) const WINDOW: Duration = Duration::from_secs(120);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Point {
-    /// Seconds since the watching began.
+    /// Seconds since the program's start.
     pub(super) at: f64,
     /// Operations per second.
     pub(super) read_iops: f32,
@@ -21,21 +21,22 @@ pub(super) struct Point {
     pub(super) read_bps: f32,
     /// Bytes per second.
     pub(super) write_bps: f32,
-    /// The share of the time in which it waited, 0 to 1.
+    /// Share of the interval in which its requests waited, 0 to 1.
     pub(super) limited: f32,
 }
 
-/// The points of all, oldest first, none older than [`WINDOW`].
+/// Points of each disk and group, oldest first, none older than [`WINDOW`].
 #[derive(Debug, Default)]
 pub(super) struct History {
     points: HashMap<String, VecDeque<Point>>,
 }
 
 impl History {
-    /// Adds what `report` and `rates` say; forgets what is too old, and who is gone.
+    /// Adds a report with its rates. Removes old points, and disks and groups that are gone.
     pub(super) fn add(&mut self, report: &Report, rates: &Rates, at: Duration) {
         let now = at.as_secs_f64();
         let names: HashSet<&str> = report.names().collect();
+        // Otherwise a daemon with many short-lived disks would let the history grow without bound.
         self.points.retain(|name, _| names.contains(name.as_str()));
         for name in names {
             let Some(rate) = rates.of(name) else { continue };

@@ -1,4 +1,4 @@
-//! The list: which disks and groups, in which order.
+//! The list: selection and order of disks and groups.
 
 use std::cmp::Ordering;
 
@@ -47,7 +47,7 @@ impl Column {
         }
     }
 
-    /// Whether it is at its most interesting with the largest first.
+    /// True if the column sorts in descending order by default.
     fn is_number(self) -> bool {
         !matches!(self, Self::Name | Self::Group)
     }
@@ -55,9 +55,9 @@ impl Column {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Order {
-    /// By which column; then by name.
+    /// Primary sort column; ties are sorted by name.
     pub(super) column: Column,
-    /// The other way round than is usual: the smallest number first, the last name first.
+    /// True for the opposite of the column's default order.
     pub(super) reversed: bool,
 }
 
@@ -65,13 +65,13 @@ pub(super) struct Order {
 pub(super) struct Row<'a> {
     pub(super) name: &'a str,
     pub(super) node: Node<'a>,
-    /// What it does; `None` where that is not known yet.
+    /// Rates of the last interval; `None` after a single report.
     pub(super) rate: Option<&'a Rate>,
-    /// The limit that throttles it.
+    /// Throttle cause.
     pub(super) held_by: Option<String>,
 }
 
-/// The rows of which the name or the group contains `filter`, in any case of letters.
+/// Rows whose name or group contains `filter`, ignoring case.
 pub(super) fn rows<'a>(report: &'a Report, rates: &'a Rates, filter: &str, order: Order) -> Vec<Row<'a>> {
     let groups = report.groups.iter().map(|group| (group.name.as_str(), Node::Group(group)));
     let disks = report.disks.iter().map(|disk| (disk.name.as_str(), Node::Disk(disk)));
@@ -93,6 +93,7 @@ pub(super) fn rows<'a>(report: &'a Report, rates: &'a Rates, filter: &str, order
         let by_column = compare(a, b, order.column);
         let by_column =
             if order.column.is_number() != order.reversed { by_column.reverse() } else { by_column };
+        // Equal values must not make rows swap places at each refresh.
         by_column.then_with(|| a.name.cmp(b.name))
     });
     rows

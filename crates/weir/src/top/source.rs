@@ -1,7 +1,7 @@
-//! Everything that happens, from three threads, in one channel: keys and signals (`input`), and the
-//! daemon's answers.
+//! All events in one channel, from three threads: keys and signals (`input`), and the daemon's
+//! reports.
 //!
-//! The daemon has a thread of its own so that keys work while it is slow or gone. It is asked every
+//! The daemon has its own thread, so that keys work while it is slow or gone. It is queried at each
 //! interval, and at once after a change.
 
 use std::{
@@ -19,9 +19,9 @@ use crate::client::{Client, Error, Target, change::Change, report::Report};
 pub(super) enum Event {
     Input(TerminalEvent),
     Report(Box<Report>),
-    /// It did not, and why; it is tried again.
+    /// The query failed, with the error; it is retried.
     Unreachable(String),
-    /// What became of the last [`Asked`].
+    /// Result of the last [`Asked`].
     Changed(Result<(), String>),
 }
 
@@ -37,11 +37,11 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// The threads end with the process.
+    /// Starts the threads, which end with the process.
     pub(super) fn start(client: Client, interval: Duration) -> io::Result<Self> {
         let (events, receiver) = mpsc::channel();
         let (asked, requests) = mpsc::channel();
-        // Before there is another thread: it blocks the signals.
+        // Before any other thread: it blocks signals, and threads inherit the mask.
         let inputs = events.clone();
         input::listen(move |input| inputs.send(Event::Input(input)).is_ok())?;
         let run = move || ask(client, &requests, &events, interval);
@@ -54,7 +54,7 @@ impl Source {
     }
 
     pub(super) fn ask(&self, asked: Asked) {
-        // The thread at the other end lasts as long as this one listens.
+        // The receiving thread lives as long as `events` is received.
         let _ = self.asked.send(asked);
     }
 }
@@ -69,6 +69,7 @@ fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, inter
         if events.send(event).is_err() {
             return;
         }
+        // A change is followed by a query at once, so that the list shows its effect.
         match requests.recv_timeout(interval) {
             Ok(Asked { name, change }) => {
                 let result = daemon.try_with(|client| client.set(&name, change.arguments()));
@@ -82,7 +83,7 @@ fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, inter
     }
 }
 
-/// A daemon that may go away and come back.
+/// Connection to a daemon that may restart.
 struct Daemon {
     target: Target,
     client: Option<Client>,
@@ -95,6 +96,7 @@ impl Daemon {
             none => none.insert(Client::connect(&self.target)?),
         };
         let result = command(client);
+        // A refused command leaves the connection usable; any other error requires a new one.
         if matches!(result, Err(Error::Unreachable(_) | Error::Silent(_))) {
             self.client = None;
         }

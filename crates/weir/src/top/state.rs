@@ -1,6 +1,6 @@
-//! What `weir top` shows, and what a key does to it.
+//! Content of `weir top` and the meaning of keys.
 //!
-//! Reports come in, actions go out. Never draws and never talks to a daemon.
+//! Input: reports and keys; output: actions. Never draws and never communicates with a daemon.
 
 use std::time::Duration;
 
@@ -39,29 +39,30 @@ pub(super) struct Edit {
     pub(super) field: Field,
     pub(super) error: Option<String>,
     pub(super) is_waiting: bool,
-    /// Only what the user changes is changed, whatever others do meanwhile.
+    /// Settings when the edit began. Only settings that the user changed are sent, even if others
+    /// changed meanwhile.
     before: MemberSettings,
-    /// What is told once the daemon agreed.
+    /// Message to show once the daemon has applied the change.
     told: String,
 }
 
 pub(super) struct State {
     pub(super) target: String,
     pub(super) report: Report,
-    /// What happened between the last two.
+    /// Rates between the last two reports.
     pub(super) rates: Rates,
     pub(super) history: History,
-    /// Why there is no newer answer.
+    /// Error of the last query; `None` if it succeeded.
     pub(super) lost: Option<String>,
     pub(super) mode: Mode,
     pub(super) order: Order,
     pub(super) filter: String,
-    /// What was last done, until the next key.
+    /// Result of the last action, shown until the next key.
     pub(super) notice: Option<String>,
-    /// When the last answer came, since the watching began.
+    /// Time of the last report, since the program's start.
     pub(super) now: Duration,
     chosen: SelectedRow,
-    /// Rows that a page has; the view knows.
+    /// Rows in a page, set by the view.
     pub(super) page: usize,
 }
 
@@ -94,6 +95,7 @@ impl State {
 
     pub(super) fn lose(&mut self, said: String) {
         self.lost = Some(said);
+        // Rates of an interval that has ended must not look current.
         self.rates = Rates::default();
     }
 
@@ -113,12 +115,13 @@ impl State {
         list::rows(&self.report, &self.rates, &self.filter, self.order)
     }
 
-    /// Which of the rows is chosen; 0 where there is none.
+    /// Index of the selected row; 0 if there is none.
     pub(super) fn chosen(&self, rows: &[Row<'_>]) -> usize {
         self.chosen.index(rows.iter().map(|row| row.name))
     }
 
     pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
+        // Ctrl-C and Ctrl-Z work in every mode.
         if let Some(leave) = ExitKey::of(key) {
             return Some(Action::Leave(leave));
         }
@@ -154,7 +157,7 @@ impl State {
         None
     }
 
-    /// The filter holds while it is typed; Escape is without one.
+    /// The filter applies while it is typed; Escape clears it.
     fn press_in_filter(&mut self, mut field: Field, key: KeyEvent) {
         match key.code {
             KeyCode::Enter => {}
@@ -177,6 +180,7 @@ impl State {
         let Some(row) = rows.get(self.chosen(&rows)) else { return };
         let before = row.node.settings().clone();
         let text = listing(&before);
+        // A trailing space, so that the next setting can be typed at once.
         let field = Field::new(if text.is_empty() { text } else { text + " " });
         let name = row.name.to_owned();
         let edit = Edit { name, field, error: None, is_waiting: false, before, told: String::new() };
@@ -187,6 +191,7 @@ impl State {
         let mut action = None;
         match key.code {
             KeyCode::Esc => return None,
+            // The daemon's response is outstanding: a second Enter would send the change twice.
             _ if edit.is_waiting => {}
             KeyCode::Enter => match Change::to_listing(&edit.before, edit.field.text()) {
                 Ok(change) if change.is_empty() => return None,
@@ -209,7 +214,7 @@ impl State {
         action
     }
 
-    /// Chooses what stands where the chosen row was, if that is gone.
+    /// If the selected row is gone, selects the row in its position.
     fn settle(&mut self) {
         self.with_names(|chosen, names| chosen.update(names, true));
     }

@@ -1,4 +1,4 @@
-//! Keys pressed and reports handed in.
+//! `State` with simulated keys and reports.
 
 use ratatui::crossterm::event::KeyModifiers;
 use serde_json::{Value, json};
@@ -6,10 +6,10 @@ use serde_json::{Value, json};
 use super::*;
 use crate::client::{latency, report::Report};
 
-/// A report of these disks, all in the group `gold`, with about 1000 operations and 4 MiB more each
-/// second.
+/// A report of these disks, all in the group `gold`, each with about 1000 more operations and 4 MiB
+/// more each second.
 pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
-    // Ever faster for twenty seconds, and then anew.
+    // Rates rise for twenty seconds, then start again.
     let requests = second * 1000 - 30 * (second % 20) * (20 - second % 20);
     let disk = |name: &&str| {
         let work = |factor: u64| json!({ "requests": requests * factor, "bytes": requests * factor * 4096 });
@@ -47,7 +47,7 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
     Report { latencies, ..Report::read(&report.to_string()).unwrap() }
 }
 
-/// After that many seconds of watching.
+/// State after this many seconds.
 pub(in crate::top) fn watched(seconds: u64, disks: &[&str]) -> State {
     let mut state = State::new("unix:/run/weir/qmp.sock".to_owned());
     for second in 1..=seconds {
@@ -177,7 +177,7 @@ fn control_ends_and_stops_from_everywhere() {
         assert_eq!(control(&mut state, 'c'), Some(Action::Leave(ExitKey::End)));
     }
     assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::Leave(ExitKey::End)));
-    // Before there is anything to choose from.
+    // Before the first report.
     let mut empty = State::new(String::new());
     write(&mut empty, "jkGgtsr");
     assert_eq!(empty.mode, Mode::List);

@@ -1,11 +1,11 @@
-//! How `weir top` looks.
+//! Layout of `weir top`.
 //!
 //! ```text
-//!   title      which daemon, how long it has run
+//!   title      the daemon and its uptime
 //!   list       disks and groups, as many as fit
-//!   charts     operations and bytes of the chosen one, its limits drawn in
-//!   details    its settings, its waits, what is read ahead
-//!   keys       or what was last done
+//!   charts     operations and bytes of the selected row, with its limits as lines
+//!   details    its settings, waits and prefetching
+//!   keys       or the result of the last action
 //! ```
 
 mod charts;
@@ -31,7 +31,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
         return;
     }
     let area = frame.area();
-    // A third for the charts, but never so much that the list has less than seven rows.
+    // A third for the charts, but at least seven rows for the list.
     let charts = (area.height / 3).clamp(9, 20);
     let [title, list, pictures, facts, keys] = Layout::vertical([
         Constraint::Length(1),
@@ -41,6 +41,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
         Constraint::Length(1),
     ])
     .areas(area);
+    // Before the first key is handled: PgDn depends on the size of the list.
     state.page = usize::from(list.height.saturating_sub(1)).max(1);
     draw_title(frame, title, state);
     rows::draw(frame, list, state);
@@ -61,7 +62,7 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let State { report, target, lost, .. } = state;
     let name = Span::styled(format!(" weir {} ", report.version), Modifier::BOLD);
     let line = match lost {
-        Some(said) => Line::from(vec![name, Span::styled(format!("no answer, trying again: {said}"), FAULT)]),
+        Some(said) => Line::from(vec![name, Span::styled(format!("no response, retrying: {said}"), FAULT)]),
         None => {
             let (disks, groups) = (count(report.disks.len(), "disk"), count(report.groups.len(), "group"));
             let age = figures::age(report.uptime_ns);
@@ -76,7 +77,7 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
     frame.render_widget(fitted(line, area.width), area);
 }
 
-/// As much of a line as there is room for, with an ellipsis where it is cut off.
+/// Truncates a line to the width, with an ellipsis.
 fn fitted(line: Line<'static>, width: u16) -> Line<'static> {
     let width = usize::from(width);
     if line.width() <= width {
@@ -87,6 +88,7 @@ fn fitted(line: Line<'static>, width: u16) -> Line<'static> {
     'cut: for span in line.spans {
         let mut text = String::new();
         for letter in span.content.chars() {
+            // East Asian characters take two columns.
             let wide = Span::raw(letter.to_string()).width();
             if wide > left {
                 text.push('…');
@@ -114,7 +116,7 @@ fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
         }
         (_, Some(notice)) => Line::styled(format!(" {notice}"), Modifier::BOLD),
         _ => Line::styled(
-            " ↑↓ choose · s sort · r reverse · / filter · t change limits · ? help · q quit",
+            " ↑↓ select · s sort · r reverse · / filter · t change limits · ? help · q quit",
             DIMMED,
         ),
     };

@@ -1,4 +1,4 @@
-//! What `weir verify` is told.
+//! Arguments of `weir verify`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -9,46 +9,44 @@ use crate::client::Target;
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir verify --for 10m
-      Look at the daemon each second for ten minutes, and tell what held.
+      Polls the daemon each second for ten minutes, then prints which guarantees held.
   weir verify gold --for 1h --wait-p99 10ms
-      The group gold and the disks in it; no disk's requests may wait longer than that, 99 of 100.
+      The group gold and its disks; the 99th percentile of the waits of any disk may be 10 ms at most.
   weir verify db --for 10m --latency-p99 10ms
-      Of the disk db, 99 of 100 requests are to be answered within that, from their arrival on.
+      99 of 100 requests of the disk db must complete within 10 ms of their arrival.
   weir verify --config /etc/weir.toml --for 30s --json
-      Also whether what runs is what the file says of disks and groups.
+      Also compares the running disks and groups with the config file.
 
-A limit has held if never more passed than its rate and one burst let pass, between any two looks; one I/O more is \
-let pass, since limits admit whole ones. A reservation is held to 95 % of it, over the time in which requests of the \
-disk waited; and so are shares of a group, to 90 %, among disks that waited together for the group's limits alone. \
-Of the file are compared limits, weights, reservations, watermarks and groups; of disks also image, format, cache, \
-read-only, prefetch and what is done about errors; each difference is a line. Not compared are exports, what \
-[daemon] says and what else an image was opened with, which `weir reload --dry-run` tells of the daemon's own file. \
-What the file does not have, and runs, is no difference. Latencies are of all requests that succeeded in that time. \
-What nobody asked for, and what cannot be judged, is told as such. Interrupted, or left by the daemon, it tells what \
-it has seen until then, and fails.
-Exit status: 0 everything held that could be judged, 1 something did not, or nothing could be judged, 2 wrong use \
-of the command line.";
+A limit holds if the work admitted between any two polls never exceeds its rate plus one burst and one I/O, since \
+limits admit whole I/Os. A reservation must be met to 95 %, over the time in which requests of the disk waited; a \
+share of a group to 90 %, among disks that waited at the same time for the group's limits alone. Compared with the \
+config file are limits, weights, reservations, watermarks and groups; of disks also image, format, cache, read-only, \
+prefetching and error policies; each difference is a line. Not compared are exports, [daemon] and other options of \
+images, which `weir reload --dry-run` shows for the daemon's own file, and disks and groups that are not in the file. \
+Latencies cover all requests that succeeded in that time. Guarantees without load, or that cannot be checked, are \
+listed as such. If it is interrupted, or the daemon ends, it prints the results so far and fails.
+Exit status: 0 all checked guarantees held, 1 one did not, or none could be checked, 2 wrong use of the command line.";
 
-/// What `weir verify` is told.
+/// Arguments of `weir verify`.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
-    /// Disks and groups to look at, a group with the disks in it [default: everything]
+    /// Disks and groups to check, a group with its disks [default: all]
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
-    /// How long to look
+    /// Length of the check
     #[arg(long = "for", value_name = "TIME", value_parser = settings::long_duration, default_value = "1m")]
     pub(crate) length: Duration,
-    /// What is to run, as `weir serve --config` takes it
+    /// Config file to compare with, as for `weir serve --config`
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// How long 99 of 100 requests that have to wait may wait at most, of any disk
+    /// Limit for the 99th percentile of the waits of requests that have to wait, of each disk
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     pub(crate) wait_p99: Option<Duration>,
-    /// How long 99 of 100 reads and writes may take at most, of each disk: what they wait and what
-    /// the device works, known to a tenth
+    /// Limit for the 99th percentile of the latencies of reads and writes of each disk, including
+    /// waits; accurate to a tenth
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     pub(crate) latency_p99: Option<Duration>,
-    /// Print a JSON object
+    /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]

@@ -1,4 +1,4 @@
-//! What a config file says is to run.
+//! Compares the running state with a config file.
 
 use std::path::{self, Path};
 
@@ -11,7 +11,8 @@ use crate::client::{
     report::{Node, Report},
 };
 
-/// Of disks and groups what can be changed while they run, and of disks what they were opened as.
+/// Desired state of disks and groups: settings that can be changed at run time, and how disks are
+/// opened.
 pub(super) struct Intended(Vec<Of>);
 
 struct Of {
@@ -22,14 +23,16 @@ struct Of {
 
 enum As {
     Group {
-        /// Its limits are not the file's.
+        /// True if its limits come from the cluster and not from the file.
         is_cluster: bool,
     },
     Disk(Box<settings::DiskConfig>),
 }
 
+/// Loads the desired state.
+///
 /// # Errors
-/// What a daemon would say of the file.
+/// Those of a daemon that loads the file.
 pub(super) fn load(path: &Path) -> anyhow::Result<Intended> {
     Ok(Intended::of(DesiredState::new(config::load(path)?, 0)?))
 }
@@ -49,8 +52,7 @@ impl Intended {
         Self(groups.chain(disks).collect())
     }
 
-    /// Of each disk and group a line for each difference between what runs and what the file says,
-    /// or one that there is none.
+    /// Findings for each disk and group: one for each difference, or one that there is none.
     pub(super) fn compare(&self, report: &Report) -> Vec<Finding> {
         self.0.iter().flat_map(|of| of.compare(report)).collect()
     }
@@ -68,15 +70,15 @@ impl Of {
             measured,
         };
         let Some(node) = report.find(&self.name).filter(|node| node.kind() == self.kind()) else {
-            return vec![line(format!("a {}", self.kind()), "there is none".to_owned(), Verdict::Broken)];
+            return vec![line(format!("a {}", self.kind()), "missing".to_owned(), Verdict::Broken)];
         };
         let differs = |Difference { key, runs, said }| {
-            let measured = format!("{key} is {runs}, and the file says {said}");
+            let measured = format!("{key} is {runs}, in the file {said}");
             line(format!("{key} {said}"), measured, Verdict::Broken)
         };
         let lines: Vec<_> = self.differences(node).into_iter().map(differs).collect();
         if lines.is_empty() {
-            return vec![line("what the file says".to_owned(), "in force".to_owned(), Verdict::Held)];
+            return vec![line("as in the file".to_owned(), "in force".to_owned(), Verdict::Held)];
         }
         lines
     }
@@ -94,6 +96,7 @@ impl Of {
             _ => Vec::new(),
         };
         let is_cluster = matches!(self.as_what, As::Group { is_cluster: true });
+        // Limits of a cluster-wide group are in etcd and not in the file.
         let names = Name::all().filter(|name| !(is_cluster && matches!(name, Name::Limit(_))));
         let set = names.filter_map(|name| {
             let [runs, said] = [node.settings(), &self.settings].map(|settings| name.of(settings));
@@ -110,7 +113,7 @@ struct Difference {
     said: String,
 }
 
-/// As a daemon tells them.
+/// The settings in the form of a daemon's report.
 fn in_words(
     settings: &settings::ThrottleConfig,
     group: Option<String>,
@@ -136,10 +139,10 @@ fn in_words(
     }
 }
 
-/// What cannot be changed while a disk runs, and what is done about errors; as far as a daemon
-/// tells it.
+/// Differences in how a disk was opened and in its error policy, as far as a daemon reports them.
 fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Difference> {
     let image = said.image.path().and_then(|path| path::absolute(path).ok());
+    // The daemon reports absolute paths.
     let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
     let runs_image = runs.path.as_ref().unwrap_or(&runs.image);
     let read_only = |is: bool| if is { "true" } else { "false" };
@@ -151,7 +154,7 @@ fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Diffe
         (settings::error_keys::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),
         (settings::error_keys::WRITE, runs.on_write_error.as_deref(), Some(said.on_error.write.name())),
     ];
-    // What is found by looking, or not told, is no difference.
+    // Values that are probed or not reported are not compared.
     let told = told.into_iter().filter_map(|(key, runs, said)| Some((key, runs?, said?)));
     let differing =
         told.filter(|(key, runs, said)| runs != said && !(*key == "image" && is_same(runs, said)));
@@ -160,7 +163,7 @@ fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Diffe
     differing.map(difference).collect()
 }
 
-/// Whether two paths lead to one file.
+/// True if two paths lead to the same file.
 fn is_same(one: &str, other: &str) -> bool {
     let [one, other] = [one, other].map(|path| Path::new(path).canonicalize().ok());
     one.is_some() && one == other
@@ -184,12 +187,8 @@ mod tests {
         let report =
             Report::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string()).unwrap();
         let told: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
-        let expect = [
-            "in force",
-            "iops-total is 500, and the file says none",
-            "weight is 100, and the file says 50",
-            "there is none",
-        ];
+        let expect =
+            ["in force", "iops-total is 500, in the file none", "weight is 100, in the file 50", "missing"];
         assert_eq!(told, expect);
     }
 }

@@ -1,9 +1,10 @@
-//! Whether what was promised held, from one report of the daemon after the other.
+//! Checks guarantees over a series of reports of the daemon.
 //!
-//! A limit is judged over every pair of reports at once: what passed beyond its rate since any
-//! earlier one is what passed beyond it since the one where that sum was least. A report's counters
-//! are from some moment between asking for it and having it, so the time between two reports is
-//! taken from the asking of the first to the end of the second.
+//! A limit is checked over all pairs of reports at once: let e(t) be the units admitted until
+//! report t, less rate × time. The largest excess that ends at a report is e there less the least e
+//! of all earlier reports, so one running minimum suffices. The counters of a report are from some
+//! moment between request and response; the time between two reports is therefore taken from the
+//! request for the first to the response of the second, which favours the daemon.
 
 use std::collections::BTreeMap;
 
@@ -17,32 +18,34 @@ use policy::{
 
 use crate::client::report::{Node, Report};
 
-/// What of a promise may be missing: as the alerts of `packaging/prometheus` have it.
+/// Fractions of a reservation and of a share that must be met, as in the alerts of
+/// `packaging/prometheus`.
 const RESERVED: f64 = 0.95;
 const SHARED: f64 = 0.9;
-/// Nothing is said of what was asked for more shortly, in seconds.
+/// Shortest time with waiting requests, in seconds, that is enough for a verdict.
 const SHORTEST_S: f64 = 3.0;
-/// The largest I/O that clients' requests are merged to, and most requests have.
+/// Largest I/O into which requests are merged, in bytes; few requests are larger.
 const LARGEST_IO: f64 = 1_048_576.0;
-/// A limit that held work up for this share of the time was the one that mattered.
+/// Shares of time above which a limit counts as the effective one, and below which it is
+/// negligible.
 const MATTERS: f64 = 0.9;
 const DOES_NOT_MATTER: f64 = 0.1;
 
-/// A report, and when it was asked for and had, in seconds since the first was asked for.
+/// A report, with the times of its request and response in seconds since the first request.
 pub(super) struct Look {
     pub(super) report: Report,
     pub(super) asked_s: f64,
     pub(super) had_s: f64,
 }
 
-/// What became of a promise.
+/// Verdict on a guarantee.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Held,
     Broken,
-    /// Nobody wanted it, or not for long.
+    /// There was no load for it, or not for long enough.
     NotAsked,
-    /// It cannot be told, and why.
+    /// It cannot be checked, for this reason.
     NotJudged(&'static str),
 }
 
@@ -61,7 +64,7 @@ impl Verdict {
     }
 }
 
-/// A line of the outcome.
+/// One line of the result.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Finding {
     /// `disk` or `group`.
@@ -70,56 +73,57 @@ pub(super) struct Finding {
     pub(super) promise: String,
     pub(super) asked: String,
     pub(super) measured: String,
-    /// What these two say, for programs: operations, bytes, seconds or nanoseconds.
+    /// Numbers of `asked` and `measured` for programs: operations, bytes, seconds or nanoseconds.
     pub(super) figures: Figures,
     pub(super) verdict: Verdict,
 }
 
-/// All that is kept of the reports so far.
+/// State accumulated from the reports so far.
 pub(super) struct Judge {
     wait_p99_ns: Option<u64>,
     before: Option<Look>,
     nodes: BTreeMap<(&'static str, String), Seen>,
 }
 
-/// Of a disk or a group.
+/// State of one disk or group.
 struct Seen {
     settings: MemberSettings,
-    /// Why none of its promises can be judged.
+    /// Reason why none of its guarantees can be checked.
     unclear: Option<&'static str>,
-    /// By [`LimitKind::index`].
+    /// Indexed by [`LimitKind::index`].
     limits: [Passed; 6],
-    /// Seconds in which its requests waited, and what passed in these.
+    /// Seconds in which its requests waited, and requests and bytes admitted in these.
     waiting_s: f64,
     waiting: [f64; 2],
-    /// Seconds in which it shared with others, what passed of it then, and what should have.
+    /// Seconds in which it competed for its group's limit, units admitted then, and its fair share
+    /// of them.
     sharing_s: f64,
     shared: f64,
     share: f64,
-    /// Seconds in which it shared and what should have passed is not known, and why.
+    /// Seconds in which it competed but its fair share is unknown, and the reason.
     unshared_s: f64,
     unshared: Option<&'static str>,
     longest_wait_ns: u64,
 }
 
-/// What passed a limit.
+/// Admissions by a limit.
 #[derive(Clone, Copy, Default)]
 struct Passed {
     units: f64,
     seconds: f64,
-    /// Units less those of the rate until then, at the report where that was least.
+    /// Least value of (units less rate × time) at any report so far.
     least: Option<f64>,
-    /// The most that passed beyond the rate between two reports.
+    /// Largest excess over the rate between two reports.
     beyond: f64,
-    /// The most units that came as one request, as far as is known.
+    /// Largest number of units of one request, estimated.
     one: f64,
 }
 
-const CHANGED: &str = "its settings were changed meanwhile";
-pub(super) const RESTARTED: &str = "the daemon has started anew meanwhile";
+const CHANGED: &str = "its settings changed meanwhile";
+pub(super) const RESTARTED: &str = "the daemon restarted meanwhile";
 const LIFTED: &str = "its watermark lifted or scaled its limits";
-const BY_SIZE: &str = "iops-size counts long requests as several";
-const WITH_GROUPS: &str = "there are groups in its group, which have their share too";
+const BY_SIZE: &str = "iops-size counts large requests as several";
+const WITH_GROUPS: &str = "its group contains groups, which take a share as well";
 const PROMISED: &str = "a disk of its group has a reservation, which comes before weights";
 
 impl Judge {
@@ -134,12 +138,15 @@ impl Judge {
                 let is_enforced =
                     node.watermark_status().enforcement.as_deref().is_none_or(|word| word == "enforced");
                 let changed = seen.settings != *node.settings();
+                // A change between two reports applies to an unknown part of the interval.
                 changed.then_some(CHANGED).or_else(|| (!is_enforced).then_some(LIFTED))
             });
         }
         if let Some(before) = self.before.take() {
             self.compare(&before, &look);
         }
+        // After `compare`: a minimum that includes this report would hide an excess that ends at
+        // it.
         for node in nodes(&look.report) {
             self.seen(node).begin_limits(node, look.asked_s);
         }
@@ -151,6 +158,7 @@ impl Judge {
     }
 
     fn compare(&mut self, before: &Look, now: &Look) {
+        // Counters of different runs cannot be subtracted.
         if now.report.uptime_ns <= before.report.uptime_ns {
             self.nodes.values_mut().for_each(|seen| seen.unclear = Some(RESTARTED));
             return;
@@ -161,6 +169,7 @@ impl Judge {
             let Some(passed) = Step::between(earlier.throttle(), node.throttle()) else { continue };
             let seen = self.seen(node);
             seen.limit(node, now.had_s, &passed, seconds);
+            // Waiting at both ends is taken for waiting throughout: reports are a second apart.
             if waits(earlier) && waits(node) {
                 seen.waiting_s += seconds;
                 seen.waiting[0] += passed.requests;
@@ -176,7 +185,7 @@ impl Judge {
         }
     }
 
-    /// Divides what passed of a group's disks that all waited for its limits alone.
+    /// Accounts the shares of a group's disks that all waited for this group's limits alone.
     fn share(&mut self, before: &Report, now: &Report, group: Node<'_>, seconds: f64) {
         let Some(earlier) = find(before, group) else { return };
         let (Some(limited), Some(kind)) =
@@ -197,6 +206,8 @@ impl Judge {
             let Some(earlier) = before.disks.iter().find(|earlier| earlier.name == disk.name) else { return };
             let (earlier, node) = (Node::Disk(earlier), Node::Disk(disk));
             let Some(step) = Step::between(earlier.throttle(), node.throttle()) else { return };
+            // A disk that its own limit slows down, or that did not wait, does not compete for the
+            // share.
             let own = self::limited(earlier, node, seconds).unwrap_or(1.0);
             if !(waits(earlier) && waits(node)) || own > DOES_NOT_MATTER {
                 continue;
@@ -221,11 +232,13 @@ impl Judge {
             }
             seen.sharing_s += seconds;
             seen.shared += units;
+            // The sum of what all members were admitted is divided, and not the group's limit: an
+            // unused part of the limit violates no share.
             seen.share += all * weight(disk) / weights;
         }
     }
 
-    /// A line for each promise, of the nodes that `is_wanted`.
+    /// One finding for each guarantee of the wanted nodes.
     pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
         let wanted = self.nodes.iter().filter(|((_, name), _)| is_wanted(name));
         wanted.flat_map(|((kind, name), seen)| seen.findings(kind, name, self.wait_p99_ns)).collect()
@@ -253,9 +266,11 @@ impl Seen {
         self.settings.limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0) as f64
     }
 
-    /// What may pass at once: see `policy::throttle`.
+    /// Burst capacity: see `policy::throttle`.
     fn burst(&self, kind: LimitKind) -> f64 {
         let burst = self.setting(kind, LimitPart::BurstRate) * self.setting(kind, LimitPart::BurstLength).max(1.0);
+        // Without a burst rate the capacity is a tenth of a second's worth (QEMU,
+        // docs/throttle.txt).
         if burst > 0.0 { burst } else { self.setting(kind, LimitPart::Rate) / 10.0 }
     }
 
@@ -276,6 +291,9 @@ impl Seen {
             passed.beyond = passed.least.map_or(passed.beyond, |least| passed.beyond.max(now - least));
             if step.requests > 0.0 {
                 let length = step.bytes / step.requests;
+                // A bucket admits while its level is at most its capacity, so the last I/O may
+                // exceed it by its own size. Bytes: twice the mean size, as only the mean is known.
+                // Operations: one merged I/O may consist of this many requests.
                 let one = if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
                 passed.one = passed.one.max(one);
             }
@@ -309,8 +327,8 @@ impl Seen {
             };
             let show = |units: f64| shown(kind.counts_bytes(), units);
             let (rate, passed) = (self.setting(kind, LimitPart::Rate), a_second(units, seconds));
-            let asked = format!("{}/s and {} at once", show(rate), show(burst));
-            let measured = format!("{}/s and {} at once", show(passed), show(beyond));
+            let asked = format!("{}/s, burst {}", show(rate), show(burst));
+            let measured = format!("{}/s, excess {}", show(passed), show(beyond));
             let figures = vec![("rate", rate), ("burst", burst), ("passed", passed), ("beyond", beyond)];
             let promise = LimitSetting::Limit(kind, LimitPart::Rate).name();
             findings.push(line(promise, [asked, measured], figures, verdict));
@@ -320,6 +338,7 @@ impl Seen {
         if self.sharing_s > 0.0 {
             let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
             let held = self.shared >= SHARED * self.share;
+            // Over a short time, a single large request can distort a share.
             let verdict = if self.sharing_s < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(held) };
             let measured = format!("{:.0}% of its share", 100.0 * got / should.max(1e-9));
             let figures = vec![("weight", weight as f64), ("share", should), ("passed", got)];
@@ -340,7 +359,8 @@ impl Seen {
         findings
     }
 
-    /// Either is enough where both are promised: a request's size decides which.
+    /// Findings for reservations. If both rates are reserved, one suffices: the size of the
+    /// requests determines which.
     fn reservations(&self, line: impl Fn(&str, [String; 2], Figures, Verdict) -> Finding) -> Vec<Finding> {
         let promised = [
             ("iops-reservation", false, self.settings.iops_reservation, self.waiting[0]),
@@ -357,7 +377,7 @@ impl Seen {
             let verdict = if seconds < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(any) };
             let got = a_second(units, seconds);
             let asked = format!("{}/s", shown(is_bytes, rate));
-            let measured = format!("{}/s in the {seconds:.0}s in which it waited", shown(is_bytes, got));
+            let measured = format!("{}/s in {seconds:.0}s of waiting", shown(is_bytes, got));
             let figures = vec![("rate", rate), ("passed", got), ("waited-seconds", seconds)];
             line(promise, [asked, measured], figures, verdict)
         });
@@ -367,12 +387,12 @@ impl Seen {
 
 type Figures = Vec<(&'static str, f64)>;
 
-/// 0 where there was no time.
+/// Rate; 0 if no time passed.
 fn a_second(units: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { units / seconds } else { 0.0 }
 }
 
-/// What passed a node between two reports; `None` where counters went back.
+/// Admissions of a node between two reports.
 struct Step {
     requests: f64,
     bytes: f64,
@@ -396,7 +416,7 @@ impl Step {
         })
     }
 
-    /// In the units of this limit.
+    /// Admissions in the units of this limit.
     fn of(&self, kind: LimitKind) -> f64 {
         let (all, reads) =
             if kind.counts_bytes() { (self.bytes, self.reads[1]) } else { (self.requests, self.reads[0]) };
@@ -412,7 +432,7 @@ fn applies(kind: LimitKind, direction: Direction) -> bool {
     LimitKind::applying_to(direction).contains(&kind)
 }
 
-/// Units of a limit that ever passed.
+/// Units of a limit admitted since the daemon's start.
 fn total(throttle: &ThrottleStatus, kind: LimitKind) -> f64 {
     Step::between(&ThrottleStatus::default(), throttle).map_or(0.0, |step| step.of(kind))
 }
@@ -432,7 +452,7 @@ fn key(node: Node<'_>) -> (&'static str, String) {
     (node.kind(), name(node).to_owned())
 }
 
-/// No disk and no group have the same name.
+/// This node in another report. Names are unique among disks and groups together.
 fn find<'a>(report: &'a Report, node: Node<'_>) -> Option<Node<'a>> {
     report.find(name(node))
 }
@@ -441,7 +461,7 @@ fn waits(node: Node<'_>) -> bool {
     node.throttle().waiting.total() > 0
 }
 
-/// The share of the time in which its own limits held something up.
+/// Share of the time in which its own limits throttled requests.
 fn limited(before: Node<'_>, now: Node<'_>, seconds: f64) -> Option<f64> {
     let ns = counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)?;
     Some(ns as f64 / 1e9 / seconds)

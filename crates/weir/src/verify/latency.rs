@@ -1,14 +1,14 @@
-//! Whether requests were answered in time: of each disk, what the daemon counted meanwhile.
+//! Checks latencies of each disk against a target, from histograms at both ends of the measurement.
 //!
-//! This is what `weir advise --keep p99=TIME` aims at: the whole time from a request's arrival to
-//! its answer, not that which a limit held it back. Never asks the daemon itself.
+//! The target is that of `weir advise --keep p99=TIME`: from a request's arrival to its completion,
+//! and not only its wait for limits. Never queries the daemon itself.
 
 use console::figures;
 
 use super::judge::{Finding, RESTARTED, Verdict};
 use crate::client::latency::{self, Counted, RequestTimes};
 
-/// The part of requests that has to be in time.
+/// Fraction of requests that must meet the target.
 const PART: f64 = 0.99;
 
 pub(super) struct Latencies {
@@ -22,13 +22,13 @@ impl Latencies {
         Self { most_ns, first: None, last: Counted::new() }
     }
 
-    /// What is judged is between the first answer and the last.
+    /// Adds a histogram. Only the first and the last one count.
     pub(super) fn take(&mut self, counted: Counted) {
         self.last = counted;
         self.first.get_or_insert_with(|| self.last.clone());
     }
 
-    /// A line for each disk that is wanted and was there from the first answer to the last.
+    /// A finding for each wanted disk that is in both histograms.
     pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
         let first = self.first.iter().flatten().filter(|(name, _)| is_wanted(name));
         let both = first.filter_map(|(name, before)| Some((name, before, self.last.get(name)?)));
@@ -36,6 +36,7 @@ impl Latencies {
     }
 
     fn finding(&self, name: &str, before: &RequestTimes, now: &RequestTimes) -> Finding {
+        // `None` means that counters fell: the daemon or the disk was restarted.
         let p99 = now.since(before).map(|grown| latency::rank_ns(&grown.latencies, PART));
         let (p99_ns, verdict) = match p99 {
             None => (0, Verdict::NotJudged(RESTARTED)),

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::client::latency;
 
-/// A disk of which so much has passed, by its settings and what else is said of it.
+/// A disk with these counters; `more` has settings and members of `throttle`.
 fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
     let passed = json!({ "requests": requests, "bytes": bytes });
     let mut disk = json!({ "name": name, "weight": 100, "throttle": { "reads": passed } });
@@ -36,7 +36,7 @@ fn verdicts(findings: &[Finding]) -> Vec<(&str, &str, Verdict)> {
     findings.iter().map(|one| (&*one.name, &*one.promise, one.verdict.clone())).collect()
 }
 
-/// A disk with 100 operations a second, of which these had passed in each second.
+/// Findings for a disk with a limit of 100 IOPS and these totals of admitted requests.
 fn of_100(passed: &[u64]) -> Vec<Finding> {
     let limits = json!({ "limits": { "iops-total": 100 } });
     let looks = passed.iter().zip(0_u32..).map(|(&requests, second)| {
@@ -49,10 +49,10 @@ fn of_100(passed: &[u64]) -> Vec<Finding> {
 fn a_limit_is_its_rate_and_one_burst_between_any_two_looks() {
     let held = Verdict::Held;
     assert_eq!(verdicts(&of_100(&[7, 117, 217, 317])), [("vm1", "iops-total", held.clone())]);
-    // Ten at once and one more I/O, of whatever size.
+    // A burst of ten, and one more I/O of any size.
     assert_eq!(verdicts(&of_100(&[0, 111])), [("vm1", "iops-total", held)]);
     assert_eq!(verdicts(&of_100(&[0, 112])), [("vm1", "iops-total", Verdict::Broken)]);
-    // What was not used before is no excuse, and neither is what is not used afterwards.
+    // Idle time before or after does not excuse an excess.
     assert_eq!(verdicts(&of_100(&[0, 0, 0, 130])), [("vm1", "iops-total", Verdict::Broken)]);
     assert_eq!(verdicts(&of_100(&[0, 130, 130, 130])), [("vm1", "iops-total", Verdict::Broken)]);
     assert_eq!(verdicts(&of_100(&[5, 5, 5])), [("vm1", "iops-total", Verdict::NotAsked)]);
@@ -73,7 +73,7 @@ fn what_cannot_be_told_is_not_judged() {
         other => panic!("{other:?}"),
     };
     is_unclear(one([limits(100), limits(200)], [0.0, 1.0]), "changed");
-    is_unclear(one([limits(100), limits(100)], [1.0, 0.5]), "started anew");
+    is_unclear(one([limits(100), limits(100)], [1.0, 0.5]), "restarted");
     let by_size = json!({ "limits": { "iops-total": 100, "iops-size": 4096 } });
     is_unclear(one([by_size.clone(), by_size], [0.0, 1.0]), "iops-size");
     let mut lifted = limits(100);
@@ -120,7 +120,7 @@ fn shares_are_of_what_waits_together() {
     assert_eq!(shares(&one([750, 250], 4)), both(Verdict::Held, Verdict::Held));
     assert_eq!(shares(&one([500, 500], 4)), both(Verdict::Broken, Verdict::Held));
     assert_eq!(shares(&one([500, 500], 0)), []);
-    // Nobody knows what should have been left to weights, and that is said.
+    // The part of the capacity that weights should have divided is unknown.
     let why = Verdict::NotJudged("a disk of its group has a reservation, which comes before weights");
     assert_eq!(shares(&promising(400, [750, 250], 4)), both(why.clone(), why));
 }
@@ -168,13 +168,13 @@ fn a_table_has_a_line_for_each_promise() {
     let findings = of_100(&[0, 50, 100, 150]);
     assert_eq!(
         text(&findings),
-        "OF   PROMISE     ASKED                 MEASURED            VERDICT\n\
-         vm1  iops-total  100/s and 10 at once  50/s and 0 at once  held\n"
+        "NAME  GUARANTEE   REQUIRED         MEASURED        VERDICT\n\
+         vm1   iops-total  100/s, burst 10  50/s, excess 0  held\n"
     );
 }
 
 proptest! {
-    /// What a bucket lets pass has held, whenever it is looked at; twice as much has not.
+    /// The output of a leaky bucket is never a violation, at any sampling; twice as much is one.
     #[test]
     fn what_a_bucket_lets_pass_holds(
         rate in 20_u64..2000,
@@ -203,7 +203,7 @@ proptest! {
         }
         let [once, twice] = looks.map(|looks| judged(looks, None).remove(0).verdict);
         prop_assert_ne!(&once, &Verdict::Broken);
-        // Twice as much is beyond it where the bucket was full for long.
+        // Twice as much is an excess only if the bucket was full for long enough.
         let seconds = (wanted.len() - 1) as f64 / 2.0;
         if passed as f64 > 0.75 * (rate as f64 * seconds + 2.0 * size) + 4.0 {
             prop_assert_eq!(twice, Verdict::Broken);

@@ -1,5 +1,5 @@
-//! `--disconnect`: takes a block device of the kernel's NBD client away, whoever serves it, unless
-//! somebody uses it.
+//! `--disconnect`: disconnects a device of the kernel's NBD client, whatever its server, unless it
+//! is in use.
 
 use std::path::Path;
 
@@ -11,11 +11,13 @@ use crate::attach;
 pub(super) fn disconnect(device: &str) -> anyhow::Result<()> {
     let path = Path::new(device);
     let number = device.strip_prefix("/dev/nbd").and_then(|digits| digits.parse().ok());
-    let number =
-        number.with_context(|| format!("{device}: is no device of the NBD client (/dev/nbdN is)"))?;
+    let number = number.with_context(|| {
+        format!("{device}: is not a device of the kernel's NBD client (expected /dev/nbdN)")
+    })?;
     if !path.exists() {
         bail!("Cannot open {device}: No such file or directory (`modprobe nbd` makes such devices)");
     }
+    // A device of `weir attach` is removed with its keeper and its server.
     if !attach::let_go(path)? {
         export::nbd::kernel_client::disconnect(number).with_context(|| format!("Cannot disconnect {device}"))?;
     }

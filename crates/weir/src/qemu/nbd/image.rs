@@ -12,7 +12,7 @@ use super::objects::Objects;
 pub(super) struct ServedImage {
     pub(super) options: Vec<String>,
     pub(super) file: String,
-    /// The file is an address: a URI or an image of a Ceph cluster.
+    /// True if `file` is an address: a URI or an image in Ceph.
     pub(super) is_remote: bool,
     /// QEMU's name of the format, if it was given.
     pub(super) format: Option<String>,
@@ -23,7 +23,7 @@ pub(super) struct ServedImage {
 }
 
 impl ServedImage {
-    /// FILE is a path, an address or `json:{…}`.
+    /// Parses FILE as a path, an address or `json:{…}`.
     pub(super) fn of_file(name: &str, objects: &Objects) -> anyhow::Result<Self> {
         match ImageDescription::from_name(name) {
             Ok(description) => Self::of(description, objects),
@@ -31,7 +31,7 @@ impl ServedImage {
         }
     }
 
-    /// FILE is a set of options.
+    /// Parses FILE as a set of options.
     pub(super) fn of_options(text: &str, objects: &Objects) -> anyhow::Result<Self> {
         Self::of(ImageDescription::from_options(text)?, objects)
     }
@@ -49,17 +49,18 @@ impl ServedImage {
             discard_no_unref,
             detect_zeroes,
             key_secret,
-            // The same as `cache_options`.
+            // `cache_options` has the same values.
             caches: _,
             cache_options,
             reconnect_delay,
             open_timeout,
         } = description;
+        // Ignoring it silently would change the image's layout over time.
         if discard_no_unref {
             bail!("discard-no-unref=on: not supported (leave it out, or give discard=ignore)");
         }
         if no_backing {
-            bail!("backing: an image without the backing file that it names cannot be served (leave it out)");
+            bail!("backing: an image cannot be served without its backing file (leave it out)");
         }
         let mut options: Vec<_> =
             cache_options.into_iter().map(|(key, value)| format!("--{key}={value}")).collect();
@@ -126,7 +127,10 @@ mod tests {
     fn an_image_that_cannot_be_served_is_refused_by_name() {
         for (text, expect) in [
             ("driver=raw,file.driver=iscsi", "file.driver=iscsi: not supported"),
-            ("driver=qcow2,file.filename=a,backing=", "backing: an image without the backing file"),
+            (
+                "driver=qcow2,file.filename=a,backing=",
+                "backing: an image cannot be served without its backing file",
+            ),
             ("driver=qcow2,file.filename=a,encrypt.key-secret=t", "No secret with id 't'"),
         ] {
             let refused = read(text).unwrap_err();

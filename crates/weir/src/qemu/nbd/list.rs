@@ -1,4 +1,4 @@
-//! `--list`: what another server has, as qemu-nbd prints it.
+//! `--list`: the exports of another server, in the format of qemu-nbd.
 
 use std::fmt::Write as _;
 
@@ -10,9 +10,9 @@ use reactor::sanitize::sanitize;
 
 use super::arguments::Arguments;
 
-/// As long as a client has for its handshake.
+/// Deadline, equal to that of a client's handshake.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Transmission flags of the specification, by their bits.
+/// Names of the NBD specification's transmission flags by bit number.
 const FLAGS: [(u32, &str); 11] = [
     (1, "readonly"),
     (2, "flush"),
@@ -45,8 +45,9 @@ fn endpoint(arguments: &Arguments) -> anyhow::Result<NbdEndpoint> {
         bail!("List mode is incompatible with a file name");
     }
     if arguments.tls_creds.is_some() {
-        bail!("--tls-creds: is not to be had with --list (`nbdinfo --list` does it)");
+        bail!("--tls-creds: not supported with --list (use `nbdinfo --list`)");
     }
+    // Same rule and message as qemu-nbd.
     let of_an_export = arguments.export_name.is_some()
         || arguments.description.is_some()
         || arguments.offset.is_some()
@@ -62,7 +63,7 @@ fn endpoint(arguments: &Arguments) -> anyhow::Result<NbdEndpoint> {
         Some(path) => Ok(NbdEndpoint::Unix(path.into())),
         None => {
             let port = arguments.port.as_deref().unwrap_or("10809");
-            let port = port.parse().with_context(|| format!("{port}: is no port"))?;
+            let port = port.parse().with_context(|| format!("{port}: is not a port number"))?;
             Ok(NbdEndpoint::Tcp { host: arguments.bind.clone().unwrap_or_else(|| "0.0.0.0".to_owned()), port })
         }
     }
@@ -70,7 +71,7 @@ fn endpoint(arguments: &Arguments) -> anyhow::Result<NbdEndpoint> {
 
 fn told(exports: &[ListedExport]) -> String {
     let mut text = format!("exports available: {}\n", exports.len());
-    // What a stranger sends may go to somebody's terminal.
+    // Strings of an untrusted server must not reach a terminal with control characters.
     for export in exports {
         let _ = writeln!(text, " export: '{}'", sanitize(&export.name));
         if !export.description.is_empty() {

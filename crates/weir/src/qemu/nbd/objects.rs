@@ -1,15 +1,16 @@
-//! `--object` of `qemu-nbd`: secrets, TLS credentials and names of clients, which other options
-//! name by their ids.
+//! `--object` of `qemu-nbd`: secrets, TLS credentials and client names, which other options refer
+//! to by id.
 
 use std::{io::Write as _, os::fd::IntoRawFd as _};
 
 use anyhow::{Context as _, anyhow, bail};
 use settings::keyval;
 
-/// A passphrase is far shorter, and a pipe holds as much without a reader (pipe(7)).
+/// Longest secret: a passphrase is far shorter, and a pipe buffers this much without a reader
+/// (pipe(7)).
 const MOST_SECRET_BYTES: usize = 4096;
 
-/// Each object with its keys, `qom-type` among them.
+/// Objects by id, each with its keys including `qom-type`.
 #[derive(Debug, Default)]
 pub(super) struct Objects(Vec<(String, Vec<(String, String)>)>);
 
@@ -27,16 +28,17 @@ impl Objects {
                 Some("authz-simple") => &["identity"],
                 Some("authz-list") => &["policy", "rules"],
                 other => bail!(
-                    "--object {text}: invalid object type: {} (there are authz-list, authz-simple, secret, tls-creds-psk, tls-creds-x509)",
+                    "--object {text}: invalid object type: {} (valid: authz-list, authz-simple, secret, tls-creds-psk, tls-creds-x509)",
                     other.unwrap_or_default()
                 ),
             };
             let unknown = pairs.iter().find(|(key, _)| {
+                // Rules are a list: `rules.0.match`, `rules.0.policy` and so on.
                 let key = if key.starts_with("rules.") { "rules" } else { key };
                 !["qom-type", "id"].contains(&key) && !known.contains(&key)
             });
             if let Some((key, _)) = unknown {
-                bail!("--object {text}: {key}: is not to be had (there are {})", known.join(", "));
+                bail!("--object {text}: {key}: not supported (valid: {})", known.join(", "));
             }
             let id = value("id")
                 .with_context(|| format!("--object {text}: Parameter 'id' is missing"))?
@@ -68,20 +70,20 @@ impl Objects {
         value(pairs, "qom-type").is_some_and(|kind| types.contains(&kind)).then_some(pairs)
     }
 
-    /// The option of `weir serve` that reads this secret.
+    /// Option of `weir serve` that reads this secret.
     pub(super) fn secret(&self, id: &str) -> anyhow::Result<String> {
         let pairs = self.of_type(id, &["secret"]).with_context(|| format!("No secret with id '{id}'"))?;
         if let Some(format) = value(pairs, "format").filter(|format| *format != "raw") {
-            bail!("secret {id}: format={format} is not to be had (write it raw)");
+            bail!("secret {id}: format={format} is not supported (use format=raw)");
         }
-        // It has one of the two.
+        // `read` has checked that exactly one of them is given.
         Ok(match value(pairs, "file") {
             Some(file) => format!("--secret-file={file}"),
             None => format!("--secret-fd={}", descriptor(value(pairs, "data").unwrap_or_default())?),
         })
     }
 
-    /// The options of `weir serve` that let in the clients with these names.
+    /// Options of `weir serve` that allow clients with these names.
     pub(super) fn names(&self, id: &str) -> anyhow::Result<Vec<String>> {
         let pairs = self.of_type(id, &["authz-simple", "authz-list"]);
         let pairs = pairs.with_context(|| format!("No authorization object with id '{id}'"))?;
@@ -91,8 +93,10 @@ impl Objects {
             let name = value(pairs, "identity").context("Parameter 'identity' is missing");
             return Ok(vec![option(name.and_then(exact).with_context(of_object)?)]);
         }
+        // weir's names are a list of allowed clients, so only the default policy deny can be
+        // expressed.
         if let Some(policy) = value(pairs, "policy").filter(|policy| *policy != "deny") {
-            bail!("--object {id}: policy={policy} is not to be had (leave --tls-authz out)");
+            bail!("--object {id}: policy={policy} is not supported (leave --tls-authz out)");
         }
         let rules = (0..).map(|number| format!("rules.{number}"));
         let is_said = |rule: &String| pairs.iter().any(|(key, _)| key.starts_with(&format!("{rule}.")));
@@ -103,13 +107,13 @@ impl Objects {
             .with_context(of_object)?;
         if names.is_empty() {
             bail!(
-                "--object {id}: has no rules, so nobody could connect (add rules.0.match=NAME,rules.0.policy=allow)"
+                "--object {id}: has no rules, so no client could connect (add rules.0.match=NAME,rules.0.policy=allow)"
             );
         }
         Ok(names)
     }
 
-    /// The options of `weir serve` that require TLS with these credentials.
+    /// Options of `weir serve` that require TLS with these credentials.
     pub(super) fn tls(&self, id: &str) -> anyhow::Result<Vec<String>> {
         let pairs = self.of_type(id, &["tls-creds-x509", "tls-creds-psk"]);
         let pairs =
@@ -120,7 +124,7 @@ impl Objects {
             );
         }
         let directory = value(pairs, "dir")
-            .with_context(|| format!("TLS credentials {id}: have no dir (add dir=DIR)"))?;
+            .with_context(|| format!("TLS credentials {id}: dir is missing (add dir=DIR)"))?;
         let mut words = vec!["--tls=required".to_owned()];
         if value(pairs, "qom-type") == Some("tls-creds-psk") {
             words.push(format!("--tls-psk={directory}"));
@@ -128,6 +132,7 @@ impl Objects {
         }
         words.push(format!("--tls-certificates={directory}"));
         match value(pairs, "verify-peer") {
+            // QEMU verifies clients by default (qemu(1), tls-creds-x509).
             None | Some("on" | "yes" | "true" | "y") => words.push("--tls-verify-peer".to_owned()),
             Some("off" | "no" | "false" | "n") => {}
             Some(other) => bail!("TLS credentials {id}: verify-peer={other} is neither on nor off"),
@@ -136,12 +141,12 @@ impl Objects {
     }
 }
 
-/// A rule of an authz-list as the option of `weir serve` has it, which lets in and never refuses.
+/// Name pattern of an authz-list rule. Only rules that allow can be translated.
 fn pattern<'a>(pairs: &'a [(String, String)], of: &str) -> anyhow::Result<&'a str> {
     let key = |name: &str| value(pairs, &format!("{of}.{name}"));
     let name = key("match").with_context(|| format!("Parameter '{of}.match' is missing"))?;
     if key("policy") != Some("allow") {
-        bail!("{of}.policy: only allow is to be had (`weir serve --object` takes the others)");
+        bail!("{of}.policy: only allow is supported (`weir serve --object` supports the others)");
     }
     match key("format") {
         Some("glob") => Ok(name),
@@ -150,26 +155,29 @@ fn pattern<'a>(pairs: &'a [(String, String)], of: &str) -> anyhow::Result<&'a st
     }
 }
 
-/// A name that is a pattern only of itself.
+/// A name without wildcards.
 fn exact(name: &str) -> anyhow::Result<&str> {
     match name.contains(['*', '?']) {
-        true => bail!("{name}: an exact name with * or ? is not to be had (`weir serve --object` takes it)"),
+        true => {
+            bail!("{name}: an exact name with * or ? is not supported (`weir serve --object` supports it)")
+        }
         false => Ok(name),
     }
 }
 
-/// The last value of a key.
+/// Last value of a key.
 fn value<'a>(pairs: &'a [(String, String)], key: &str) -> Option<&'a str> {
     pairs.iter().rfind(|(known, _)| known == key).map(|(_, value)| value.as_str())
 }
 
-/// A descriptor where the text can be read once; it stays open until then.
+/// Descriptor from which the text can be read once. Stays open for the server.
 fn descriptor(text: &str) -> anyhow::Result<i32> {
     if text.len() > MOST_SECRET_BYTES {
-        bail!("a secret has {} bytes; there may be {MOST_SECRET_BYTES} (put it into a file)", text.len());
+        bail!("a secret has {} bytes; the limit is {MOST_SECRET_BYTES} (put it in a file)", text.len());
     }
-    let (reader, mut writer) = std::io::pipe().context("no pipe for a secret")?;
-    writer.write_all(text.as_bytes()).context("a secret cannot be passed on")?;
+    // Not an option's value: other users could read it from the process list.
+    let (reader, mut writer) = std::io::pipe().context("cannot create a pipe for a secret")?;
+    writer.write_all(text.as_bytes()).context("cannot pass a secret to the server")?;
     Ok(reader.into_raw_fd())
 }
 
@@ -210,7 +218,7 @@ mod tests {
         for (text, expect) in [
             ("authz-simple,id=a", "--object a: Parameter 'identity' is missing"),
             ("authz-simple,id=a,identity=x*", "an exact name with * or ?"),
-            ("authz-list,id=a,policy=allow", "policy=allow is not to be had"),
+            ("authz-list,id=a,policy=allow", "policy=allow is not supported"),
             ("authz-list,id=a", "has no rules"),
             ("authz-list,id=a,rules.0.match=x,rules.0.policy=deny", "rules.0.policy: only allow"),
             ("secret,id=a,data=x", "No authorization object with id 'a'"),
@@ -227,7 +235,7 @@ mod tests {
             assert!(said.contains(expect), "{said}");
         };
         refused("authz-pam,id=a", "invalid object type: authz-pam");
-        refused("tls-creds-x509,id=a,priority=x", "priority: is not to be had");
+        refused("tls-creds-x509,id=a,priority=x", "priority: not supported");
         refused("secret,data=x", "Parameter 'id' is missing");
         refused("secret,id=e", "Either 'file' or 'data'");
         refused("secret,id=e,file=x,data=y", "mutually exclusive");

@@ -1,5 +1,5 @@
-//! `--snapshot`: a temporary qcow2 file in front of the image, which takes the writes and goes with
-//! the server.
+//! `--snapshot`: a temporary qcow2 overlay of the image, which receives the writes and is deleted
+//! with the server.
 
 use std::{
     env,
@@ -15,28 +15,29 @@ use tempfile::NamedTempFile;
 
 use super::image::ServedImage;
 
-/// Where QEMU has them: what outgrows memory belongs on a disk.
+/// QEMU's default directory: an overlay can outgrow a tmpfs.
 const DIRECTORY: &str = "/var/tmp";
 
-/// The file. It needs no name once it is open, and loses it when this is dropped.
+/// The overlay file. Its name is removed on drop, once the server has it open.
 pub(super) struct Overlay {
     _file: NamedTempFile,
 }
 
 impl Overlay {
-    /// Makes one in front of `image`, which is then that. `format` is the image's where it does not
-    /// say it itself.
+    /// Creates an overlay of `image` and replaces `image` by it. `format` is used if `image` has
+    /// none.
     pub(super) fn over(image: &mut ServedImage, format: Option<&str>) -> anyhow::Result<Self> {
         let directory = env::var_os("TMPDIR").map_or_else(|| PathBuf::from(DIRECTORY), PathBuf::from);
         let file = tempfile::Builder::new().prefix("weir-snapshot-").tempfile_in(&directory);
         let file = file.with_context(|| format!("a temporary file in {}", directory.display()))?;
+        // A relative backing file would be resolved from the overlay's directory.
         let backing = absolute(&image.file)?;
         let format = match image.format.as_deref().or(format) {
             Some(format) => format,
             None => probed(&backing)?,
         };
-        // By a process of its own: the daemon that is to come has yet to block its signals, which
-        // is to be done before there are threads.
+        // In a child process: creating it here would start threads, and the daemon blocks its
+        // signals before any thread exists.
         let made = Command::new(env::current_exe().context("this program cannot find itself")?)
             .arg0("weir")
             .args(["image", "create", "-q", "-f", "qcow2", "-F", format, "-b"])
@@ -56,8 +57,8 @@ impl Overlay {
     }
 }
 
-/// What the image begins with says what it is. Nobody writes to it, so that no guest can make it
-/// look like something else.
+/// Format from the image's magic number. Safe here: the image is only read, so no guest can change
+/// its header.
 fn probed(path: &Path) -> anyhow::Result<&'static str> {
     let mut magic = Vec::new();
     let mut options = File::options();

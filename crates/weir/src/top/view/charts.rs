@@ -1,8 +1,7 @@
-//! The last minutes of one disk or group: operations and bytes per second, with the limits as
+//! Charts of one disk or group: operations and bytes per second of the last minutes, with limits as
 //! lines.
 //!
-//! The limits drawn are its own; where it has none of that unit, those of the nearest group above
-//! that has.
+//! Shows the row's own limits; if it has none of a unit, those of the nearest group above that has.
 
 use api::MemberSettings;
 use console::screen::{DIMMED, THROTTLED, has_no_colours};
@@ -29,13 +28,13 @@ use crate::{
     },
 };
 
-/// Reads, writes and their sum, in the charts and in their legends.
+/// Styles of reads, writes and their sum, in charts and legends.
 const READS: Style = Style::new().fg(Color::Green);
 const WRITES: Style = Style::new().fg(Color::Magenta);
 const TOTAL: Style = Style::new().fg(Color::Cyan);
 
-/// How reads, writes and their sum are drawn, and the sign of that in the title: without colours,
-/// their signs tell them apart.
+/// Markers of reads, writes and their sum, with their symbols in the title. On a terminal without
+/// colours the markers distinguish them.
 fn markers(plain: bool) -> [(Marker, &'static str); 3] {
     if plain {
         [(Marker::Dot, "• "), (Marker::Bar, "▄ "), (Marker::Block, "█ ")]
@@ -78,15 +77,16 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
         .map(|&limit| vec![(from, limit as f64), (0.0, limit as f64)])
         .collect();
     let markers = markers(has_no_colours());
+    // Limits are drawn first, below the curves.
     let limits = lines.iter().map(|line| dataset(line, THROTTLED, Marker::Braille));
-    // The sum comes first, so that it hides nothing.
+    // The sum is drawn first, so that it hides neither reads nor writes.
     let measured = series.iter().zip(markers).rev();
     let measured = measured.map(|((points, style), (marker, _))| dataset(points, *style, marker));
     let name = match unit {
         Unit::Operations => "IOPS",
         Unit::Bytes => "bytes/s",
     };
-    // Between the corners of the frame.
+    // The corners of the frame take two columns.
     let room = usize::from(area.width).saturating_sub(2);
     let mut frame_of = Block::bordered().border_style(DIMMED).title(title(name, row.name, markers, room));
     if let Some(group) = of_group {
@@ -101,8 +101,7 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
     frame.render_widget(chart, area);
 }
 
-/// The title of a chart in a number of letters. The name is shortened, and the unit and the legend
-/// are not.
+/// Title of a chart within a width. Only the name is shortened, not the unit and the legend.
 fn title(unit: &str, name: &str, markers: [(Marker, &str); 3], room: usize) -> Line<'static> {
     let mut spans = Vec::new();
     for ((text, style), (_, sign)) in
@@ -128,7 +127,7 @@ fn write(point: &Point, unit: Unit) -> f64 {
     f64::from(if unit == Unit::Bytes { point.write_bps } else { point.write_iops })
 }
 
-/// The rates and burst rates that hold, and the group they are of if they are not its own.
+/// Rates and burst rates in force, and the group they belong to if they are not the row's own.
 fn limits_of<'a>(
     report: &'a Report,
     settings: &'a MemberSettings,
@@ -154,8 +153,8 @@ fn set_limits(limits: &SettingValues, unit: Unit) -> Vec<u64> {
     values.filter(|&value| value > 0).collect()
 }
 
-/// The highest rate that is drawn: a little above all that was measured and the lowest limit.
-/// Limits far above what happens are left out, or there would be nothing to see of it.
+/// Upper bound of the axis: above all measured rates and nearby limits. Limits far above the
+/// measured rates are omitted, as the curves would shrink to nothing.
 fn top(series: &[(Points, Style)], limits: &[u64]) -> f64 {
     let rates = series.iter().flat_map(|(points, _)| points.iter().map(|&(_, rate)| rate));
     let measured = rates.fold(0.0, f64::max);

@@ -1,5 +1,5 @@
-//! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held
-//! back over time, and of a disk what was read ahead of its readers.
+//! Five lines about the selected disk or group: state, settings, waits, throttling over time, and
+//! prefetching.
 
 use api::{DiskStatus, ExportCounters, ExportStatus, GroupStatus, PrefetchStatus, WatermarkStatus};
 use console::{
@@ -21,7 +21,7 @@ use crate::{
     top::{list::Row, state::State},
 };
 
-/// A share of time as a bar, from nothing to all of it.
+/// Bars for a share of time, from 0 to 1.
 const BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
@@ -60,14 +60,14 @@ fn about_disk(report: &Report, disk: &DiskStatus) -> String {
     format!("{} · {clients}{machines}{devices}{cache}{read_only} · {image}", figures::size(*size))
 }
 
-/// What a virtual machine does, while one is connected.
+/// The process connected to a vhost-user export, with its queues and requests in flight.
 fn machine(export: &ExportStatus) -> Option<String> {
     let ExportCounters { queues, in_flight, front_end, .. } = &export.counters;
     let queues = super::count(usize::try_from(queues.unwrap_or(0)).unwrap_or(usize::MAX), "queue");
     Some(format!(" · {}: {queues}, {} in flight", front_end.as_ref()?, in_flight.unwrap_or(0)))
 }
 
-/// A device of this host, and what uses it.
+/// A device of this host, and its users.
 fn device(export: &ExportStatus) -> Option<String> {
     let users = device_users(export).map(|users| format!(": {users}")).unwrap_or_default();
     Some(format!(" · {}{users}", export.device.as_ref()?))
@@ -106,7 +106,7 @@ fn waits(row: &Row<'_>) -> Line<'static> {
     let throttle = row.node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
     if let Some(p99_ns @ 1..) = row.rate.and_then(|rate| rate.wait_p99_ns) {
-        text += &format!(" · p99 wait {}", figures::time(p99_ns));
+        text += &format!(" · wait p99 {}", figures::time(p99_ns));
     }
     let mut line = fact("waiting", text);
     if let Some(held_by) = &row.held_by {
@@ -116,12 +116,12 @@ fn waits(row: &Row<'_>) -> Line<'static> {
         line.push_span(Span::raw(format!(" · {limit} bucket {} full", figures::share(bucket.ratio()))));
     }
     if let Some(waits) = throttle.wait_ns {
-        line.push_span(Span::raw(format!(" · p99 wait since the start {}", figures::time(waits.p99))));
+        line.push_span(Span::raw(format!(" · wait p99 since start {}", figures::time(waits.p99))));
     }
     line
 }
 
-/// What is read ahead, and what came of it since the disk was opened; of a group nothing.
+/// State of prefetching, and its counters since the disk was opened; empty for a group.
 fn ahead(node: Node<'_>) -> Line<'static> {
     let Node::Disk(disk) = node else { return Line::default() };
     let Some(prefetch) = &disk.settings.prefetch else { return Line::default() };
@@ -142,7 +142,7 @@ fn ahead(node: Node<'_>) -> Line<'static> {
     fact("ahead", text)
 }
 
-/// The share of time in which it waited, newest at the right.
+/// Share of time in which requests waited, newest at the right.
 fn held(state: &State, row: &Row<'_>, width: usize) -> Line<'static> {
     let bar = |share: f32| BARS[(share.clamp(0.0, 1.0) * 8.0).ceil() as usize];
     let room = width.saturating_sub(16);

@@ -18,19 +18,19 @@ use crate::{
     top::{list, list::Column, state::State},
 };
 
-/// Widths of the columns of numbers, from IOPS to HELD.
+/// Widths of the numeric columns, from IOPS to HELD.
 const NUMBERS: [u16; 7] = [6, 7, 8, 5, 5, 5, 5];
-/// The mark of a group before its name.
+/// Width of the mark before a name.
 const MARK: usize = 2;
 /// Longest name of a limit: `iops-total`, `iops-write`.
 const LIMIT: usize = 10;
-/// Letters of a column of text that is cut, at least.
+/// Least width of a truncated text column.
 const LEAST: usize = 12;
-/// Letters of a group's name before its limit, at least: the first, an ellipsis and the last.
+/// Least width of a group's name before its limit: first letter, ellipsis, last letter.
 const LEAST_GROUP: usize = 3;
 
-/// Widths of the text columns, which share the width beside the numbers. A column without room is
-/// left out; the details of the chosen row have its content.
+/// Widths of the text columns, which share the width beside the numbers. A column that does not fit
+/// is omitted; the details of the selected row have its content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Texts {
     name: usize,
@@ -40,13 +40,13 @@ struct Texts {
 }
 
 impl Texts {
-    /// The most important first: a name, the limit that throttles it, its group, its limits.
+    /// Assigns widths by priority: name, throttle cause, group, limits.
     fn new(width: usize, rows: &[list::Row<'_>]) -> Self {
         let longest = |of: &dyn Fn(&list::Row<'_>) -> usize| rows.iter().map(of).max().unwrap_or(0);
         let group_of =
             |row: &list::Row<'_>| row.node.settings().group.as_ref().map_or(0, |group| group.chars().count());
         let groups = longest(&group_of);
-        // Not the width of the limits that hold now: columns keep their places while they change.
+        // Independent of the limits in force, so that columns do not move while those change.
         let of_group = if groups == 0 { 0 } else { ": ".len() + LIMIT };
         let (held_by, least) = match groups {
             0 => (LIMIT, LIMIT),
@@ -55,6 +55,7 @@ impl Texts {
         let numbers: usize = NUMBERS.iter().map(|width| usize::from(*width) + 1).sum();
         let mut left = width.saturating_sub(numbers);
         let names = longest(&|row| row.name.chars().count()) + MARK;
+        // A name may not take the width that the throttle cause needs.
         let name = names.max(LEAST + MARK).min(left.saturating_sub(least + 1).max(LEAST + MARK));
         left = left.saturating_sub(name);
         let mut next = |wanted: usize, least: usize| {
@@ -75,7 +76,8 @@ impl Texts {
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let rows = state.rows();
     if rows.is_empty() {
-        let text = if state.filter.is_empty() { " no disk and no group" } else { " nothing has such a name" };
+        let text =
+            if state.filter.is_empty() { " no disks and no groups" } else { " no names match the filter" };
         frame.render_widget(Line::styled(text, DIMMED), area);
         return;
     }
@@ -147,7 +149,7 @@ fn row(row: &list::Row<'_>, texts: Texts) -> Row<'static> {
     Row::new(cells).style(style)
 }
 
-/// `GROUP: LIMIT` within a width. The name of the group is shortened, and the limit is not.
+/// `GROUP: LIMIT` within a width. Only the name of the group is shortened.
 fn limit_within(held_by: &str, width: usize) -> String {
     match held_by.rsplit_once(": ") {
         Some((group, limit)) => {

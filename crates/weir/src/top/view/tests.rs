@@ -1,6 +1,6 @@
-//! Screens as they should be: one file each in `golden/`, compared letter by letter.
+//! Screens compared with the files in `golden/`.
 //!
-//! To refresh them after a change, and then look at them:
+//! To update them after a change, and then review them:
 //! `WEIR_REFRESH=1 cargo test -p weir --lib top::view`.
 
 use std::{env, fs, path::PathBuf};
@@ -20,7 +20,7 @@ use crate::top::state::{
     tests::{press, watched, write},
 };
 
-/// The letters of a screen of this size, without the spaces at the ends of lines.
+/// Text of a screen of this size, without trailing spaces.
 fn screen(state: &mut State, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(frame, state)).unwrap();
@@ -134,7 +134,7 @@ fn too_small_a_terminal_says_what_is_needed() {
 
 #[test]
 fn nothing_is_too_much_to_draw() {
-    // Every size and every mode, with long names, many rows, and letters of several columns.
+    // Every size and mode, with long names, many rows, and characters of several columns.
     let names: Vec<String> =
         (0..200).map(|number| format!("盘\u{1b}[2J-{number}-{}", "x".repeat(300))).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();

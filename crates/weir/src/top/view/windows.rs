@@ -1,4 +1,4 @@
-//! What lies over the rest for a while: the change of settings, and the help.
+//! Windows over the rest of the screen: the editor of settings, and the help.
 
 use console::screen::{DIMMED, FAULT, window};
 use ratatui::{
@@ -12,21 +12,21 @@ use ratatui::{
 use crate::top::state::Edit;
 
 pub(super) const HELP: &str = "\
-↑ ↓ k j PgUp PgDn Home End   choose a disk (or a group: ◆)
+↑ ↓ k j PgUp PgDn Home End   select a disk (or a group: ◆)
 s                            sort by the next column
-r                            the other way round
-/                            only names that contain …; Esc: all again
-t Enter                      change limits, prefetch … of the chosen one
+r                            reverse the order
+/                            filter by name; Esc clears the filter
+t Enter                      change settings of the selected row
 ?                            this page
 Ctrl-Z                       stop; `fg` continues
 q Ctrl-C                     quit
 
-The first line names the interval that figures are of. P50 and P99 are how
-long half of the reads and writes took at most, and 99 of 100; HELD is the
-share of the interval in which requests waited for limits; WAIT how many
-wait now, and HELD BY the limit that they wait for, of a group after its
-name. How long requests waited is below the charts, in which lines that
-never move are limits. Of what is read ahead, accuracy is the share used.
+The first line has the interval of all figures except WAIT. P50 and P99 are
+percentiles of the latencies of reads and writes. HELD is the share of the
+interval in which requests waited for limits, WAIT the number of requests
+that wait now, and HELD BY the limit that they wait for, after the name of
+its group. Below the charts are the waits. Straight lines in the charts are
+limits. Accuracy is the share of prefetched data that was used.
 ";
 
 pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
@@ -40,11 +40,11 @@ pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
         (_, true) => Text::styled("asking the daemon …", DIMMED),
         (Some(said), _) => Text::styled(said.clone(), FAULT),
         (None, false) => Text::styled(
-            "name=value, separated by spaces; what is left out is unset.\n\
+            "name=value, separated by spaces; settings that are left out are unset.\n\
              bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max (burst) and \
              -max-length (its seconds); iops-size; weight iops-reservation bps-reservation watermark group; of \
              disks prefetch and prefetch-memory, -largest-request, -window-min, -window-max, -streams.\n\
-             Enter: change it at once · Esc: leave it",
+             Enter: apply · Esc: cancel",
             DIMMED,
         ),
     };
