@@ -6,8 +6,9 @@
 //!    └── Watch: a separate connection, a streamed answer ────────────────────►   POST /v3/watch
 //! ```
 //!
-//! Why not gRPC: `docs/decisions/0042-etcd-by-its-gateway.md`. Any failure of a member ends the
-//! connection; the caller then tries another member. Answers are bounded in length and time.
+//! Why not gRPC: `docs/decisions/0042-etcd-through-its-json-gateway.md`. Any failure of a member
+//! ends the connection; the caller then tries another member. Answers are bounded in length and
+//! time.
 //!
 //! Members' names are resolved once, before the sandbox. Never interprets keys.
 

@@ -10,7 +10,7 @@
 //! messages (`letter.rs` is a receive buffer, [`message`] parses it) and `execute.rs` executes
 //! them. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in memory.
 //!
-//! [The guide](../../../../docs/devices.md) lists the behaviour of the file by operation.
+//! [The guide](../../../../docs/fuse.md) lists the behaviour of the file by operation.
 //!
 //! Never accesses an image except through its disk, and caches no data.
 

@@ -68,7 +68,7 @@ impl UnfinishedFile {
             Ok((file, removal))
         })?;
         if let Some(earlier) = earlier {
-            // The new file replaces the previous one: its mode must remain.
+            // The new file replaces the previous one and keeps a mode that excludes other users.
             let _ = file.as_file().set_permissions(earlier.permissions());
         }
         Ok(Self { target, file: Some(file), _earlier: held })

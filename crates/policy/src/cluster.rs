@@ -211,7 +211,7 @@ pub struct Timing {
 const TERM_LEASE: Duration = Duration::from_secs(2);
 
 impl Timing {
-    /// Values from `docs/decisions/0040-one-limit-over-hosts.md`.
+    /// Values from `docs/decisions/0040-cluster-limits-are-leased.md`.
     pub const DEFAULT: Self = Self { tick: Duration::from_millis(200), lease: Duration::from_secs(5) };
 
     /// Duration of the lease on the leader's key.

@@ -564,7 +564,7 @@ impl SimulationEngine {
                     (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
                 let may = |cost: &RequestCost, given_back| !limited || tree.try_admit_read_ahead(node, cost, given_back, at);
-                // A prefetch must not delay requests: it uses only the rest of the limits.
+                // A prefetch must not delay requests: it uses only spare tokens.
                 ahead.read(request, now, &mut self.state.flow, may)
             }
             Some(ahead) => ahead.change(request, now, &mut self.state.flow),

@@ -36,7 +36,7 @@ use super::{
 use crate::select::{FirstReady, first};
 
 /// Number of queues of an export. With two, the kernel wakes them alternately and sequential
-/// requests take twice as long; parallel ones are no faster (docs/decisions/0021).
+/// requests take twice as long; parallel ones are no faster (docs/decisions/0022).
 const QUEUES: usize = 1;
 /// Counter that distributes exports over workers.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
