@@ -86,7 +86,7 @@ def side_by_side(load):
             return sample
 
         qemu = ["qemu-nbd", "--persistent", "--shared=8", "--format=raw", "--cache=none", cluster.image]
-        weir = [setup.program, "serve", cluster.image, "--format", "raw", "--cache", "none", "--no-control"]
+        weir = [setup.program, "serve", cluster.image, "--format", "raw", "--cache", "none", "--qmp", "none"]
         ours = {WEIR: on(weir)} if setup.program else {}
         return ours | {QEMU: on(qemu)}
 

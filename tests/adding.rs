@@ -417,3 +417,26 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
     assert_says(&passed, &["give its address", "unix:PATH or HOST:PORT"]);
     weir.stop();
 }
+
+#[test]
+fn changes_of_groups_are_described_as_json() {
+    let scratch = Scratch::new();
+    let weir = serve(&scratch, &scratch.file("weir.toml", config(&scratch)));
+    let told = |change: &str| serde_json::json!({ "kind": "group", "name": "json", "change": change });
+    let added = prints_json(&scratch, &["group", "add", "json", "--iops-total", "7", "--json"]);
+    assert_eq!(added, told("added"));
+    assert_eq!(prints_json(&scratch, &["group", "remove", "json", "--json"]), told("removed"));
+    weir.stop();
+}
+
+#[test]
+fn what_cannot_be_detached_is_described_as_json() {
+    let scratch = Scratch::new();
+    let outcome = crate::harness::weir(&["detach", "--json", "nothing-of-this-name"])
+        .env("WEIR_QMP", socket(&scratch))
+        .run();
+    assert_eq!(outcome.code(), 1, "{}", outcome.said());
+    let told: serde_json::Value = serde_json::from_str(&outcome.printed()).expect("JSON");
+    assert_eq!((&told[0]["name"], &told[0]["detached"]), (&"nothing-of-this-name".into(), &false.into()));
+    assert_says(told[0]["error"].as_str().unwrap(), &["nothing is attached under this name"]);
+}

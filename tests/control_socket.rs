@@ -55,13 +55,16 @@ fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
         &second.wait_for_log("control"),
         &[
             "in use: another process listens there",
-            "(name a control socket of its own with --qmp unix:PATH, or say --no-control)",
+            "(name a control socket of its own with --qmp unix:PATH, or say --qmp none)",
         ],
     );
     assert_eq!(disks(&socket), 1, "it is the first's");
     second.stop();
     assert_eq!(disks(&socket), 1, "and stays so");
-    assert_says(&serve(&socket).arg("--control").fails(), &["in use: another process listens there"]);
+    assert_says(
+        &serve(&socket).args(["--qmp", "default"]).fails(),
+        &["in use: another process listens there"],
+    );
     // What a killed daemon leaves is taken over.
     first.crash();
     assert!(socket.exists());
@@ -77,14 +80,24 @@ fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
     let weir = serve(nowhere).start();
     assert_says(&weir.wait_for_log("control"), &["WARN", "the directory /nonexistent does not exist"]);
     assert_says(
-        &serve(nowhere).arg("--control").fails(),
+        &serve(nowhere).args(["--qmp", "default"]).fails(),
         &["the directory /nonexistent does not exist (create it)"],
     );
     let scratch = Scratch::new();
     let socket = scratch.socket("usual");
-    let weir = serve(&socket).arg("--no-control").start();
+    let weir = serve(&socket).args(["--qmp", "none"]).start();
     assert!(!socket.exists());
     weir.stop();
+    // The former options, for one release.
+    let weir = serve(&socket).arg("--no-control").start();
+    assert_says(&weir.wait_for_log("deprecated"), &["WARN", "--qmp none"]);
+    assert!(!socket.exists());
+    weir.stop();
+    let (status, said) = serve(nowhere).arg("--control").begin().wait();
+    assert_eq!(status.code(), Some(1), "{said}");
+    assert_says(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
+    let both = ["--qmp", "none", "--qmp", "unix:s"];
+    assert_says(&serve(&socket).args(both).rejects_usage(), &["--qmp none: none, and another value names"]);
     // One that is named is all there is.
     let named = scratch.socket("named");
     let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();
@@ -97,8 +110,20 @@ fn one_that_is_asked_for_is_beside_those_of_the_file() {
     let (usual, named) = (scratch.socket("usual"), scratch.socket("named"));
     let content = format!("[daemon]\nqmp = \"unix:{}\"\n[disk.a]\nimage = \"memory:1M\"\n", text(&named));
     let config = scratch.file("weir.toml", content);
-    let serve = Serve::new(&scratch).args(["--config", text(&config), "--control"]);
-    let weir = serve.env("WEIR_QMP", format!("unix:{}", text(&usual))).start();
+    let at = format!("unix:{}", text(&usual));
+    let serve = || Serve::new(&scratch).args(["--config", text(&config)]).env("WEIR_QMP", &at);
+    let weir = serve().arg("--control").start();
+    assert_says(&weir.wait_for_log("deprecated"), &["WARN", "--qmp default"]);
     assert_eq!((disks(&named), disks(&usual)), (1, 1));
     weir.stop();
+    // In the file.
+    for (qmp, warns) in [
+        (format!("[\"default\", \"unix:{}\"]", text(&named)), false),
+        (format!("\"unix:{}\"\ncontrol = true", text(&named)), true),
+    ] {
+        fs::write(&config, format!("[daemon]\nqmp = {qmp}\n[disk.a]\nimage = \"memory:1M\"\n")).unwrap();
+        let weir = serve().start();
+        assert_eq!((disks(&named), disks(&usual)), (1, 1));
+        assert_eq!(weir.stop().contains("deprecated"), warns);
+    }
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use nix::sys::signal::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::harness::{
     Client, MIB, Qmp, Scratch, Serve, WEIR, Weir, alone, assert_says, nbdsh, nbdsh_command, need_root,
@@ -74,9 +74,11 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
     let control = format!("unix:{}", control.display());
     let resume = |disks: &[&str]| weir_command(&[&["resume", "--qmp", &control], disks].concat());
     assert_says(&resume(&["other"]).fails(), &["other: no disk has this name"]);
-    assert_eq!(resume(&["disk"]).succeeds(), "resumed: disk\n");
+    let resumed: Value = serde_json::from_str(&resume(&["disk", "--json"]).succeeds()).expect("JSON");
+    assert_eq!(resumed, json!([{ "name": "disk" }]));
     qmp.event("RESUME");
     assert_eq!(resume(&["disk"]).succeeds(), "disk: was not stopped\n");
+    assert_eq!(resume(&["--json"]).succeeds(), "[]\n");
     assert_eq!(resume(&[]).succeeds(), "no disk was stopped\n");
 }
 

@@ -35,7 +35,7 @@ fn serve(scratch: &Scratch, log: impl Into<Stdio>) -> (Child, String) {
     let socket = scratch.socket("nbd");
     let image = scratch.sparse("disk.raw", MIB);
     let weir = Command::new(WEIR)
-        .args(["serve", "--no-control", "--log", "debug", "--name", "disk", "--nbd"])
+        .args(["serve", "--qmp", "none", "--log", "debug", "--name", "disk", "--nbd"])
         .arg(format!("unix:{}", text(&socket)))
         .arg(image)
         .stderr(log)
@@ -139,7 +139,7 @@ fn closing_a_log_on_a_file_system_that_does_not_answer_stops_no_line() {
     let scratch = Scratch::new();
     let fuse = FuseServer::mount(&scratch.path("mount"), MIB as usize);
     let mut weir = Command::new(WEIR)
-        .args(["serve", "memory:1M", "--no-control", "--nbd"])
+        .args(["serve", "memory:1M", "--qmp", "none", "--nbd"])
         .args([&format!("unix:{}", text(&scratch.socket("nbd"))), "--log-file", text(&fuse.file())])
         .spawn()
         .expect("it starts");
@@ -172,7 +172,8 @@ fn a_daemon_in_the_background_logs_to_its_file_which_can_be_rotated() {
     let scratch = Scratch::new();
     let (socket, log, pid) = (scratch.socket("nbd"), scratch.path("weir.log"), scratch.path("pid"));
     let at = format!("unix:{}", text(&socket));
-    let serve = ["serve", "memory:1M", "--no-control", "--name", "disk", "--iops-total", "100", "--nbd", &at];
+    let serve =
+        ["serve", "memory:1M", "--qmp", "none", "--name", "disk", "--iops-total", "100", "--nbd", &at];
     let logging = ["--daemonize", "--pid-file", text(&pid), "--log-file", text(&log)];
     let outcome = weir(&[&serve[..], &logging].concat()).run();
     assert_eq!(

@@ -9,7 +9,7 @@ fn a_named_pipe_is_refused_where_a_config_or_a_token_is_expected() {
     let pipe = scratch.path("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let pipe = text(&pipe);
-    let page = ["serve", "memory:1M", "--no-control", "--http", "127.0.0.1:0", "--http-token-file", pipe];
+    let page = ["serve", "memory:1M", "--qmp", "none", "--http", "127.0.0.1:0", "--http-token-file", pipe];
     for arguments in [
         &["check-config", pipe][..],
         &["serve", "--config", pipe],

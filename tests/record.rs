@@ -480,3 +480,17 @@ fn where_there_is_no_room_nothing_is_recorded_until_there_is() {
         weir.stop();
     });
 }
+
+#[test]
+fn a_recording_is_described_as_json() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let file = scratch.path("a.recording");
+    let arguments = ["record", "a", "--for", "1s", "--json", "--output", text(&file)];
+    let told: Value = serde_json::from_str(&prints(&scratch, &arguments)).expect("JSON");
+    let bytes = fs::metadata(&file).unwrap().len();
+    assert_eq!(told, json!({ "output": text(&file), "requests": 0, "lost": 0, "bytes": bytes }));
+    let said = misuses(&scratch, &["record", "--json", "--output", "-"]);
+    assert_says(&said, &["--json: standard output has the recording"]);
+    weir.stop();
+}

@@ -526,7 +526,7 @@ fn a_check_finds_whom_a_start_would_refuse_an_image() {
     };
     let file = scratch.path("weir.toml");
     let write = |disks: &[String]| {
-        fs::write(&file, format!("[daemon]\nnbd = \"unix:nbd\"\ncontrol = false\n{}", disks.concat()))
+        fs::write(&file, format!("[daemon]\nnbd = \"unix:nbd\"\nqmp = \"none\"\n{}", disks.concat()))
             .unwrap();
     };
     let checks = [&["check-config"][..], &["serve", "--check", "--config"]];
@@ -666,6 +666,7 @@ l2-cache-size = \"1M\"
             "weir.toml:5: daemon.pid-file = \"nowhere/pid\": pid file ",
         ],
     );
+    nix::unistd::mkfifo(&scratch.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     for (daemon, disk, expect) in [
         ("user = \"no-such-user\"", "", "daemon.user = \"no-such-user\": user: there is no user"),
         ("image-root = \"no\"", "", "daemon.image-root = \"no\": image root "),
@@ -683,6 +684,11 @@ l2-cache-size = \"1M\"
         ("tls-psk = \"no\"\ntls = \"required\"", "", "daemon.tls-psk = \"no\": TLS: "),
         ("record = { directory = \"no\" }", "", "daemon.record.directory = \"no\": record: "),
         ("", "export = { type = \"fuse\", file = \"no\" }", "disk.a.export.file = \"no\": "),
+        ("", "export = { type = \"fuse\", file = \".\" }", "disk.a.export.file = \".\": "),
+        ("log-file = \".\"", "", "daemon.log-file = \".\": log-file "),
+        ("log-file = \"no/log\"", "", "daemon.log-file = \"no/log\": log-file "),
+        ("pid-file = \".\"", "", "daemon.pid-file = \".\": pid file "),
+        ("pid-file = \"pipe\"", "", "pipe: is no file (choose another path)"),
         (
             "",
             "export = [{ type = \"nbd\", listen = \"unix:no/e\" }]",
@@ -702,4 +708,100 @@ l2-cache-size = \"1M\"
     assert_says(&outcome.said(), &["wrong.toml:3: disk.a.chache: unknown key (did you mean \"cache\"?)"]);
     assert_eq!(weir(&["check-config"]).run().code(), 2);
     assert_eq!(weir(&["serve", "--check"]).run().code(), 2);
+}
+
+#[test]
+fn a_client_that_asks_for_a_name_of_a_reload_waits_for_its_end() {
+    let party = Party::new("sandbox = \"off\"\n[disk.a]\nimage = \"memory:1M\"\n");
+    let server = UnixListener::bind(party.scratch.socket("back")).unwrap();
+    let image = format!("nbd+unix:///?socket={}", text(&party.scratch.socket("back")));
+    party.write(&format!(
+        "sandbox = \"off\"\n[disk.b]\nimage = \"{image}\"\nformat = \"raw\"\n[disk.c]\nimage = \"memory:2M\"\n[group.g]\n"
+    ));
+    let path = party.scratch.socket("qmp");
+    let mut clients = [(); 4].map(|()| Qmp::negotiated(&path));
+    let [reload, disk, node, group] = &mut clients;
+    let send = |client: &mut Qmp, command: &str, arguments: Value| {
+        client.send(json!({ "execute": command, "arguments": arguments }).to_string());
+    };
+    send(reload, "x-weir-reload", json!({}));
+    // The reload has begun, and opens its images.
+    let opening = server.accept().unwrap();
+    send(disk, "x-weir-add-disk", json!({ "name": "c", "keys": { "image": "memory:4M" } }));
+    send(
+        node,
+        "blockdev-add",
+        json!({ "driver": "null-co", "node-name": "c", "size": 1 << 20, "read-zeroes": true }),
+    );
+    send(group, "x-weir-add-group", json!({ "name": "g", "keys": { "iops-total": 9 } }));
+    // Status is answered meanwhile.
+    assert_eq!(party.names("disks"), ["a"]);
+    assert_eq!(party.names("groups"), [""; 0]);
+    drop((opening, server));
+    let changes = reload.answer();
+    assert!(changes["return"].is_array(), "{changes}");
+    for client in [disk, node, group] {
+        let refused = client.answer();
+        assert!(refused["error"]["desc"].is_string(), "{refused}");
+    }
+    assert_eq!(party.names("disks"), ["c"]);
+    let status = status(&party.scratch, "0");
+    assert_eq!(find(&status, "disks", "c")["size"], 2 << 20);
+    assert_ne!(find(&status, "groups", "g")["limits"]["iops-total"], 9);
+    party.weir.stop();
+}
+
+#[test]
+fn two_servers_at_one_address_are_found_when_a_config_is_checked() {
+    let scratch = Scratch::new();
+    symlink(scratch.path(""), scratch.path("link")).unwrap();
+    for (one, other) in [
+        ("nbd = \"127.0.0.1:10977\"", "http = \"127.0.0.1:10977\""),
+        ("nbd = \"127.0.0.1:10977\"", "metrics = \"0.0.0.0:10977\""),
+        ("nbd = \"unix:s\"", "qmp = \"unix:link/s\""),
+        ("metrics = \"unix:s\"", "http = \"unix:link/s\""),
+    ] {
+        let text = format!("[daemon]\n{one}\n{other}\n[disk.a]\nimage = \"memory:1M\"\n");
+        let file = scratch.file("weir.toml", text);
+        let outcome = weir(&["check-config"]).arg(&file).run();
+        assert_eq!(outcome.code(), 1, "{one} {other}");
+        let said = outcome.said();
+        assert_says(&said, &["this daemon also listens at", "give each server its own address"]);
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    // A named pipe needs a reader, which a check cannot see.
+    nix::unistd::mkfifo(&scratch.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let text = "[daemon]\nlog-file = \"pipe\"\n[disk.a]\nimage = \"memory:1M\"\n";
+    let outcome = weir(&["check-config"]).arg(scratch.file("weir.toml", text)).run();
+    assert_says(&outcome.said(), &["is a named pipe"]);
+    assert_says(&outcome.succeeded(), &["it would start, with 1 warning"]);
+}
+
+#[test]
+fn findings_of_a_check_are_described_as_json() {
+    let scratch = Scratch::new();
+    let check = |text: &str| {
+        let file = scratch.file("weir.toml", text);
+        let outcome = weir(&["check-config", "--json", file.to_str().unwrap()]).run();
+        let found: Value = serde_json::from_str(&outcome.printed()).expect("JSON");
+        (outcome.code(), found, file.display().to_string())
+    };
+    assert_eq!(check("[disk.a]\nimage = \"memory:1M\"\n").1, json!([]));
+    // The text of the file, and the machine.
+    let (code, found, file) = check("[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
+    let message = "unknown key (did you mean \"cache\"?)";
+    let expect = json!([
+        { "severity": "error", "file": file, "line": 3, "key": "disk.a.chache", "message": message }
+    ]);
+    assert_eq!((code, &found), (1, &expect));
+    let (code, found, file) = check("[group.g]\n[disk.a]\nimage = \"none.raw\"\nformat = \"raw\"\n");
+    assert_eq!((code, found.as_array().unwrap().len()), (1, 2), "{found}");
+    let place = |found: &Value| ["severity", "file", "line", "key"].map(|key| found[key].clone());
+    assert_eq!(place(&found[0]), [json!("error"), json!(file), json!(3), json!("disk.a.image")]);
+    assert_says(found[0]["message"].as_str().unwrap(), &["no such file"]);
+    assert!(!found[0]["message"].as_str().unwrap().contains("disk.a.image"), "{found}");
+    assert_eq!(place(&found[1]), [json!("warning"), json!(file), Value::Null, Value::Null]);
+    let (code, found, _) = check("[group.g]\n[disk.a]\nimage = \"memory:1M\"\n");
+    assert_eq!((code, found.as_array().unwrap().len()), (0, 1), "{found}");
+    assert_says(found[0]["message"].as_str().unwrap(), &["no disk is in this group"]);
 }

@@ -38,7 +38,7 @@ fn the_watchdog_hears_of_a_daemon_and_the_journal_has_the_priority_of_each_line(
         String::from_utf8_lossy(&text[..length]).trim().to_owned()
     };
     let mut weir = logging_to(&File::create(&log).unwrap())
-        .args(["serve", "null:1M", "--workers", "2", "--no-control", "--nbd"])
+        .args(["serve", "null:1M", "--workers", "2", "--qmp", "none", "--nbd"])
         .arg(format!("unix:{}", text(&scratch.socket("nbd"))))
         .env("NOTIFY_SOCKET", &heard)
         .env("WATCHDOG_USEC", "50000")

@@ -404,9 +404,13 @@ struct Stranger(UnixStream);
 
 impl Stranger {
     fn ask(control: &Path, format: u64) -> Result<Self, String> {
+        Self::ask_as(control, format, "0.0.0")
+    }
+
+    fn ask_as(control: &Path, format: u64, version: &str) -> Result<Self, String> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut qmp = Qmp::negotiated(control);
-        let arguments = json!({ "format": format, "version": "0.0.0" });
+        let arguments = json!({ "format": format, "version": version });
         let answer = qmp.ask_with(&theirs, "x-weir-takeover", &arguments);
         match answer["error"]["desc"].as_str() {
             Some(why) => Err(why.to_owned()),

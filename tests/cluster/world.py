@@ -385,7 +385,7 @@ class Keeper:
 
 def refused(weir, cluster, *words, config=True):
     """What `weir serve` says as it refuses."""
-    command = [weir, "serve", *words, "--no-control", "--nbd", "unix:/tmp/never.sock"]
+    command = [weir, "serve", *words, "--qmp", "none", "--nbd", "unix:/tmp/never.sock"]
     if config:
         command += ["--rbd-config", cluster.config]
     env = {key: value for key, value in cluster.env.items() if key != "CEPH_CONF"}

@@ -60,6 +60,7 @@ fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
     assert!(find(&told, "unopened", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
     assert_says(&prints(&scratch, &["status", "far"]), &["UNAVAILABLE", "far", "no response yet"]);
     assert_says(
+    // Nobody else can be called so, and what is to be done with it is told why that cannot be.
         &weir.wait_for_log("disk_unopened"),
         &["disk far: ", "does not answer; everything else is served meanwhile"],
     );
@@ -133,6 +134,14 @@ fn another_image_is_opened_once_the_file_has_it() {
     );
     // The sandbox has directories of images that there were at the start.
     assert_says(&fails(&scratch, &["reload"]), &["other.raw"]);
+    // Nor is an image taken that cannot be opened, for a reason that does not pass.
+    for (image, why) in [("none.raw", "no such file"), ("near.raw", "near")] {
+        write(&scratch, &format!("[group.gold]\n[disk.far]\nimage = \"{image}\"\nformat = \"raw\"\n"));
+        for arguments in [&["reload"][..], &["reload", "--dry-run"]] {
+            assert_says(&fails(&scratch, arguments), &["disk.far.image", why]);
+        }
+        assert_eq!(status(&scratch, "0")["unopened"][0]["name"], "far");
+    }
     write(&scratch, "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n");
     assert_says(&prints(&scratch, &["reload"]), &["far", "its image is not available yet"]);
     wait_until(&scratch, |told| told["unopened"].is_null());

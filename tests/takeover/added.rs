@@ -214,3 +214,45 @@ fn what_was_added_and_saved_is_the_configs() {
     drop(machine);
     second.stop();
 }
+
+#[test]
+fn a_node_over_an_added_disk_is_transferred_and_an_older_version_is_refused() {
+    let scratch = Scratch::new();
+    let (first, second) = (scratch.sparse("first.raw", MIB), scratch.sparse("second.raw", MIB));
+    let house = House::new(scratch, &[text(&first)]);
+    let daemon = house.serve().start();
+    prints(&house, &["disk", "add", "second", text(&second), "-f", "raw", "--iops-total", "500"]);
+    let refused = super::Stranger::ask_as(&house.control(), super::FORMAT, "0.1.0").err().expect("older");
+    let own = env!("CARGO_PKG_VERSION");
+    assert_says(
+        &refused,
+        &["disk second", &format!("weir 0.1.0 cannot take over from weir {own}"), "stop this weir and start"],
+    );
+    let mut qmp = Qmp::negotiated(&house.control());
+    qmp.command("block-export-del", json!({ "id": "second" }));
+    qmp.event("BLOCK_EXPORT_DELETED");
+    qmp.command("blockdev-add", json!({ "driver": "raw", "node-name": "over", "file": "second" }));
+    let export = json!({ "type": "nbd", "id": "e", "node-name": "over", "name": "over", "writable": true });
+    qmp.command("block-export-add", export);
+    drop(qmp);
+    prints(&house, &["throttle", "over", "--bps-total", "7M"]);
+    let before = all(&house);
+    let mut current = daemon;
+    for byte in ["1", "2"] {
+        let write = format!("write -P {byte} 0 4k");
+        qemu_io(["-f", "raw"], &[&write], current.uri("over"));
+        current = house.take_over(current).0;
+        assert_eq!(all(&house), before);
+        qemu_io(["-f", "raw"], &[&format!("read -P {byte} 0 4k")], current.uri("over"));
+    }
+    let mut qmp = Qmp::negotiated(&house.control());
+    qmp.command("block-export-del", json!({ "id": "e" }));
+    qmp.event("BLOCK_EXPORT_DELETED");
+    qmp.command("blockdev-del", json!({ "node-name": "over" }));
+    drop(qmp);
+    let disks = known(&house, "disks", &["name", "limits"]);
+    let second = disks.iter().find(|disk| disk["name"] == "second").expect("a disk again");
+    let limits = &second["limits"];
+    assert_eq!([&limits["iops-total"], &limits["bps-total"]], [&json!(500), &json!(7 << 20)]);
+    house.take_over(current).0.stop();
+}

@@ -228,3 +228,31 @@ fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be()
     second.nbdsh("disk", read);
     second.stop();
 }
+
+#[test]
+fn a_new_process_ends_when_the_old_one_waits_no_longer() {
+    let (behind, scratch) = (Scratch::new(), Scratch::new());
+    let back =
+        Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
+    let near = scratch.sparse("near.raw", MIB);
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[disk.far]\nimage = \"{}\"\nformat = \"raw\"\nopen-timeout = \"1h\"\nreconnect-delay = \"1h\"\n\
+             [disk.near]\nimage = \"{}\"\nformat = \"raw\"\n",
+            back.uri("back"),
+            text(&near)
+        ),
+    );
+    let house = House::new(scratch, &["--config", text(&config)]);
+    let old = house.serve().start();
+    back.crash();
+    let new = house.newcomer().begin();
+    old.wait_for_log("another weir is about to take over");
+    new.wait_for_log("still being opened, and waited for");
+    // As when its patience of a minute ends: the channel to the new process is closed.
+    old.crash();
+    let (status, said) = new.wait();
+    assert_eq!(status.code(), Some(1), "{said}");
+    assert!(said.contains("the old weir has ended or waits no longer"), "{said}");
+}

@@ -17,8 +17,10 @@
 
 mod activity;
 mod cluster;
+mod commands;
 mod status;
 
 pub use activity::*;
 pub use cluster::*;
+pub use commands::*;
 pub use status::*;

@@ -66,6 +66,11 @@ pub fn print_error_as(program: &str, error: &anyhow::Error) {
     print_notice_as(program, &JournalPriority::ERROR, &error_line(error));
 }
 
+/// Text of an error as [`complain`] prints it.
+pub fn message(error: &anyhow::Error) -> String {
+    error_line(error)
+}
+
 /// Error and its causes in one line, each text once: the text of an error often includes that of
 /// its cause. `(os error N)` is removed, and a remedy for that error is appended unless the line
 /// already ends with one.

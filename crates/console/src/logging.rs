@@ -9,13 +9,13 @@ mod queue;
 
 use std::{
     env,
-    fmt::{self, Display},
+    fmt::{self, Display, Write as _},
     io::{IsTerminal as _, stderr},
     panic,
     path::Path,
     process,
     sync::{
-        OnceLock,
+        Mutex, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
     thread,
@@ -26,7 +26,10 @@ use file::LogFile;
 use nix::sys::stat::fstat;
 pub use queue::{THREAD, flush};
 use settings::{LogFormat, LogSettings};
-use tracing::{Event, Level, Subscriber};
+use tracing::{
+    Event, Level, Subscriber,
+    field::{Field, Visit},
+};
 use tracing_subscriber::{
     Layer,
     filter::{LevelFilter, Targets},
@@ -118,13 +121,52 @@ pub fn warnings() -> usize {
 
 static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 
-// Layer that counts warnings.
+/// Most warnings that are kept.
+const MOST_KEPT: usize = 1000;
+
+/// Warnings since [`keep_warnings`].
+static KEPT: Mutex<Option<Vec<String>>> = Mutex::new(None);
+
+/// Keeps the texts of warnings from now on, the first thousand of them.
+pub fn keep_warnings() {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
+}
+
+/// Texts of the warnings that were kept, each with its fields behind it.
+pub fn kept_warnings() -> Vec<String> {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+}
+
+/// A warning as text.
+#[derive(Default)]
+struct WarningText {
+    message: String,
+    fields: String,
+}
+
+impl Visit for WarningText {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " {name}={value:?}"),
+        };
+    }
+}
+
+/// Counts warnings, and keeps them if they are asked for.
 struct WarningCounter;
 
 impl<S: Subscriber> Layer<S> for WarningCounter {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         if *event.metadata().level() == Level::WARN {
             WARNINGS.fetch_add(1, Relaxed);
+            let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < MOST_KEPT) {
+                let mut text = WarningText::default();
+                event.record(&mut text);
+                kept.push(text.message + &text.fields);
+            }
         }
     }
 }

@@ -55,7 +55,9 @@ impl NewDisk {
         // The arrival withholds `DiskAdded` until the disk is complete, so that a rolled-back disk
         // never appears in events.
         let _arrival = registry.arrival(&name)?;
+        // Without the lock: nothing bounds the time that a server takes.
         let image = open(registry, &planned.disk, None).await?;
+        let _turn = registry.change().await?;
         list(registry, &planned.disk, image)?;
         match complete(registry, &planned, sockets).await {
             Ok(exports) => uris(registry, &exports),
@@ -196,6 +198,8 @@ fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Res
     let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
     let mut running = assemble::disk(disk, group.as_ref(), image)?;
     running.added = true;
+    // Nodes that `blockdev-add` puts over it follow.
+    running.told = Some(Vec::new());
     Ok(registry.add_disk(running)?)
 }
 

@@ -1,16 +1,18 @@
-//! Unavailable disks: disks of the config whose storage did not answer at the start. They are
-//! retried in the background.
+//! Disks of the config that come up after the start, because what they lie on did not answer.
 //!
 //! ```text
-//!   start ─► not open after eight seconds ─► unavailable ─► the start continues without it
+//!   start ─► not open in eight seconds ─► put off ─► the start goes on without it
 //!                                            │
-//!                       open ─► listed with its exports, by the config of that moment
-//!                         └ fails ─► reported, retried after ten seconds
+//!                       open ─► listed, with its exports, as the config has it by then
+//!                         └ fails ─► told, and tried again in ten seconds
 //! ```
 //!
-//! A disk is listed while this task holds the same lock (`turns`) that reloads hold. A reload
-//! includes unavailable disks: it updates their config, and abandons those that the file no longer
-//! contains. A client that removes such a disk abandons it as well. The name stays reserved.
+//! Listed in the turn of a reload, which has them in mind: what the file says of them now holds
+//! once they are open, and those that it does not have any more are given up. So does who removes
+//! one. The name stays its own.
+
+#[cfg(test)]
+mod tests;
 
 use std::rc::{Rc, Weak};
 
@@ -89,7 +91,7 @@ impl Registry {
         image: Image,
     ) -> anyhow::Result<()> {
         ensure!(!self.lifecycle.leaving.get(), "an upgrade is in progress");
-        let (planned, plan) = (one.planned(), one.plan.borrow().clone());
+        let (planned, plan) = (one.planned(), one.plan());
         let difference = Difference::of_disk(&plan, name);
         // Without a difference the config no longer contains the disk; dropping the image closes
         // it.
@@ -98,7 +100,10 @@ impl Registry {
         // Before `apply`, which checks that the name is free.
         self.disks.unavailable.borrow_mut().remove(name);
         let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, RateBudgets::default());
-        work.apply(&difference, images, &mut Fresh).await?;
+        if let Err(error) = work.apply(&difference, images, &mut Fresh).await {
+            self.wait_again(name, one, &mut work).await;
+            return Err(error);
+        }
         // Booked after listing, with failure tolerated: the disk was part of a start that
         // succeeded.
         self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
@@ -109,8 +114,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Puts a disk back into the retry queue after listing it failed, and removes its remains.
-    async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>) {
+    /// Rolls back the steps of a retry that failed, and has the disk wait again. No event reports
+    /// any of it: the disk still arrives.
+    async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>, work: &mut Reconciliation<'_>) {
         let place = |export: Rc<RunningExport>| match &export.door {
             Door::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
             Door::Own(..) => None,
@@ -118,19 +124,14 @@ impl Registry {
         let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
         // First, so that the server keeps the export's position for the next attempt.
         places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
-        if self.disks.get(name).is_ok()
-            && let Err(error) = self.take_back(name).await
-        {
-            tracing::error!(
-                "disk {name}: could not be added completely, and its remains could not be removed: {error}"
-            );
+        work.undo().await;
+        if self.disks.get(name).is_ok() {
+            tracing::error!("disk {name}: could not be added completely, and its remains could not be removed");
             places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
             return;
         }
         // A client may have added another disk with this name in the meantime.
-        if self.check_name(name).is_ok() {
-            self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
-        }
+        self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
     }
 
     /// Configs of all unavailable disks.
@@ -138,17 +139,21 @@ impl Registry {
         self.disks.unavailable.borrow().values().map(|one| one.planned()).collect()
     }
 
-    /// Applies a new config to an unavailable disk. A new `opening` replaces the running attempt.
-    pub(super) fn plan_unopened(self: &Rc<Self>, name: &str, plan: Rc<DesiredState>, opening: Option<Opening>) {
+    /// What the config file says now holds for one of them, which is opened in another way from now
+    /// on if there is one.
+    pub(super) fn plan_unopened(
+        self: &Rc<Self>,
+        name: &str,
+        plan: Rc<DesiredState>,
+        way: Option<(Opening, Option<Opened>)>,
+    ) {
         let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
         // Positions of exports that the new plan lacks are released before the plan is replaced.
-        let wanted = Wanted::all(&plan);
+        let wanted = Wanted::of_disk(&plan, name);
         self.expect_no_more(name, &one, |old| !wanted.contains(old));
-        match opening {
-            None => drop(one.plan.replace(plan)),
-            Some(opening) => {
-                self.bring_up(name, Rc::new(Unopened::new(name, one.since, plan)), (opening, None));
-            }
+        match way {
+            None => one.plan_anew(plan),
+            Some(way) => self.bring_up(name, Rc::new(Unopened::new(name, one.since, plan)), way),
         }
     }
 
@@ -162,8 +167,7 @@ impl Registry {
 
     /// Releases the positions that NBD servers hold for exports which are no longer planned.
     fn expect_no_more(&self, name: &str, one: &Unopened, is_gone: impl Fn(&Wanted) -> bool) {
-        let wanted = Wanted::all(&one.plan.borrow());
-        for export in wanted.iter().filter(|export| export.disk == name && is_gone(export)) {
+        for export in Wanted::of_disk(&one.plan(), name).iter().filter(|export| is_gone(export)) {
             if let Way::Nbd { endpoint, name, .. } = &export.way
                 && let Some(serving) = wanted::server(self, endpoint)
             {
@@ -210,7 +214,7 @@ async fn bring_up(
         };
         let Err(error) = listed else { return };
         if !registry.awaits(&name, &one) {
-            registry.wait_again(&name, &one).await;
+            return;
         }
         let why = format!("{error:#}");
         // Reported once per reason, not once per attempt.

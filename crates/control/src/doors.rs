@@ -26,7 +26,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::ensure;
+use anyhow::{anyhow, ensure};
 use api::ExportCounters;
 use block::disk::Disk;
 use policy::time::Duration;
@@ -369,8 +369,34 @@ fn identity(running: &RunningDisk) -> anyhow::Result<String> {
     })
 }
 
-/// Fails if the disk's size is not a multiple of the endpoint's block size: the client could not
-/// reach the bytes after the last whole block.
+/// Fails if the host lacks what a device or file is made of. Changes nothing. Blocks.
+pub fn check_host(door: &ExportTarget) -> anyhow::Result<()> {
+    let there = |path: &Path, remedy: &str| match path.exists() {
+        true => Ok(()),
+        false => Err(anyhow!("{}: is not there ({remedy})", path.display())),
+    };
+    match door {
+        ExportTarget::VhostUserBlk(_) => Ok(()),
+        ExportTarget::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
+        ExportTarget::NbdDevice(device) => {
+            let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
+            there(&path, "`modprobe nbd`")
+        }
+        ExportTarget::Fuse(fuse) => {
+            there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
+            there(&fuse.file, "make it, an empty file: the disk is seen in its place")?;
+            ensure!(
+                fuse.file.is_file(),
+                "{}: is no regular file (name one, it may be empty: the disk is seen in its place)",
+                fuse.file.display()
+            );
+            Ok(())
+        }
+    }
+}
+
+/// Whoever is behind a door counts in blocks, and would never see what lies behind the last whole
+/// one.
 pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
     let Some((block_bytes, who)) = door.logical_block() else { return Ok(()) };
     let (size, block) = (disk.size_bytes(), u64::from(block_bytes));

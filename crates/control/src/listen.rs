@@ -1,5 +1,6 @@
 //! Listening sockets: bound to an address, or passed by the service manager. Never accepts.
 
+mod conflicts;
 mod inherited;
 mod unix;
 mod uri;
@@ -31,6 +32,7 @@ use sandbox::directory_of;
 use settings::{ListenAddress, ListenEndpoint, FileOwner, SocketAccess, control::ControlSocketLocation};
 use storage::PassedFiles;
 
+pub use conflicts::conflicts;
 pub use inherited::Inherited;
 pub use unix::SocketFile;
 pub use uri::Authority;

@@ -8,8 +8,9 @@
 //!      removed disks, groups and servers are closed      no client uses them
 //! ```
 //!
-//! A command at the control socket may come between two steps. Steps that it could harm check the
-//! running state again; otherwise the later change wins.
+//! Commands that change the structure of the running state wait for the end of a reload
+//! ([`turns`](super::turns)). Clients of exports, and devices that end, still come between two
+//! steps. Steps that they could harm check the running state again.
 
 pub(crate) mod applied;
 pub(crate) mod difference;

@@ -37,7 +37,10 @@ use std::{
     sync::Arc,
 };
 
-use block::{disk::Disk, layer::throttle::ThrottleGroup};
+use block::{
+    disk::Disk,
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+};
 use by_name::ByName;
 #[cfg(test)]
 pub(crate) use by_name::visits;
@@ -48,6 +51,7 @@ pub use exports::Exports;
 pub use groups::Groups;
 pub use lifecycle::Lifecycle;
 pub(crate) use objects::{NamedObject, Objects};
+use policy::throttle;
 pub use refused::Refused;
 use sandbox::{self, EnteredSandbox};
 use settings::ImageLocation;
@@ -62,6 +66,7 @@ use super::{
     devices::{Devices, Listed},
     loaded::Loaded,
     recording::Recordings,
+    turns::Turn,
 };
 use crate::events::{Deliveries, Events};
 
@@ -294,18 +299,28 @@ impl Registry {
 
     /// Removes a disk without exports from the list and notifies listeners.
     pub(crate) fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+        let disk = self.unlist(name)?;
+        self.tell(&Change::Listed { name: name.to_owned() });
+        Ok(disk)
+    }
+
+    fn unlist(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
         let disk = self.disks.get(name)?;
         if let Some(export) = self.exports.of_disk(name).first() {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         self.disks.remove(name);
-        self.tell(&Change::Listed { name: name.to_owned() });
         Ok(disk)
     }
 
     /// Removes an unused disk, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
-        let disk = self.unlist_disk(name)?;
+        let disk = self.unlist(name)?;
+        // Before listeners look for room: closing the image takes a while.
+        let (member, before) = (disk.disk.throttle(), disk.disk.throttle().settings());
+        let bare = DiskSettings { share: before.share.with_reservation(0, 0), ..before };
+        log_unreleased(name, member.configure_and_move(bare, member.group().as_ref()));
+        self.tell(&Change::Listed { name: name.to_owned() });
         let _closing = self.disks.closing(name);
         disk.close().await;
         // The last reference: no request can reopen the files, so waiting for them terminates.
@@ -372,6 +387,9 @@ impl Registry {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.remove(name);
+        let before = group.settings();
+        let bare = GroupSettings { share: before.share.with_reservation(0, 0), ..before };
+        log_unreleased(name, group.set(bare));
         if let Some(cluster) = self.cluster() {
             cluster.remove_group(name);
         }
@@ -402,10 +420,32 @@ impl Registry {
         members
     }
 
+    /// Waits until no reload is in progress. None begins while the value lives.
+    /// `None` during a start, whose commands are a part of it.
+    ///
+    /// # Errors
+    /// A new process takes over.
+    pub(crate) async fn change(&self) -> Result<Option<Turn<'_>>, Refused> {
+        if self.lifecycle.keeps_out.get() {
+            return Ok(None);
+        }
+        let turn = self.lifecycle.turns.share().await;
+        if self.lifecycle.leaving.get() {
+            return Err(Refused::TakenOver);
+        }
+        Ok(Some(turn))
+    }
+
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
         if self.disks.has_name(name) || self.groups.contains(name) {
             return Err(Refused::NameTaken(name.to_owned()));
         }
         Ok(())
+    }
+}
+
+fn log_unreleased(name: &str, released: Result<(), throttle::ThrottleError>) {
+    if let Err(error) = released {
+        tracing::error!("{name}: it was removed, and its reservation is not released: {error}");
     }
 }

@@ -1,16 +1,16 @@
-//! Reload: reads the config file again, and applies its difference to the running state as one
-//! change.
+//! The config file is read again, and its difference to what runs is applied as one change.
 //!
 //! ```text
 //!   read ─► difference ─► open images, bind sockets      nothing has changed yet
 //!                              │
-//!        settings, groups, disks, exports                each can be rolled back
+//!        settings, groups, disks, exports                each can be undone, and is where one fails
 //!                              │
-//!        removed disks, groups and servers are closed    no client uses them
+//!        disks, groups and servers that are left over go     nobody uses them any more
 //! ```
 //!
-//! One reload at a time. A command at the control socket may come between two steps. Steps that it
-//! could harm check the running state again; otherwise the later change wins.
+//! One at a time, and alone: commands that change disks, groups, exports or servers wait until the
+//! reload is applied or rolled back ([`turns`](super::turns)). So no client uses a name that the
+//! reload frees, or a server or group that it makes, before these are certain.
 
 mod renewed;
 mod unopened;
@@ -52,9 +52,9 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 /// # Errors
 /// Reason for which a reload would fail, as far as that is visible before its effects.
 pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+    let _turn = registry.change().await?;
     let loaded = loaded(registry)?;
-    let _turn = registry.lifecycle.turns.try_take().context("another reload is in progress (try again)")?;
-    let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
+    let (draft, plan, moved, unopened) = read(registry, &loaded, true).await?;
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
@@ -100,9 +100,9 @@ async fn recorded(before: &DesiredState, (draft, after): (&ParsedConfig, &Desire
 }
 
 async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+    let _turn = registry.lifecycle.turns.take().await;
     let loaded = loaded(registry)?;
-    let _turn = registry.lifecycle.turns.try_take().context("another reload is in progress (try again)")?;
-    let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
+    let (draft, plan, moved, unopened) = read(registry, &loaded, false).await?;
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
@@ -167,6 +167,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 async fn read(
     registry: &Registry,
     loaded: &Loaded,
+    is_dry_run: bool,
 ) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unopened::Said)> {
     let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
     let reading = reactor::run_blocking(move || {
@@ -181,7 +182,7 @@ async fn read(
     });
     let (draft, mut plan) = reading.await?;
     let moved = leave_out_moved(registry, &mut plan).await;
-    let unopened = unopened::leave_out(registry, loaded, &mut plan).await?;
+    let unopened = unopened::leave_out(registry, loaded, &mut plan, is_dry_run).await?;
     Ok((draft, plan, moved, unopened))
 }
 

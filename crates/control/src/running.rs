@@ -32,8 +32,8 @@ pub struct RunningDisk {
     pub(crate) below: Vec<NodeBelow>,
     /// Options of the protocol node, for a node that `blockdev-add` opened without a format.
     pub(crate) storage: Option<Rc<StorageNode>>,
-    /// Arguments of each `blockdev-add` that created it, lowest node first; `None` for a disk of a
-    /// config file or command line.
+    /// The arguments of each `blockdev-add` that made it or put a node over it, the lowest node's
+    /// first; none where a config file or a command line has it.
     pub(crate) told: Option<Vec<Map<String, Value>>>,
     /// True if a client of the control socket added it by keys and it is in no config file.
     pub(crate) added: bool,

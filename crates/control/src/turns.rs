@@ -1,4 +1,13 @@
-//! Asynchronous mutex of reloads and of tasks that list unavailable disks.
+//! Lock on the structure of the running state: which disks, groups, exports and servers exist, and
+//! which group each disk is in.
+//!
+//! ```text
+//!   alone     a start, a reload, the listing of an unavailable disk: until applied or rolled back
+//!   shared    commands of clients that change the structure, several at a time
+//! ```
+//!
+//! What a reload frees or prepares is therefore used by no client before the reload is applied. A
+//! waiter for the lock alone goes before later commands. Status and I/O never take the lock.
 
 use std::cell::Cell;
 
@@ -6,25 +15,42 @@ use event_listener::Event;
 
 #[derive(Debug, Default)]
 pub struct Turns {
-    is_taken: Cell<bool>,
+    is_alone: Cell<bool>,
+    shared: Cell<usize>,
+    /// Waiters for the lock alone.
+    waiting: Cell<usize>,
     freed: Event,
 }
 
-/// Guard; releases the mutex when dropped.
-pub struct Turn<'a>(&'a Turns);
+/// The lock, until it is dropped.
+#[derive(Debug)]
+pub struct Turn<'a> {
+    turns: &'a Turns,
+    is_alone: bool,
+}
+
+/// Counts a waiter also if its task is dropped.
+struct Waiting<'a>(&'a Turns);
 
 impl Turns {
-    pub(crate) fn is_taken(&self) -> bool {
-        self.is_taken.get()
+    /// True while a start or a reload is in progress, or an unavailable disk is listed.
+    pub(crate) fn is_taken_alone(&self) -> bool {
+        self.is_alone.get()
     }
 
-    /// Acquires the mutex; `None` if it is held.
+    /// The lock alone; `None` if it is held.
     pub fn try_take(&self) -> Option<Turn<'_>> {
-        (!self.is_taken.replace(true)).then(|| Turn(self))
+        let is_free = !self.is_alone.get() && self.shared.get() == 0;
+        is_free.then(|| {
+            self.is_alone.set(true);
+            Turn { turns: self, is_alone: true }
+        })
     }
 
-    /// Waits for the mutex.
+    /// Waits for the lock alone.
     pub(crate) async fn take(&self) -> Turn<'_> {
+        self.waiting.set(self.waiting.get() + 1);
+        let _waiting = Waiting(self);
         loop {
             // Registered before the attempt, or a release in between would be missed.
             let freed = self.freed.listen();
@@ -34,12 +60,34 @@ impl Turns {
             freed.await;
         }
     }
+
+    /// Waits until nothing holds the lock alone or waits for it, and shares it.
+    pub(crate) async fn share(&self) -> Turn<'_> {
+        loop {
+            let freed = self.freed.listen();
+            if !self.is_alone.get() && self.waiting.get() == 0 {
+                self.shared.set(self.shared.get() + 1);
+                return Turn { turns: self, is_alone: false };
+            }
+            freed.await;
+        }
+    }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.is_taken.set(false);
-        self.0.freed.notify(1);
+        match self.is_alone {
+            true => self.turns.is_alone.set(false),
+            false => self.turns.shared.set(self.turns.shared.get() - 1),
+        }
+        self.turns.freed.notify(usize::MAX);
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.set(self.0.waiting.get() - 1);
+        self.0.freed.notify(usize::MAX);
     }
 }
 
@@ -52,19 +100,45 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_at_a_time_has_a_turn_and_who_waits_has_the_next() {
+    fn a_reload_excludes_commands_and_goes_before_later_ones() {
         sim::run(1, async {
             let turns = Rc::new(Turns::default());
-            let turn = turns.try_take().expect("nobody has it");
-            assert!(turns.is_taken() && turns.try_take().is_none());
+            let (first, second) = (turns.share().await, turns.share().await);
+            assert!(turns.try_take().is_none() && !turns.is_taken_alone());
             let waiting = Rc::clone(&turns);
-            let waiting = reactor::spawn_joinable(async move { drop(waiting.take().await) });
+            let reload = reactor::spawn_joinable(async move {
+                let turn = waiting.take().await;
+                reactor::yield_now().await;
+                drop(turn);
+                waiting.shared.get()
+            });
             reactor::yield_now().await;
             // The waiting task has run, and is blocked by the guard.
-            assert!(!waiting.is_finished());
+            let waiting = Rc::clone(&turns);
+            let command = reactor::spawn_joinable(async move { drop(waiting.share().await) });
+            reactor::yield_now().await;
+            drop(first);
+            reactor::yield_now().await;
+            assert!(!reload.is_finished() && !command.is_finished());
+            drop(second);
+            assert_eq!(reload.await, 0, "the command has waited");
+            command.await;
+            assert!(turns.try_take().is_some());
+        });
+    }
+
+    #[test]
+    fn a_waiter_that_is_dropped_keeps_no_command_waiting() {
+        sim::run(1, async {
+            let turns = Rc::new(Turns::default());
+            let turn = turns.share().await;
+            let waiting = Rc::clone(&turns);
+            let reload = reactor::spawn_joinable(async move { drop(waiting.take().await) });
+            reactor::yield_now().await;
+            reload.cancel().await;
+            drop(turns.share().await);
             drop(turn);
-            waiting.await;
-            assert!(!turns.is_taken());
+            assert!(turns.try_take().is_some());
         });
     }
 }

@@ -2,19 +2,25 @@
 //!
 //! Data only; `coming_up` opens and lists it.
 
-use std::{cell::RefCell, rc::Rc};
+use std::{
+    cell::RefCell,
+    path::{self, PathBuf},
+    rc::Rc,
+};
 
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use settings::{PlacedDisk, DesiredState};
+use settings::{ListenEndpoint, PlacedDisk, DesiredState};
 
 pub struct Unopened {
     name: String,
     /// Time of the first attempt.
     pub(super) since: Instant,
-    /// Current config, with the disk, its group and its exports.
-    pub(super) plan: RefCell<Rc<DesiredState>>,
+    /// What the config file says now: this disk, its group, its exports.
+    plan: RefCell<Rc<DesiredState>>,
+    /// What the exports of the disk have in this plan.
+    reserved: RefCell<Rc<[Reserved]>>,
     /// Last reported reason; another reason is reported again.
     pub(super) why: RefCell<Option<String>>,
     /// Task that opens it.
@@ -24,10 +30,12 @@ pub struct Unopened {
 impl Unopened {
     /// `name` must be a disk of the plan.
     pub(super) fn new(name: &str, since: Instant, plan: Rc<DesiredState>) -> Self {
+        let reserved = RefCell::new(Reserved::of(&plan, name).into());
         Self {
             name: name.to_owned(),
             since,
             plan: RefCell::new(plan),
+            reserved,
             why: RefCell::default(),
             task: RefCell::default(),
         }
@@ -36,6 +44,20 @@ impl Unopened {
     /// Stops the attempts.
     pub(super) fn give_up(&self) {
         self.task.take();
+    }
+
+    pub(super) fn plan(&self) -> Rc<DesiredState> {
+        Rc::clone(&self.plan.borrow())
+    }
+
+    pub(super) fn reserved(&self) -> Rc<[Reserved]> {
+        Rc::clone(&self.reserved.borrow())
+    }
+
+    /// The config file was read again, and has a disk of this name.
+    pub(super) fn plan_anew(&self, plan: Rc<DesiredState>) {
+        self.reserved.replace(Reserved::of(&plan, &self.name).into());
+        self.plan.replace(plan);
     }
 
     pub(super) fn planned(&self) -> PlacedDisk {
@@ -59,5 +81,28 @@ impl Unopened {
             age_ns: self.age(now).as_nanos().try_into().unwrap_or(u64::MAX),
             reason: self.why.borrow().clone(),
         }
+    }
+}
+
+/// What no other export may have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Reserved {
+    /// A name at an NBD server.
+    Name(ListenEndpoint, String),
+    /// The endpoint of one export alone.
+    Path(PathBuf),
+}
+
+impl Reserved {
+    /// Of the exports of a disk.
+    fn of(plan: &DesiredState, disk: &str) -> Vec<Self> {
+        let index = plan.disks.iter().position(|planned| planned.name == disk);
+        let names = plan.servers.iter().flat_map(|server| {
+            let own = server.exports.iter().filter(|export| Some(export.disk) == index);
+            own.map(|export| Self::Name(server.endpoint.clone(), export.name.clone()))
+        });
+        let doors = plan.exports.iter().filter(|export| Some(export.disk) == index);
+        let paths = doors.filter_map(|export| path::absolute(export.door.path()?).ok());
+        names.chain(paths.map(Self::Path)).collect()
     }
 }

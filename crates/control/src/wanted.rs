@@ -37,13 +37,19 @@ pub(crate) enum Way {
 impl Wanted {
     /// All exports of a plan, NBD exports first.
     pub fn all(plan: &DesiredState) -> Vec<Self> {
-        Self::of(&plan.disks, &plan.servers, &plan.exports)
+        Self::of(&plan.disks, &plan.servers, &plan.exports, |_| true)
+    }
+
+    /// Those of one disk of a plan.
+    pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Vec<Self> {
+        let index = plan.disks.iter().position(|disk| disk.name == name);
+        Self::of(&plan.disks, &plan.servers, &plan.exports, |disk| Some(disk) == index)
     }
 
     /// Exports of a disk that is added.
     pub(crate) fn of_added(planned: &CheckedDisk) -> Vec<Self> {
         let CheckedDisk { disk, servers, doors } = planned;
-        Self::of(std::slice::from_ref(disk), servers, doors)
+        Self::of(std::slice::from_ref(disk), servers, doors, |_| true)
     }
 
     /// True if a client passed the socket of this export under the name.
@@ -52,13 +58,19 @@ impl Wanted {
         matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
     }
 
-    fn of(disks: &[PlacedDisk], servers: &[NbdServerSpec], doors: &[ExportSpec]) -> Vec<Self> {
+    /// Exports of the disks whose index `is_wanted` accepts.
+    fn of(
+        disks: &[PlacedDisk],
+        servers: &[NbdServerSpec],
+        doors: &[ExportSpec],
+        is_wanted: impl Fn(usize) -> bool + Copy,
+    ) -> Vec<Self> {
         let of_disk = |index: usize, read_only, way| {
             let disk = &disks[index];
             Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
         };
         let nbd = servers.iter().flat_map(|server| {
-            server.exports.iter().map(|export| {
+            server.exports.iter().filter(move |export| is_wanted(export.disk)).map(|export| {
                 let disk = &disks[export.disk];
                 let way = Way::Nbd {
                     endpoint: server.endpoint.clone(),
@@ -70,7 +82,7 @@ impl Wanted {
                 of_disk(export.disk, export.read_only, way)
             })
         });
-        let own = doors.iter();
+        let own = doors.iter().filter(|export| is_wanted(export.disk));
         let own = own.map(|ExportSpec { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
         nbd.chain(own).collect()
     }

@@ -47,10 +47,10 @@ impl DesiredState {
         Self::build(draft, inherited, mistakes)
     }
 
-    /// Plan of a daemon that receives its disks and servers at run time.
+    /// The plan of a daemon that is told of its disks once it runs, and of servers for them.
     ///
     /// # Errors
-    /// Returns the first mistake.
+    /// The first rule that is broken.
     pub fn without_disks(draft: ParsedConfig) -> Result<Self, ConfigError> {
         if let Some(place) = draft.daemon.origin_of_given("nbd") {
             return Err(
@@ -627,7 +627,7 @@ fn check_sockets(
     const RULE: &str = "disks are exported at this socket (use another)";
     for (index, _) in service.qmp.iter().enumerate().filter(|(_, path)| exports.contains(&absolute_path(path)))
     {
-        mistakes.report(service.item_origin("qmp", index, "").unwrap_or(service.own_origin()).error(RULE));
+        mistakes.report(service.place_of_qmp(index).error(RULE));
     }
     if service.metrics.is_some() && service.metrics == service.http_address {
         mistakes.report(service.error("http", "metrics and http have the same address (use another)"));

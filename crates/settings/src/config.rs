@@ -30,7 +30,7 @@ use toml::de::DeTable;
 
 use crate::{
     AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, GroupConfig, ConfigKey, Diagnostics,
-    Origin, ConfigWithOrigins, RecordingConfig, Spanned, ConfigError, key::KeyType, origins::KeyTable,
+    Origin, ConfigWithOrigins, RecordingConfig, Spanned, ConfigError, daemon::DEPRECATED_CONTROL, key::KeyType, origins::KeyTable,
 };
 
 /// Largest config file in bytes: enough for some hundred thousand disks.
@@ -244,6 +244,12 @@ impl ConfigReader<'_> {
                 // An overridden key is parsed and checked all the same, but its value is discarded.
                 let config = if options.overrides(key.name) { &mut replaced } else { &mut daemon };
                 read_key(section, key, config, self.directory);
+            }
+            if let Some(control) = section.flag(DEPRECATED_CONTROL)
+                && !options.overrides(DEPRECATED_CONTROL)
+            {
+                daemon.control = Some(control.value);
+                daemon.record_origin(DEPRECATED_CONTROL, control.place);
             }
             if let Some(record) = section.request("record").and_then(|entry| self.record(entry, mistakes))
                 && !options.overrides("record")

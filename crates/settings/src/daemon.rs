@@ -21,7 +21,7 @@ use crate::{
         each, maybe, one, table,
     },
     log,
-    diagnostics::Diagnostics,
+    diagnostics::{Diagnostics, Origin},
     origins::{KeyTable, ConfigWithOrigins},
 };
 
@@ -153,13 +153,36 @@ impl DaemonConfig {
 }
 
 impl ConfigWithOrigins<DaemonConfig> {
-    /// True if an option of the command line replaces this key of the file. `qmp` and `control` are
-    /// one setting, and so are `allow` and `deny`.
+    /// Place of the control socket with this index in `qmp`: the default address has a place among
+    /// those of the list, and none there.
+    pub fn place_of_qmp(&self, index: usize) -> &Origin {
+        let is_default = |place: &Origin| {
+            let text = place.to_string();
+            text.ends_with(" default") || text.ends_with("\"default\"")
+        };
+        let given = self.given_origins().filter(|(key, _)| key.starts_with("qmp["));
+        let mut sockets = given.map(|(_, place)| place).filter(|place| !is_default(place));
+        sockets.nth(index).unwrap_or(self.own_origin())
+    }
+
+    /// The replacement of the deprecated key `control` or of its options, if one was given.
+    pub(crate) fn deprecated_control(&self) -> Option<&'static str> {
+        self.origin_of_given(DEPRECATED_CONTROL)?;
+        Some(match self.control {
+            Some(false) => {
+                "control = false and --no-control are deprecated (write qmp = \"none\", or --qmp none)"
+            }
+            _ => "control = true and --control are deprecated (write qmp = \"default\", or --qmp default)",
+        })
+    }
+
+    /// True if a key of the command line is in force in place of this key of the file. `qmp` and
+    /// the deprecated `control` are one setting, and so are `allow` and `deny`.
     pub(crate) fn overrides(&self, key: &str) -> bool {
         let is_given = |key| self.origin_of_given(key).is_some();
         match key {
             "qmp" => is_given("qmp") || self.control == Some(false),
-            "control" => is_given("control") || is_given("qmp"),
+            DEPRECATED_CONTROL => is_given(DEPRECATED_CONTROL) || is_given("qmp"),
             "allow" | "deny" => is_given("allow") || is_given("deny"),
             _ => is_given(key),
         }
@@ -176,15 +199,19 @@ impl KeyTable for DaemonConfig {
         // Compared after paths were made absolute.
         let again = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
         if let Some(index) = again {
-            let place = daemon.item_origin("qmp", index, "").unwrap_or(daemon.own_origin());
-            mistakes.report(place.error("is given twice (remove one)"));
+            mistakes.report(daemon.place_of_qmp(index).error("is given twice (remove one)"));
         }
         // Contradictory: `control = false` asks for no control socket.
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
-            mistakes.report(daemon.error("control", "and qmp names a control socket (leave one out)"));
+            let key = if daemon.origin_of_given(DEPRECATED_CONTROL).is_some() { DEPRECATED_CONTROL } else { "qmp" };
+            mistakes
+                .report(daemon.error(key, "none, and another value names a control socket (leave one out)"));
         }
     }
 }
+
+/// The key, and with `--no-` before it the option, that `qmp` replaces.
+pub(crate) const DEPRECATED_CONTROL: &str = "control";
 
 type Config = DaemonConfig;
 
@@ -241,10 +268,8 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
                 "Owner of those sockets: USER, USER:GROUP or :GROUP, by name or number";
             "exit-when-idle", Flag, "", one!(exit_when_idle), "", Reject, Separate,
                 "Exit after the last client has disconnected";
-            "qmp", Text, "unix:PATH", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root", Reject, Separate,
-                "Take commands of `weir status` and others, which are QEMU's machine protocol, at unix:PATH, from root and the daemon's own user; repeatable";
-            "control", Flag, "", maybe!(control), "", Reject, Separate,
-                "Fail if the default of --qmp cannot be had; without this, weir then serves and warns";
+            "qmp", Text, "ADDRESS", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root; weir serves and warns if it cannot listen there", Reject, Separate,
+                "Take commands of `weir status` and others, which are QEMU's machine protocol, from root and the daemon's own user: at unix:PATH, at the default address (default; weir fails if it cannot listen there), or nowhere (none); repeatable";
             "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Reject, Separate,
                 "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. All who can connect see the names and the activity of disks; 0.0.0.0 or :: is every address of this host";
             "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Reject, Separate,
@@ -327,13 +352,23 @@ fn nbd() -> KeyField<DaemonConfig> {
 fn qmp() -> KeyField<DaemonConfig> {
     KeyField::new(
         |daemon: &mut DaemonConfig, given| {
-            daemon.qmp.push(resolve_socket(given.directory, &crate::parse_unix_socket(given.text)?)?);
+            match given.text {
+                "default" | "none" => {
+                    let control = given.text == "default";
+                    if daemon.control.replace(control) == Some(!control) {
+                        return Err("is given beside its contrary (leave one out)".to_owned());
+                    }
+                }
+                text => daemon.qmp.push(resolve_socket(given.directory, &crate::parse_unix_socket(text)?)?),
+            }
             Ok(())
         },
         |daemon| {
-            // Written with the prefix that the parser requires.
-            let text = |path: &PathBuf| KeyLiteral::Text(format!("unix:{}", path.display()));
-            (!daemon.qmp.is_empty()).then(|| KeyLiteral::List(daemon.qmp.iter().map(text).collect()))
+            let word = daemon.control.map(|control| if control { "default" } else { "none" });
+            let sockets = daemon.qmp.iter().map(|path| format!("unix:{}", path.display()));
+            let texts: Vec<_> =
+                word.map(str::to_owned).into_iter().chain(sockets).map(KeyLiteral::Text).collect();
+            (!texts.is_empty()).then_some(KeyLiteral::List(texts))
         },
     )
     .list()

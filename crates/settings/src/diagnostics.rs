@@ -29,6 +29,12 @@ impl Origin {
         Self::new(format!("--{name} {value}"))
     }
 
+    /// Config file, line and path of the key; `None` if the setting is not in a file.
+    pub fn in_file(&self) -> Option<(&str, usize, &str)> {
+        let (file, what) = self.text.split_once(&format!(":{}: ", self.line))?;
+        Some((file, self.line, what.split(" = ").next().unwrap_or(what)))
+    }
+
     /// Error that the setting here breaks a rule.
     pub fn error(&self, rule: impl Into<String>) -> ConfigError {
         ConfigError { place: self.clone(), rule: rule.into() }
@@ -61,6 +67,13 @@ impl<T> Spanned<T> {
 pub struct ConfigError {
     place: Origin,
     rule: String,
+}
+
+impl ConfigError {
+    /// Origin of the setting.
+    pub fn place(&self) -> &Origin {
+        &self.place
+    }
 }
 
 /// Collected mistakes of a config.

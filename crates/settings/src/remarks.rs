@@ -6,20 +6,22 @@ use std::collections::{HashMap, HashSet};
 
 use crate::{ExportTarget, ExportSpec, DesiredState, ThrottleConfig, throttle::DEFAULT_WEIGHT};
 
-/// Remark on a disk or group.
+/// A disk, a group or the daemon, and what is odd about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigRemark<'a> {
-    /// The disk or group.
+    /// The disk or group; `daemon` for a key of the process.
     pub name: &'a str,
     /// Remark, with the remedy.
     pub remark: &'static str,
 }
 
 impl DesiredState {
-    /// All remarks, groups first.
+    /// Everything odd, groups before disks.
     pub fn ineffective_settings(&self) -> Vec<ConfigRemark<'_>> {
         let peopled = self.groups_with_disks();
-        let mut remarks = Vec::new();
+        let deprecated = self.process.config.deprecated_control();
+        let mut remarks: Vec<_> =
+            deprecated.map(|remark| ConfigRemark { name: "daemon", remark }).into_iter().collect();
         for group in &self.groups {
             let mut add = |remark| remarks.push(ConfigRemark { name: &group.name, remark });
             if !peopled.contains(group.name.as_str()) {

@@ -25,9 +25,10 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
+use api::FinishedRecording;
 use clap::Args;
 use console::{
-    CommandFailure, figures, print_notice,
+    CommandFailure, figures, print_json, print_notice,
     signals::{SignalRequest, BlockedSignals},
 };
 use lab::trace::convert::LiveConversion;
@@ -36,7 +37,7 @@ use nix::{
     fcntl::{FcntlArg, Flock, FlockArg, OFlag, fcntl},
     unistd::pipe2,
 };
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::client::{Client, Target};
 
@@ -78,6 +79,9 @@ pub(crate) struct RecordArgs {
     /// Length of the recording [default: until SIGINT or SIGTERM]
     #[arg(long = "for", value_name = "TIME", value_parser = settings::long_duration)]
     length: Option<Duration>,
+    /// Print what was recorded as JSON; not with --output -
+    #[arg(long)]
+    json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
     qmp: Option<Target>,
@@ -92,7 +96,11 @@ enum Event {
 }
 
 pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
-    // Before any other thread exists: threads inherit the mask.
+    if arguments.json && arguments.output == Path::new("-") {
+        return Err(CommandFailure::Usage(anyhow!(
+            "--json: standard output has the recording (name a file with --output, or leave --json out)"
+        )));
+    }
     let signals = BlockedSignals::block().context("cannot wait for signals")?;
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
     let is_new = !arguments.output.exists();
@@ -152,23 +160,31 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     }
     let told = told?;
     let written = transcript.and_then(|_| fs::metadata(&arguments.output).ok()).map(|file| file.len());
-    summarise(&told, written.or(told["bytes"].as_u64()))
+    let number = |key: &str| told[key].as_u64().unwrap_or_default();
+    let finished = FinishedRecording {
+        output: arguments.output.display().to_string(),
+        requests: number("requests"),
+        lost: number("lost"),
+        bytes: written.unwrap_or_else(|| number("bytes")),
+        error: told["error"].as_str().map(str::to_owned),
+    };
+    if arguments.json {
+        print_json(&finished)?;
+    }
+    summarise(&finished)
 }
 
-fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), CommandFailure> {
-    let number = |key: &str| told[key].as_u64().unwrap_or_default();
-    print_notice(&match number("requests") {
+fn summarise(finished: &FinishedRecording) -> Result<(), CommandFailure> {
+    print_notice(&match finished.requests {
         0 => "no requests".to_owned(),
-        requests => format!(
-            "{} in {}",
-            figures::counted(requests, "request"),
-            figures::sized(bytes.unwrap_or_default())
-        ),
+        requests => {
+            format!("{} in {}", figures::counted(requests, "request"), figures::sized(finished.bytes))
+        }
     });
-    if let Some(error) = told["error"].as_str() {
+    if let Some(error) = &finished.error {
         return Err(anyhow!("the recording is incomplete: {error}").into());
     }
-    match number("lost") {
+    match finished.lost {
         0 => Ok(()),
         lost => Err(anyhow!(
             "{} lost, as they arrived faster than they could be recorded (the recording marks the gaps)",

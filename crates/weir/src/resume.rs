@@ -1,9 +1,10 @@
 //! `weir resume`: resumes disks that an I/O error has stopped.
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
+use api::ResumedDisk;
 use clap::Args;
-use console::{CommandFailure, print};
-use serde_json::{Value, json};
+use console::{CommandFailure, print, print_json};
+use serde_json::json;
 
 use crate::client::{Client, Target};
 
@@ -24,6 +25,9 @@ pub(crate) struct ResumeArgs {
     /// Resume only this disk [default: all stopped disks]
     #[arg(value_name = "DISK")]
     disk: Option<String>,
+    /// Print the resumed disks as JSON
+    #[arg(long)]
+    json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
     qmp: Option<Target>,
@@ -39,11 +43,16 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
         }
         asked["name"] = json!(disk);
     }
-    let answer: Value = client.execute("x-weir-resume", asked)?;
+    let answer = client.execute("x-weir-resume", asked)?;
     // A disk stops again if a retried request failed at once.
-    let resumed = answer.as_array().map(Vec::as_slice).unwrap_or_default();
-    let (stopped, going): (Vec<_>, Vec<_>) = resumed.iter().partition(|disk| disk["stopped-by"].is_string());
-    let name = |disk: &Value| disk["name"].as_str().unwrap_or_default().to_owned();
+    let resumed: Vec<ResumedDisk> = serde_json::from_value(answer).context("the daemon's answer")?;
+    if arguments.json {
+        print_json(&resumed)?;
+    }
+    let (stopped, going): (Vec<_>, Vec<_>) = resumed.iter().partition(|disk| disk.stopped_by.is_some());
+    if resumed.is_empty() && arguments.json {
+        return Ok(());
+    }
     if resumed.is_empty() {
         return Ok(print(&match arguments.disk {
             Some(disk) => format!("{disk}: was not stopped\n"),
@@ -51,15 +60,15 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
         })?);
     }
     // Printed even if other disks stopped again: the exit status tells the rest.
-    if !going.is_empty() {
-        let names: Vec<_> = going.into_iter().map(name).collect();
+    if !going.is_empty() && !arguments.json {
+        let names: Vec<_> = going.into_iter().map(|disk| &*disk.name).collect();
         print(&format!("resumed: {}\n", names.join(" ")))?;
     }
     if stopped.is_empty() {
         return Ok(());
     }
-    let tell = |disk: &Value| {
-        format!("{}: stopped again: {}", name(disk), disk["stopped-by"].as_str().unwrap_or_default())
+    let tell = |disk: &ResumedDisk| {
+        format!("{}: stopped again: {}", disk.name, disk.stopped_by.as_deref().unwrap_or_default())
     };
     let told: Vec<_> = stopped.into_iter().map(tell).collect();
     Err(anyhow!("{} (remove the cause, and resume again)", told.join("; ")).into())

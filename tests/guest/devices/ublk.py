@@ -239,7 +239,7 @@ class Ublk(Device):
             stop
             cat $log
             part failed
-            timeout 60 weir serve {DISK} -f raw --no-control --ublk --record /nowhere 2>&1 || echo ended by $?
+            timeout 60 weir serve {DISK} -f raw --qmp none --ublk --record /nowhere 2>&1 || echo ended by $?
             part nodes
             ls /dev/ublkb*
             serve {DISK} --ublk

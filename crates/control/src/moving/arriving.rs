@@ -98,6 +98,13 @@ async fn check(
     described: &MovedDisk,
 ) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<ThrottleGroup>>)> {
     let planned = described.planned(disk).context(UNREADABLE)?;
+    let group = group(registry, described)?;
+    registry.check_image(&planned.image).await?;
+    Ok((planned, group))
+}
+
+/// The group here that the disk is to be in.
+fn group(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
     let group = described.group.as_ref().map(|there| {
         let group = registry.groups.get(&there.name)?;
         ensure!(
@@ -107,9 +114,7 @@ async fn check(
         );
         Ok(group)
     });
-    let group = group.transpose()?;
-    registry.check_image(&planned.image).await?;
-    Ok((planned, group))
+    group.transpose()
 }
 
 fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Result<()> {
@@ -120,6 +125,7 @@ fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Resu
             let is_there = registry.exports.all().iter().any(|export| {
                 export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
+            registry.check_reserved_name(&serving, name, "")?;
             ensure!(!is_there, "export {name}: an export of this name exists at {}", serving.address());
         }
     }
@@ -172,8 +178,11 @@ fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<
 /// Opens the image, which the source has closed, and adds the disk with its bucket levels. No
 /// client reaches it yet.
 pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) -> anyhow::Result<()> {
-    let (planned, group) = check(registry, disk, described).await?;
+    let (planned, _) = check(registry, disk, described).await?;
     let image = Assembly::beside(registry).open(&planned).await?;
+    let _turn = registry.change().await?;
+    // A reload may have removed or made it while the image was opened.
+    let group = group(registry, described)?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
     // Before the disk is listed, so that it never starts with full buckets after a migration.
     if let Some(filled) = &described.filled {
@@ -261,6 +270,7 @@ async fn take(
 
 /// Exports the disk. Errors are logged: the disk belongs to this host by now.
 async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
+    let _turn = registry.change().await;
     let nbd = match serving(registry, described) {
         Ok(serving) => serving
             .into_iter()

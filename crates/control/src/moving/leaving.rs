@@ -154,6 +154,7 @@ impl Removed {
 }
 
 async fn put_back(registry: &Rc<Registry>, disk: &str, removed: Vec<Removed>) {
+    let _turn = registry.change().await;
     for export in removed {
         let put = match export {
             Removed::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
@@ -225,6 +226,7 @@ async fn give(
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<MigrationAnswer>,
 ) -> anyhow::Result<Option<MigrationAnswer>> {
+    let turn = registry.change().await?;
     let running = registry.disks.get(&wish.disk)?;
     // Described again: settings may have changed since the offer.
     let mut described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
@@ -241,6 +243,7 @@ async fn give(
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))
         .and_then(|told| registry.unlist_disk(&wish.disk).map(|_| told).map_err(Into::into));
+    drop(turn);
     let told = match ready {
         Ok(told) => told,
         Err(why) => {

@@ -18,11 +18,14 @@ use super::{
     json::shown,
     server::{Execute, Reply, Running},
 };
-use crate::registry::Registry;
+use crate::registry::{Refused, Registry};
 
 /// Command of the protocol, with its arguments as fields.
 pub(crate) trait Command: Sized + 'static {
     const NAME: &'static str;
+    /// True if the command adds, removes or changes disks, groups, exports, servers or objects. It
+    /// then waits for the end of a reload, and no reload begins before it has ended.
+    const CHANGES: bool = false;
 
     /// Reads the arguments. Remaining ones are an error.
     fn read(arguments: &mut Arguments) -> Result<Self, Error>;
@@ -48,16 +51,17 @@ pub(crate) trait TextCommand: Sized + 'static {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) name: &'static str,
+    changes: bool,
     start: fn(&Rc<Registry>, Arguments) -> Result<Running, Error>,
 }
 
 impl Entry {
     pub(crate) const fn of<C: Command>() -> Self {
-        Self { name: C::NAME, start: start::<C> }
+        Self { name: C::NAME, changes: C::CHANGES, start: start::<C> }
     }
 
     pub(crate) const fn of_text<C: TextCommand>() -> Self {
-        Self { name: C::NAME, start: start_text::<C> }
+        Self { name: C::NAME, changes: false, start: start_text::<C> }
     }
 }
 
@@ -90,12 +94,18 @@ impl Execute for Commands {
             && !name.starts_with("query-")
             && !name.starts_with("x-weir-query-")
         {
-            return Err(Error::generic(
-                "An upgrade is in progress; no changes are accepted (try again; the log names the new process, which has a minute)",
-            ));
+            return Err(Refused::TakenOver.into());
         }
         if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
-            return (entry.start)(&self.registry, arguments);
+            let running = (entry.start)(&self.registry, arguments)?;
+            if !entry.changes {
+                return Ok(running);
+            }
+            let registry = Rc::clone(&self.registry);
+            return Ok(Box::pin(async move {
+                let _turn = registry.change().await?;
+                running.await
+            }));
         }
         let name = shown(name);
         let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));

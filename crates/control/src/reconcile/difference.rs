@@ -84,8 +84,7 @@ impl Difference {
     /// Difference that adds one disk of the plan with its exports.
     pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Self {
         let new_disks = plan.disks.iter().position(|disk| disk.name == name).into_iter().collect();
-        let new_exports = Wanted::all(plan).into_iter().filter(|export| export.disk == name).collect();
-        Self { new_disks, new_exports, ..Self::default() }
+        Self { new_disks, new_exports: Wanted::of_disk(plan, name), ..Self::default() }
     }
 
     pub(super) async fn of(registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<Self> {

@@ -15,6 +15,7 @@ use super::{
     seats::{Node, Seat},
 };
 use crate::{
+    doors,
     listen::{self, Others},
     wanted::{Wanted, Way},
 };
@@ -33,6 +34,7 @@ impl Reconciliation<'_> {
         }
         let silent: BTreeSet<_> = silent.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
         self.look_at_sockets(difference)?;
+        self.look_at_hosts_files(difference).await?;
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
@@ -75,6 +77,17 @@ impl Reconciliation<'_> {
         all.extend(difference.old_disks.iter().map(|name| applied::listed("disk", name, "removed")));
         all.extend(difference.old_groups.iter().map(|name| applied::listed("group", name, "removed")));
         Ok(all)
+    }
+
+    /// Devices and files of this host for new exports.
+    async fn look_at_hosts_files(&self, difference: &Difference) -> anyhow::Result<()> {
+        for wanted in &difference.new_exports {
+            let Way::Own(door) = &wanted.way else { continue };
+            let of_call = door.clone();
+            let there = reactor::run_blocking(move || doors::check_host(&of_call)).await;
+            there.map_err(|error| self.at(wanted, error))?;
+        }
+        Ok(())
     }
 
     fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {

@@ -88,7 +88,7 @@ impl Reconciliation<'_> {
     /// Adds the place of the image in the config file. On a command line it is obvious.
     pub(super) fn placed<T>(&self, planned: &PlacedDisk, result: anyhow::Result<T>) -> anyhow::Result<T> {
         match self.is_of_a_file() {
-            true => result.with_context(|| planned.origin("image").to_string()),
+            true => result.with_context(|| planned.origin("image").clone()),
             false => result,
         }
     }

@@ -67,7 +67,7 @@ impl Reconciliation<'_> {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(image)) => self.look_at_image(index, image, (others, &mut files)).await,
             };
-            found.extend(looked.with_context(|| planned.origin("image").to_string()).err());
+            found.extend(looked.with_context(|| planned.origin("image").clone()).err());
         }
         Ok((silent, found))
     }
@@ -78,12 +78,12 @@ impl Reconciliation<'_> {
         others: Others,
         found: &mut Vec<anyhow::Error>,
     ) -> Option<Trial> {
-        let place = || planned.origin("image").to_string();
+        let origin = || planned.origin("image").clone();
         if let Some(path) = planned.image.path().filter(|_| !planned.read_only).map(Path::to_owned) {
             // The trial opens read-only, which does not show a missing write permission.
             let writable = move || if path.exists() { access(&path, AccessFlags::W_OK) } else { Ok(()) };
             let writable = reactor::run_blocking(writable).await.map_err(io::Error::from);
-            found.extend(writable.context("cannot be written").with_context(place).err());
+            found.extend(writable.context("cannot be written").with_context(origin).err());
         }
         if !secrets_are_files(planned).await {
             // Only a start waits for a pipe.
@@ -99,7 +99,7 @@ impl Reconciliation<'_> {
             self.registry.check_image(&planned.image).await?;
             self.assembly.opening(&looked).await
         };
-        match opening.await.with_context(place) {
+        match opening.await.with_context(origin) {
             Ok(opening) => {
                 let is_awaited = self.is_alone();
                 Some(Trial::begin(opening, is_awaited))

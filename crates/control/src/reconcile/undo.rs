@@ -1,6 +1,6 @@
 //! Roll-back of a reconciliation: its completed steps, undone in reverse order.
 
-use std::rc::Rc;
+use std::{rc::Rc, sync::Arc};
 
 use anyhow::{anyhow, bail};
 use export::nbd::Removal;
@@ -63,8 +63,12 @@ impl Reconciliation<'_> {
                     return Err(error);
                 }
             }
-            // No event announced it.
-            Done::ExportAdded(id) => drop(self.registry.removal(&id, Removal::Hard)?.await),
+            // Nobody was told of it. A client that has connected meanwhile may have requests at
+            // storage that does not answer.
+            Done::ExportAdded(id) => {
+                let disk = Arc::clone(&self.registry.exports.get(&id)?.disk.disk);
+                drop(disk.run_unless_unresponsive(self.registry.removal(&id, Removal::Hard)?).await);
+            }
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::{
 use block::disk::Disk;
 
 use super::{ByName, Refused, RunningDisk};
-use crate::unopened::Unopened;
+use crate::unopened::{Reserved, Unopened};
 
 /// All disks of a daemon.
 #[derive(Default)]
@@ -132,6 +132,13 @@ impl Disks {
     /// True if the disk is in the config but not open yet.
     pub fn is_unavailable(&self, disk: &str) -> bool {
         self.unavailable.borrow().contains_key(disk)
+    }
+
+    /// The unavailable disk, other than `disk`, that reserves it.
+    pub(super) fn reserving(&self, wanted: &Reserved, disk: &str) -> Option<String> {
+        let unavailable = self.unavailable.borrow();
+        let found = unavailable.iter().find(|(name, one)| **name != disk && one.reserved().contains(wanted));
+        found.map(|(name, _)| name.clone())
     }
 
     pub(super) fn unavailable_member_of(&self, group: &str) -> Option<String> {

@@ -4,7 +4,7 @@
 //! is ready. Requests the end of the daemon after its last client, if it was started so. Never
 //! opens an image.
 
-use std::{cell::Cell, rc::Rc, sync::Arc};
+use std::{cell::Cell, path, rc::Rc, sync::Arc};
 
 use anyhow::anyhow;
 use export::nbd::{self, NotRemoved, Removal};
@@ -16,6 +16,7 @@ use crate::{
     exports::{Door, NewExport, RunningExport},
     running::RunningDisk,
     serving::Serving,
+    unopened::Reserved,
 };
 
 impl Registry {
@@ -82,11 +83,34 @@ impl Registry {
         self.exports.connections() == 0 && (self.lifecycle.lost_device.get() || served())
     }
 
+    /// Fails if an export of this name at this server is reserved for another disk than `disk`.
+    pub(crate) fn check_reserved_name(
+        &self,
+        serving: &Serving,
+        name: &str,
+        disk: &str,
+    ) -> Result<(), Refused> {
+        let wanted = Reserved::Name(serving.endpoint.clone(), name.to_owned());
+        self.disks.reserving(&wanted, disk).map_or(Ok(()), |disk| {
+            Err(Refused::ExportReserved { name: name.to_owned(), address: serving.address(), disk })
+        })
+    }
+
+    /// The same of the endpoint of one export alone.
+    fn check_reserved_endpoint(&self, door: &settings::ExportTarget, disk: &str) -> Result<(), Refused> {
+        let Some(path) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
+        self.disks.reserving(&Reserved::Path(path), disk).map_or(Ok(()), |holder| {
+            let (name, address) = (disk.to_owned(), door.address());
+            Err(Refused::ExportReserved { name, address, disk: holder })
+        })
+    }
+
     pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
         let disk = self.disks.get(&new.disk)?;
         if self.exports.has_id(&new.id) {
             return Err(Refused::IdTaken(new.id));
         }
+        self.check_reserved_name(serving, &new.name, &new.disk)?;
         let export = nbd::NbdServerExport {
             name: new.name.as_str().into(),
             description: new.description.as_str().into(),
@@ -127,6 +151,7 @@ impl Registry {
         if self.exports.has_id(&id) {
             return Err(Refused::IdTaken(id).into());
         }
+        self.check_reserved_endpoint(door, disk.disk.name())?;
         if taken.is_none() {
             self.exports.check_socket(door)?;
         }

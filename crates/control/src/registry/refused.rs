@@ -27,10 +27,18 @@ pub enum Refused {
     NameTaken(String),
     #[error("export {0}: there is one with this id already (choose another)")]
     IdTaken(String),
-    #[error("export {name}: there is one of this name at {address} already (choose another)")]
+    #[error("export {name}: an export of this name exists at {address} (choose another)")]
     ExportNameTaken { name: String, address: String },
+    #[error(
+        "export {name} at {address}: reserved for disk {disk}, whose image is not open yet (choose another, or remove that disk)"
+    )]
+    ExportReserved { name: String, address: String, disk: String },
     #[error("disk {0}: another command is at work on it (try again)")]
     Busy(String),
+    #[error(
+        "An upgrade is in progress; no changes are accepted (try again; the log names the new process, which has a minute)"
+    )]
+    TakenOver,
     #[error("disk {disk}: it is exported as {export} (remove the export first)")]
     Exported { disk: String, export: String },
     #[error("group {group}: {member} is in it (move it out first)")]

@@ -10,7 +10,8 @@ use settings::{PlacedDisk, DesiredState};
 use crate::{
     assemble::Assembly,
     loaded::Loaded,
-    opening::Opening,
+    looking,
+    opening::{Opened, Opening, Silent, State, Trial},
     reconcile::{applied, check_secrets, difference},
     registry::Registry,
 };
@@ -19,18 +20,23 @@ use crate::{
 pub(super) struct Said {
     /// The plan including the unavailable disks.
     pub(super) plan: Rc<DesiredState>,
-    /// Disks whose images must be opened with other options.
-    openings: BTreeMap<String, Opening>,
+    /// Those that are to be opened in another way than so far, with the first attempt.
+    openings: BTreeMap<String, (Opening, Option<Opened>)>,
 }
 
-/// Removes unavailable disks from the plan.
+/// Leaves those out that the file still has. A dry run opens images for reading only.
 ///
 /// # Errors
-/// A disk with changed options cannot be opened in principle.
-pub(super) async fn leave_out(registry: &Registry, loaded: &Loaded, plan: &mut DesiredState) -> anyhow::Result<Said> {
+/// One that is to be opened in another way cannot be, for a reason that does not pass.
+pub(super) async fn leave_out(
+    registry: &Registry,
+    loaded: &Loaded,
+    plan: &mut DesiredState,
+    is_dry_run: bool,
+) -> anyhow::Result<Said> {
     let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
     let mut assembly = Assembly::new(registry.image_root().cloned(), loaded.budgets.clone());
-    let mut out = Vec::new();
+    let (mut out, mut trials) = (Vec::new(), Vec::new());
     for before in registry.unopened_disks() {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
         // Other keys take effect when the disk is listed, without opening the image anew.
@@ -38,9 +44,23 @@ pub(super) async fn leave_out(registry: &Registry, loaded: &Loaded, plan: &mut D
             let place = || planned.origin("image").to_string();
             registry.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
-            said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
+            let looked = is_dry_run.then(|| looking::alone(planned));
+            let opening = assembly.opening(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
+            trials.push((before.name.clone(), place(), opening.clone(), Trial::begin(opening, false)));
         }
         out.push(before.name.clone());
+    }
+    for (name, place, opening, trial) in trials {
+        let opened = match trial.outcome().await {
+            Ok(opened) => {
+                let opened = opened.map_err(|error| registry.naming_holder_of(error, []));
+                let image = opened.context(place)?;
+                Some(reactor::spawn_joinable(async { Ok(image) }))
+            }
+            Err(Silent { state: State::Trying(opened), .. }) => Some(opened),
+            Err(_) => None,
+        };
+        said.openings.insert(name, (opening, opened));
     }
     plan.remove_disks(|disk| out.iter().any(|name| name == disk));
     Ok(said)

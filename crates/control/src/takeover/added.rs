@@ -40,20 +40,16 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
     if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config.qcow2.secrets.is_empty() {
         return Origin::Bound("only the old process has its passphrase".to_owned());
     }
-    if running.added && !running.below.is_empty() {
-        return Origin::Bound(
-            "blockdev-add added a node above it (remove that with blockdev-del)".to_owned(),
-        );
-    }
-    if running.added {
-        let keys = Some(running.keys_of_upgrade());
+    let keys = running.added.then(|| running.keys_of_upgrade());
+    if running.added && running.below.is_empty() {
         return Origin::Added(AddedDisk { keys, ..AddedDisk::default() });
     }
+    let bottom = running.below.last().filter(|_| running.added).map(|node| node.name.clone());
     let nodes = nodes.iter().cloned().map(with_whole_paths).collect();
     let values =
         applied::of_disk(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
     let settings = settings(running.disk.name(), values);
-    Origin::Added(AddedDisk { nodes, settings, keys: None })
+    Origin::Added(AddedDisk { nodes, settings, keys, bottom })
 }
 
 /// Added groups, parents first.

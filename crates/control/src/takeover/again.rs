@@ -79,7 +79,9 @@ impl Newcomer {
             had.push(format!("server {address}"));
         }
         for offered in &self.offer.disks {
-            let Origin::Added(AddedDisk { nodes, settings, keys }) = &offered.origin else { continue };
+            let Origin::Added(AddedDisk { nodes, settings, keys, bottom }) = &offered.origin else {
+                continue;
+            };
             if registry.disks.get(&offered.name).is_ok() {
                 continue;
             }
@@ -87,10 +89,12 @@ impl Newcomer {
                 || format!("disk {}: it was added at run time, and cannot be added here", offered.name);
             if let Some(keys) = keys.clone() {
                 // Its exports are transferred separately.
-                let (name, exports) = (offered.name.clone(), Some(Vec::new()));
+                let name = bottom.as_ref().unwrap_or(&offered.name).clone();
+                let exports = Some(Vec::new());
                 let new = NewDisk { name, keys, exports, sockets: Vec::new() };
                 new.add_again(registry, self.passed.clone()).await.with_context(named)?;
-            } else {
+            }
+            if keys.is_none() || !nodes.is_empty() {
                 let made = add_disk(nodes, self.passed.clone()).await;
                 made.map_err(anyhow::Error::msg).with_context(named)?;
                 let set = perform("x-weir-set", settings.clone()).await;

@@ -111,6 +111,12 @@ pub(super) fn check_listener(socket: &UnixStream, user: Option<&str>) -> anyhow:
     Ok(())
 }
 
+impl From<Channel> for OwnedFd {
+    fn from(channel: Channel) -> Self {
+        channel.0.into()
+    }
+}
+
 impl Channel {
     /// Creates a channel and the descriptor of its other end.
     pub(super) fn pair() -> io::Result<(Self, OwnedFd)> {

@@ -34,8 +34,9 @@ use super::{
     identity::Identity,
     let_go_soon, name,
     told::{
-        Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine,
-        OfferedServer, Origin, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
+        AddedDisk, Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport,
+        OfferedMachine, OfferedServer, Origin, Standing, StandingDisk, StandingGroup, StandingMachine, State,
+        Word,
     },
     unsaved,
 };
@@ -116,12 +117,13 @@ fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> 
     // interleaves.
     ensure!(!registry.lifecycle.leaving.get(), "another upgrade is in progress (wait for it)");
     ensure!(!registry.lifecycle.ending.get(), "weir is stopping");
-    ensure!(!registry.lifecycle.turns.is_taken(), "a reload is in progress (try again)");
+    ensure!(!registry.lifecycle.turns.is_taken_alone(), "a reload is in progress (try again)");
     // From here on `leaving` rejects new additions and removals.
     if let Some((disk, what)) = registry.disks.in_between() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");
     }
     let (offer, descriptors) = offer(registry).map_err(of_descriptors)?;
+    check_version(&offer, &asked.version)?;
     let channel = Channel::passed(asked.socket)?;
     tracing::info!(
         version = asked.version,
@@ -137,6 +139,25 @@ fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> 
         registry.lifecycle.leaving.set(false);
     });
     Ok(())
+}
+
+/// The first version that reads the keys of an added disk.
+const READS_KEYS: [u64; 2] = [0, 2];
+
+/// Refuses a version that would not understand the offer, although the format has the same number.
+fn check_version(offer: &Offer, version: &str) -> anyhow::Result<()> {
+    let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
+    let numbers = [(); 2].map(|()| numbers.next().unwrap_or(0));
+    let has_keys =
+        |disk: &&OfferedDisk| matches!(&disk.origin, Origin::Added(AddedDisk { keys: Some(_), .. }));
+    match offer.disks.iter().find(has_keys).filter(|_| numbers < READS_KEYS) {
+        Some(disk) => bail!(
+            "disk {}: it was added by `weir disk add`, which weir {version} cannot take over from weir {} (write the disk into the config file, or remove it; or stop this weir and start weir {version})",
+            disk.name,
+            env!("CARGO_PKG_VERSION")
+        ),
+        None => Ok(()),
+    }
 }
 
 /// Names this process as the one that ran out of descriptors; the user would otherwise look at the

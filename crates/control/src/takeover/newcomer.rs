@@ -61,7 +61,7 @@ const TO_END: Duration = Duration::from_secs(15);
 
 /// New process that has received the offer.
 pub struct Newcomer {
-    channel: Channel,
+    pub(super) channel: Channel,
     pub(super) offer: Offer,
     /// Sockets of each server, in the order of the offer.
     pub(super) sockets: Vec<VecDeque<OwnedFd>>,
@@ -134,7 +134,8 @@ impl Newcomer {
         let about = || format!("taking over from unix:{}", control.display());
         let (channel, other) = Channel::pair()?;
         command(control, user, other).with_context(about)?;
-        let (channel, offer, luggage): (_, Offer, _) = channel.hear_now(PATIENCE).with_context(about)?;
+        let (channel, offer, luggage): (_, Value, _) = channel.hear_now(PATIENCE).with_context(about)?;
+        let offer = understood(offer).with_context(about)?;
         Self::new(channel, offer, luggage).with_context(about)
     }
 
@@ -249,7 +250,6 @@ impl Newcomer {
         let (clients, machines, counted) =
             take_up(state, luggage, (&offer.machines, &devices), registry).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
-        // After a timeout it must be certain that the old process resumes: see `hear_or_close`.
         let (channel, word, _) =
             channel.hear_or_close(PATIENCE).await.context("the old process continues")?;
         match word {
@@ -274,6 +274,21 @@ impl Newcomer {
         Ok(Before { channel, devices, began_ns, in_use, clients: count, counted })
     }
 }
+
+/// What an old process offers.
+///
+/// # Errors
+/// The old process is of a version that offers what this one does not know.
+fn understood(offer: Value) -> anyhow::Result<Offer> {
+    let version = offer["version"].as_str().unwrap_or("of an unknown version").to_owned();
+    serde_json::from_value(offer).map_err(|error| {
+        anyhow!(
+            "weir {version} offers what weir {} does not know: {error} (take over with weir {version} or a later one, or restart weir)",
+            env!("CARGO_PKG_VERSION")
+        )
+    })
+}
+
 impl Source for Newcomer {
     fn inherited(&self) -> Option<usize> {
         let inherited =

@@ -122,9 +122,12 @@ struct NetworkArgs {
     /// logical-block-size=N, read-only
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::parse::<NbdDeviceConfig>, conflicts_with = "config")]
     nbd_device: Vec<NbdDeviceConfig>,
-    /// Open no control socket
-    #[arg(long, conflicts_with_all = ["qmp", "control"])]
+    /// Deprecated: --qmp none
+    #[arg(long, hide = true, conflicts_with_all = ["qmp", "control"])]
     no_control: bool,
+    /// Deprecated: --qmp default
+    #[arg(long, hide = true)]
+    control: bool,
 }
 
 #[derive(Debug, Args)]
@@ -192,9 +195,13 @@ impl NetworkArgs {
             daemon.record_origin(format!("nbd[{index}]"), Origin::option("nbd", &nbd));
             daemon.nbd.push(nbd);
         }
-        if self.no_control {
-            daemon.control = Some(false);
-            daemon.record_origin("control", Origin::new("--no-control"));
+        for (is_given, option, control) in
+            [(self.no_control, "--no-control", false), (self.control, "--control", true)]
+        {
+            if is_given {
+                daemon.control = Some(control);
+                daemon.record_origin("control", Origin::new(option));
+            }
         }
         Ok(daemon)
     }

@@ -1,15 +1,20 @@
-//! `weir check-config`, and `weir serve --check`: would a daemon start? Without starting it.
+//! `weir check-config`, and `weir serve --check`: whether a daemon would start, without starting
+//! it.
 //!
 //! ```text
-//!   the file      as every start reads it: all mistakes are reported, and end the check
-//!   the machine   images, passphrases, keys, sockets' directories, devices: all are reported
-//!   a cluster     each member of etcd, as at a start: some seconds in all
+//!   the file      as every start reads it: all that is wrong is told, and ends it
+//!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
+//!   a cluster     each member of etcd, as a start asks it: some seconds in all
 //! ```
 //!
-//! Follows the start as far as that leaves no trace. Images are opened for reading even if another
-//! program writes to them. A config file may be checked while a daemon serves it: then only images
-//! in use by programs other than weir are reported. `weir serve --check` is for a daemon that does
-//! not run yet, and reports everything in use. Never listens, makes a device or locks an image.
+//! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
+//! writes to them. A config file may be checked while a daemon serves it: of what is in use, only
+//! images that another program than weir has are told then. `weir serve --check` is about a daemon
+//! that does not run yet, and tells all. Never listens, makes a device or keeps an image from
+//! anybody.
+
+mod diagnostics;
+mod files;
 
 use std::{
     path::{Path, PathBuf},
@@ -17,11 +22,12 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
+use api::Severity;
 use clap::Args;
 use cluster;
-use console::{CommandFailure, print_error, descriptors, figures, logging, on_reactor, print};
+use console::{CommandFailure, print_error, descriptors, figures, logging, on_reactor, print, print_json};
 use control::{
-    assemble,
+    assemble, doors,
     listen::{self, Others},
     reconcile::{Difference, Occasion, Reconciliation},
     recording,
@@ -38,7 +44,7 @@ use storage::rate::RateBudgets;
 use weir_http::ChangeToken;
 
 use super::memory;
-use crate::{on_event, pid_file::PidFile};
+use crate::on_event;
 
 /// Shown below the options.
 pub const CHECK_EXAMPLES: &str = "\
@@ -58,6 +64,9 @@ pub struct CheckArgs {
     /// The config file
     #[arg(value_name = "FILE")]
     config: PathBuf,
+    /// Print an array of diagnostics as JSON: severity, file, line, key, message
+    #[arg(long)]
+    json: bool,
 }
 
 /// Reports all problems that would keep a daemon with this config file from serving.
@@ -68,7 +77,15 @@ pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
     let mistakes = Diagnostics::default();
     let draft = settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
     let plan = DesiredState::with_diagnostics(draft.clone(), 0, mistakes);
-    check(draft, plan, Others::MayHave, Some(arguments.config))
+    if !arguments.json {
+        return check(draft, plan, Others::MayHave, Some(arguments.config));
+    }
+    let found = diagnostics::find(draft, plan, arguments.config)?;
+    print_json(&found)?;
+    match found.iter().any(|one| one.severity == Severity::Error) {
+        true => Err(CommandFailure::Found(1)),
+        false => Ok(()),
+    }
 }
 
 /// Reports all problems of a config, from a file or from the command line alone, and of its plan.
@@ -85,14 +102,9 @@ pub(super) fn check(
             return Err(CommandFailure::Found(1));
         }
     };
-    // Warnings are for the user of this command, not for the daemon's log file.
-    logging::start(&LogSettings { file: None, ..plan.process.log.clone() })?;
-    // Same limits as at a start, or the check could fail where a start succeeds.
-    descriptors::raise_limit();
-    memory::set_budget(&plan.process)?;
     let (sum, bursts) = (sum(&plan), bursts(&plan));
     let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
-    let found = on_reactor(async move { Ok(problems(&draft, &plan, others, file).await) })?;
+    let found = found(draft, plan, others, file)?;
     found.iter().for_each(print_error);
     // All problems are printed before the first one decides the exit status.
     if !found.is_empty() {
@@ -103,6 +115,20 @@ pub(super) fn check(
         warnings => format!("it would start, with {}", count(warnings, "warning")),
     };
     Ok(print(&format!("{name}: {sum}: {verdict}\n{bursts}"))?)
+}
+
+/// What keeps the plan from being served. Warnings are logged.
+fn found(
+    draft: ParsedConfig,
+    plan: DesiredState,
+    others: Others,
+    file: Option<PathBuf>,
+) -> Result<Vec<anyhow::Error>, CommandFailure> {
+    // Warnings are for the user of this command, not for the daemon's file.
+    logging::start(&LogSettings { file: None, ..plan.process.log.clone() })?;
+    descriptors::raise_limit();
+    memory::set_budget(&plan.process)?;
+    on_reactor(async move { Ok(problems(&draft, &plan, others, file).await) })
 }
 
 /// Number of bursts that are shown.
@@ -160,10 +186,9 @@ async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: Others, fil
     found.extend(sandbox::check_descriptor_limit(plan).err());
     sockets(draft, plan, others, &mut found);
     for disk in &plan.disks {
-        found.extend(
-            disk.targets()
-                .filter_map(|(index, door)| Some(with_origin(disk.item_origin("export", index, ""), device(door).err()?))),
-        );
+        found.extend(disk.targets().filter_map(|(index, door)| {
+            Some(with_origin(disk.item_origin("export", index, ""), doors::check_host(door).err()?))
+        }));
     }
     found.extend(
         plan.process.on_event.as_ref().and_then(|target| {
@@ -187,23 +212,17 @@ async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: Others, fil
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
         Some(with_origin(service.origin_of_given("record"), error))
     }));
-    found.extend(service.pid_file.as_ref().and_then(|path| {
-        let directory = sandbox::directory_of(path);
-        let writable = access(directory, AccessFlags::W_OK).map_err(std::io::Error::from);
-        let why = || format!("pid file {}: {}", path.display(), directory.display());
-        let error = match writable.with_context(why) {
-            Ok(()) if others == Others::AreInTheWay => PidFile::check(path).err()?,
-            writable => writable.err()?,
-        };
-        Some(with_origin(service.origin_of_given("pid-file"), error))
-    }));
+    let pid_file = service.pid_file.as_deref().map_or(Ok(()), |path| files::pid_file(path, others));
+    found.extend(pid_file.err().map(|error| with_origin(service.origin_of_given("pid-file"), error)));
+    let log_file = plan.process.log.file.as_deref().map_or(Ok(()), files::log_file);
+    found.extend(log_file.err().map(|error| with_origin(service.origin_of_given("log-file"), error)));
     found
 }
 
 /// Adds the origin of the setting to an error.
 fn with_origin(place: Option<&Origin>, error: anyhow::Error) -> anyhow::Error {
     match place {
-        Some(place) => error.context(place.to_string()),
+        Some(place) => error.context(place.clone()),
         None => error,
     }
 }
@@ -233,14 +252,14 @@ async fn images(
 }
 
 fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: Others, found: &mut Vec<anyhow::Error>) {
-    let standard = draft.daemon.origin_of_given("control");
+    let standard = draft.daemon.origin_of_given("qmp").or(draft.daemon.origin_of_given("control"));
     let control = control(&plan.process).unwrap_or_else(|error| {
         found.push(with_origin(standard, error));
         Vec::new()
     });
     found.extend(control.iter().filter_map(|socket| {
         let index = draft.daemon.qmp.iter().position(|path| *path == socket.path);
-        let place = index.and_then(|index| draft.daemon.item_origin("qmp", index, "")).or(standard);
+        let place = index.map(|index| draft.daemon.place_of_qmp(index)).or(standard);
         listen::check_control(socket, others).err().map(|error| with_origin(place, error))
     }));
     // Directories that the control socket creates exist when other sockets need them.
@@ -287,7 +306,15 @@ fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: Others, found: &mu
             }
         }
     }
-    // The owner of `user` is checked elsewhere.
+    let of_control = control.iter().map(|socket| ListenAddress::Unix(socket.path.clone()));
+    let everything: Vec<_> = of_control.chain(all.iter().cloned()).collect();
+    for (second, first) in listen::conflicts(&everything) {
+        let (second, first) = (&everything[second], &everything[first]);
+        let error =
+            anyhow!("{second}: this daemon also listens at {first} (give each server its own address)");
+        found.push(with_origin(said(second), error));
+    }
+    // That of `user` is looked at elsewhere.
     if let Some(owner) = &draft.daemon.sockets.owner
         && all.iter().any(|address| matches!(address, ListenAddress::Unix(_)))
     {
@@ -304,24 +331,4 @@ fn control(service: &ProcessSpec) -> anyhow::Result<Vec<ControlSocketLocation>> 
         places.push(ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
     }
     Ok(places)
-}
-
-/// Checks that the machine has what an export needs.
-fn device(door: &ExportTarget) -> anyhow::Result<()> {
-    let there = |path: &Path, remedy: &str| match path.exists() {
-        true => Ok(()),
-        false => Err(anyhow!("{}: does not exist ({remedy})", path.display())),
-    };
-    match door {
-        ExportTarget::VhostUserBlk(_) => Ok(()),
-        ExportTarget::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
-        ExportTarget::NbdDevice(device) => {
-            let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
-            there(&path, "`modprobe nbd`")
-        }
-        ExportTarget::Fuse(fuse) => {
-            there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
-            there(&fuse.file, "create an empty file: the disk is seen in its place")
-        }
-    }
 }

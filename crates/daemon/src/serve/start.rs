@@ -30,7 +30,10 @@ use control::{
     },
     recording,
     registry::Registry,
-    takeover::newcomer::{Before, Newcomer},
+    takeover::{
+        given_up::GivenUp,
+        newcomer::{Before, Newcomer},
+    },
     watch,
 };
 use export::{fuse, nbd};
@@ -80,6 +83,7 @@ impl Daemon {
         // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
         let turn = registry.lifecycle.turns.try_take();
         let is_upgrade = old.is_some();
+        let mut given_up = GivenUp::of(old.as_ref())?;
         let claimed = claim(&plan, is_upgrade)?;
         // Cheap checks come before anything that another process could notice.
         sandbox::check(&plan)?;
@@ -94,7 +98,8 @@ impl Daemon {
         };
         let (tls, budgets) = (assemble::credentials(&plan.process.tls)?, RateBudgets::default());
         let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
-        // Cancellable: deriving a key takes seconds, and a pipe may never deliver its passphrase.
+        let opening = given_up.unless(opening);
+        // A key takes seconds to derive, and a pipe may never say its passphrase.
         let Some(opened) = until_signal(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
         // After the images: an address must not accept connections for a disk that cannot be
@@ -102,12 +107,18 @@ impl Daemon {
         let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
         let cgroups = start_cgroups(&plan, &registry, is_upgrade)?;
         let rights = (claimed.is_none(), is_upgrade);
-        let completed = opened.complete((steps, source), &bound.workers, rights, &events).await;
-        let completed = match (&mut old, completed) {
-            (Some(old), Ok(Some(complete))) => add_runtime_objects(old, complete, (&plan, &registry), &bound).await,
-            (_, completed) => completed,
+        let completing = async {
+            let source: &mut dyn Source = match &mut old {
+                Some(old) => old,
+                None => &mut fresh,
+            };
+            let complete = opened.complete((steps, source), &bound.workers, rights, &events).await?;
+            match (&mut old, complete) {
+                (Some(old), Some(complete)) => add_runtime_objects(old, complete, (&plan, &registry), &bound).await,
+                (_, complete) => Ok(complete),
+            }
         };
-        let complete = match completed {
+        let complete = match given_up.unless(completing).await {
             Ok(Some(complete)) => complete,
             not => return not.and(abandon(&registry).await).map(|()| None),
         };
@@ -482,7 +493,7 @@ fn warn_of_missing(missing: Option<&anyhow::Error>) {
     if let Some(error) = missing {
         tracing::warn!(
             "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
-             own with --qmp unix:PATH, or use --no-control)"
+             own with --qmp unix:PATH, or use --qmp none)"
         );
     }
 }

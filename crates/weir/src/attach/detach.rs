@@ -7,18 +7,18 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use api::ExportStatus;
-use console::{CommandFailure, print_notice};
+use api::{DetachedDevice, ExportStatus};
+use console::{CommandFailure, print_json, print_notice};
 use control::users::Users;
 use serde_json::json;
 
 use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};
 use crate::client::{Client, Target};
 
-/// Advice about users, in error messages.
+/// What to do about users.
 const IN_USE: &str = "end these, or detach it with --force: data that is not written yet is lost";
 
-/// Error for an attachment that its keeper is changing.
+/// Of an attachment that a keeper is at work on.
 const IN_BETWEEN: &str =
     "is being attached or detached (try again when that is done: see `weir attach --list`)";
 
@@ -32,13 +32,14 @@ pub(super) fn known(place: &Place) -> anyhow::Result<Option<Attached>> {
 }
 
 pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
-    let DetachArgs { what, all, force, qmp } = arguments;
-    let mut failed = false;
+    let DetachArgs { what, all, force, json, qmp } = arguments;
+    let mut outcomes = Vec::new();
     let mut done = |name: &Path, result: anyhow::Result<()>| {
-        if let Err(error) = result {
-            failed = true;
-            print_notice(&format!("{}: {error:#}", name.display()));
+        let (name, error) = (name.display().to_string(), result.err().map(|error| format!("{error:#}")));
+        if let Some(error) = &error {
+            print_notice(&format!("{name}: {error}"));
         }
+        outcomes.push(DetachedDevice { name, detached: error.is_none(), error });
     };
     if all {
         for place in Place::all()? {
@@ -57,7 +58,10 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
             },
         );
     }
-    if failed { Err(CommandFailure::Found(1)) } else { Ok(()) }
+    if json {
+        print_json(&outcomes)?;
+    }
+    if outcomes.iter().all(|outcome| outcome.detached) { Ok(()) } else { Err(CommandFailure::Found(1)) }
 }
 
 /// Detaches, and returns once the keeper has ended.

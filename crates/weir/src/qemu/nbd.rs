@@ -115,7 +115,7 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
 fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> anyhow::Result<Vec<String>> {
     // qemu-nbd prints nothing on success.
     let level = if arguments.verbose { "info" } else { "error" };
-    let mut words = vec![format!("--log={level}"), "--no-control".to_owned()];
+    let mut words = vec![format!("--log={level}"), "--qmp=none".to_owned()];
     let device = arguments.connect.as_deref();
     let nbd = listening(arguments)?;
     if device.is_none() || nbd.is_some() {
@@ -299,7 +299,7 @@ mod tests {
     fn becomes(line: &str, expect: &str) {
         let mode = format!(" --socket-mode={:o}", 0o777 & !umask());
         let words = read(line).unwrap().replace(&mode, "").replacen("--log=error ", "", 1).replacen(
-            "--no-control ",
+            "--qmp=none ",
             "",
             1,
         );

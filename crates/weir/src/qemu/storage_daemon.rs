@@ -23,7 +23,7 @@ pub(super) fn main() -> ExitCode {
         |word: &OsString| ["--qmp", "--monitor"].iter().any(|name| word.to_string_lossy().starts_with(name));
     if !words.iter().any(named) {
         // It has no control socket by default.
-        before.push("--no-control".into());
+        before.push("--qmp=none".into());
     }
     let arguments = match Cli::serve(before.into_iter().chain(words)) {
         Ok(arguments) => arguments,

@@ -43,6 +43,7 @@ pub(super) struct AddGroup {
 
 impl Command for AddGroup {
     const NAME: &'static str = "x-weir-add-group";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self { name: arguments.required("name")?, keys: keys(arguments)? })

@@ -3,7 +3,7 @@
 //! [`node`](super::node) defines how QEMU's graph of nodes becomes a disk with a name. While a node
 //! is above a disk, the disk has the node's name.
 
-use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
+use std::{cell::Cell, iter::Peekable, path::Path, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
@@ -49,10 +49,18 @@ impl Command for BlockdevAdd {
         let Self { chain, told } = self;
         check_names(&registry, &chain)?;
         match &chain.bottom {
-            Bottom::Node(_) if chain.is_opened_anew() => open_over(&registry, chain, told).await?,
-            Bottom::Node(bottom) => put_over(&registry, &chain, bottom, told)?,
+            Bottom::Node(bottom) => {
+                let _turn = registry.change().await?;
+                match chain.is_opened_anew() {
+                    true => open_over(&registry, chain, told).await?,
+                    false => put_over(&registry, &chain, bottom, told)?,
+                }
+            }
             Bottom::Storage(storage) => {
-                add(&registry, &chain, storage, inner_nodes(&chain), told, None).await?;
+                // Without the lock: nothing bounds the time that a server takes.
+                let opened = open_bottom(&registry, &chain, storage, None).await?;
+                let _turn = registry.change().await?;
+                list(&registry, &chain, storage, inner_nodes(&chain), told, opened)?;
                 if let Err(why) = weir::settle(&registry).await {
                     registry.remove_disk(&chain.names[0]).await.map_err(generic)?;
                     weir::unsettle(&registry);
@@ -75,9 +83,20 @@ async fn add(
     told: Told,
     passed: Option<PassedFiles>,
 ) -> Result<(), Error> {
-    // Before the image is opened: invalid settings must not open a file.
-    let prefetch = chain.prefetch.apply_to(prefetch::PrefetchConfig::default())?;
     let opened = open_bottom(registry, chain, storage, passed).await?;
+    list(registry, chain, storage, below, told, opened)
+}
+
+/// Lists a disk whose image is open.
+fn list(
+    registry: &Rc<Registry>,
+    chain: &Chain,
+    storage: &StorageNode,
+    below: Vec<NodeBelow>,
+    told: Told,
+    opened: Opened,
+) -> Result<(), Error> {
+    let prefetch = chain.prefetch.apply_to(prefetch::PrefetchConfig::default())?;
     // Opening awaits; other commands may have used the names in the meantime.
     check_names(registry, chain)?;
     for node in &below {
@@ -153,6 +172,26 @@ pub(in crate::qmp) async fn add_again(
         chains.push((chain, sent.clone()));
     }
     let mut chains = chains.into_iter().peekable();
+    // Over a disk that was added by its keys.
+    let is_over = chains.peek().is_some_and(|(first, _)| matches!(first.bottom, Bottom::Node(_)));
+    if !is_over {
+        add_lowest(registry, &mut chains, passed).await?;
+    }
+    for (chain, sent) in chains {
+        let Bottom::Node(bottom) = &chain.bottom else {
+            return Err(Error::rule("file", "is no node below"));
+        };
+        put_over(registry, &chain, bottom, Some(vec![sent]))?;
+    }
+    Ok(())
+}
+
+/// Takes those commands off that made the lowest node, and the one whose format it was closed for.
+async fn add_lowest(
+    registry: &Rc<Registry>,
+    chains: &mut Peekable<impl Iterator<Item = (Chain, Map<String, Value>)>>,
+    passed: PassedFiles,
+) -> Result<(), Error> {
     let Some((first, sent)) = chains.next() else { return Err(Error::generic("nothing has made it")) };
     let Bottom::Storage(storage) = &first.bottom else {
         return Err(Error::rule("file", "is another disk's node"));
@@ -162,18 +201,11 @@ pub(in crate::qmp) async fn add_again(
         (Some((over, sent)), Some(lies)) => {
             let (lies, told) = (Rc::new(lies), one_more(Some(told), Some(vec![sent])));
             let nodes = nodes_over(&over, &first.names[0], &lies, &own);
-            add(registry, &over.over(&lies), &lies, nodes, told, Some(passed)).await?;
+            add(registry, &over.over(&lies), &lies, nodes, told, Some(passed)).await
         }
-        (None, _) => add(registry, &first, storage, own, Some(told), Some(passed)).await?,
-        (Some(_), None) => return Err(Error::rule("file", "is more than a file")),
+        (None, _) => add(registry, &first, storage, own, Some(told), Some(passed)).await,
+        (Some(_), None) => Err(Error::rule("file", "is more than a file")),
     }
-    for (chain, sent) in chains {
-        let Bottom::Node(bottom) = &chain.bottom else {
-            return Err(Error::rule("file", "is no node below"));
-        };
-        put_over(registry, &chain, bottom, Some(vec![sent]))?;
-    }
-    Ok(())
 }
 
 /// Appends the command of the node above.
@@ -410,6 +442,7 @@ pub(super) struct BlockdevDel {
 
 impl Command for BlockdevDel {
     const NAME: &'static str = "blockdev-del";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self { node: arguments.required("node-name")? })

@@ -50,6 +50,7 @@ struct Nbd {
 
 impl Command for BlockExportAdd {
     const NAME: &'static str = "block-export-add";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let is_sent = arguments.sent().is_some();
@@ -264,6 +265,7 @@ pub(super) struct BlockExportDel {
 
 impl Command for BlockExportDel {
     const NAME: &'static str = "block-export-del";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let removal = match arguments.choice("mode", &["safe", "hard"])? {

@@ -85,6 +85,7 @@ pub(super) enum SecretFrom {
 
 impl Command for ObjectAdd {
     const NAME: &'static str = "object-add";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let is_sent = arguments.sent().is_some();
@@ -234,6 +235,7 @@ pub(super) struct ObjectDel {
 
 impl Command for ObjectDel {
     const NAME: &'static str = "object-del";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self { id: arguments.required("id")? })
@@ -368,6 +370,7 @@ pub(super) struct QomSet {
 
 impl Command for QomSet {
     const NAME: &'static str = "qom-set";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self {

@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 
+use api::ResumedDisk;
 use policy::time::Duration;
 use serde_json::{Value, json};
 
@@ -54,13 +55,10 @@ impl Command for Resume {
             let failures = running.disk.failures();
             let left = deadline - reactor::now();
             let stopped_by = reactor::timeout(left, failures.wait_until_retried()).await.unwrap_or(None);
-            let mut told = json!({ "name": &**running.disk.name() });
-            if let Some(error) = stopped_by {
-                told["stopped-by"] = json!(error.to_string());
-            }
-            resumed.push(told);
+            let name = running.disk.name().to_string();
+            resumed.push(ResumedDisk { name, stopped_by: stopped_by.map(|error| error.to_string()) });
         }
-        Ok(Value::Array(resumed))
+        Ok(json!(resumed))
     }
 }
 

@@ -20,6 +20,7 @@ pub(super) struct RemoveDisk {
 
 impl Command for RemoveDisk {
     const NAME: &'static str = "x-weir-remove-disk";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self { name: arguments.required("name")? })

@@ -39,6 +39,7 @@ pub(super) struct NbdServerStart {
 
 impl Command for NbdServerStart {
     const NAME: &'static str = "nbd-server-start";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let is_sent = arguments.sent().is_some();
@@ -167,6 +168,7 @@ pub(super) struct NbdServerStop;
 
 impl Command for NbdServerStop {
     const NAME: &'static str = "nbd-server-stop";
+    const CHANGES: bool = true;
 
     fn read(_: &mut Arguments) -> Result<Self, Error> {
         Ok(Self)

@@ -41,6 +41,7 @@ pub(super) struct BlockSetIoThrottle {
 
 impl Command for BlockSetIoThrottle {
     const NAME: &'static str = "block_set_io_throttle";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let disk = device(arguments)?;

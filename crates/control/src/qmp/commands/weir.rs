@@ -36,6 +36,7 @@ pub(super) struct Set {
 
 impl Command for Set {
     const NAME: &'static str = "x-weir-set";
+    const CHANGES: bool = true;
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let name = arguments.required("name")?;

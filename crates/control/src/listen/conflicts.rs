@@ -1,0 +1,87 @@
+//! Addresses at which two servers of one daemon cannot both listen, however they are spelled.
+//!
+//! Never binds a socket: two sockets that do not listen share a port, so trying one address after
+//! the other finds nothing.
+
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    path::{self, Path, PathBuf},
+};
+
+use settings::ListenAddress;
+
+use super::resolve;
+
+/// Indexes of each address that an earlier one of the list excludes, with that of the earlier one.
+/// Host names that are not known exclude nothing.
+pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
+    let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
+    let mut ports: HashMap<u16, Vec<(IpAddr, usize)>> = HashMap::new();
+    let mut found = Vec::new();
+    for (index, address) in all.iter().enumerate() {
+        match address {
+            ListenAddress::Unix(path) => {
+                let first = *sockets.entry(whole(path)).or_insert(index);
+                found.extend((first != index).then_some((index, first)));
+            }
+            // Any free port.
+            ListenAddress::Tcp { port: 0, .. } => {}
+            ListenAddress::Tcp { host, port } => {
+                let own = resolve(address, host, *port).unwrap_or_default();
+                let others = ports.entry(*port).or_default();
+                let is_excluded =
+                    |(other, _): &&(IpAddr, usize)| own.iter().any(|one| overlap(one.ip(), *other));
+                let first = others.iter().find(is_excluded).map(|(_, first)| *first);
+                found.extend(first.map(|first| (index, first)));
+                others.extend(own.iter().map(|one| (one.ip(), index)));
+            }
+        }
+    }
+    found
+}
+
+/// True if two sockets that listen at one port of these addresses exclude each other: `[::]` takes
+/// IPv4 too (ipv6(7), IPV6_V6ONLY).
+fn overlap(one: IpAddr, other: IpAddr) -> bool {
+    let takes = |one: IpAddr, other: IpAddr| one.is_unspecified() && (one.is_ipv6() || other.is_ipv4());
+    one == other || takes(one, other) || takes(other, one)
+}
+
+/// The path of a socket with the links of its directory followed.
+fn whole(path: &Path) -> PathBuf {
+    let path = path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let directory = path.parent().and_then(|parent| parent.canonicalize().ok());
+    match (directory, path.file_name()) {
+        (Some(directory), Some(name)) => directory.join(name),
+        _ => path,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_excluded_however_it_is_spelled() {
+        let root = tempfile::tempdir().unwrap();
+        let link = root.path().join("link");
+        std::os::unix::fs::symlink(root.path(), &link).unwrap();
+        let sockets = [root.path(), &link].map(|directory| format!("unix:{}", directory.join("s").display()));
+        for (one, other, is_excluded) in [
+            ("127.0.0.1:7", "127.0.0.1:7", true),
+            ("127.0.0.1:7", "0.0.0.0:7", true),
+            ("[::]:7", "127.0.0.1:7", true),
+            ("0.0.0.0:7", "[::1]:7", false),
+            ("127.0.0.1:7", "127.0.0.2:7", false),
+            ("127.0.0.1:7", "127.0.0.1:8", false),
+            ("127.0.0.1:0", "127.0.0.1:0", false),
+            (&sockets[0], &sockets[1], true),
+            (&sockets[0], "unix:/s", false),
+        ] {
+            let all = ["unix:/first", one, other].map(|text| text.parse().unwrap());
+            let expected = if is_excluded { vec![(2, 1)] } else { Vec::new() };
+            assert_eq!(conflicts(&all), expected, "{one} {other}");
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Findings of `weir check-config --json`.
+
+use std::path::PathBuf;
+
+use api::{Diagnostic, Severity};
+use console::{CommandFailure, logging};
+use control::listen::Others;
+use settings::{ParsedConfig, Origin, DesiredState, ConfigError};
+
+/// Everything that is found, errors first.
+///
+/// # Errors
+/// The check itself cannot be done.
+pub(super) fn find(
+    draft: ParsedConfig,
+    plan: Result<DesiredState, Vec<ConfigError>>,
+    file: PathBuf,
+) -> Result<Vec<Diagnostic>, CommandFailure> {
+    let name = file.display().to_string();
+    let plan = match plan {
+        Ok(plan) => plan,
+        Err(all) => return Ok(all.into_iter().map(|wrong| of_error(&wrong.into(), &name)).collect()),
+    };
+    logging::keep_warnings();
+    let errors = super::found(draft, plan, Others::MayHave, Some(file))?;
+    let errors = errors.iter().map(|error| of_error(error, &name));
+    let warnings = logging::kept_warnings();
+    Ok(errors.chain(warnings.iter().map(|text| of_warning(text, &name))).collect())
+}
+
+fn of_error(error: &anyhow::Error, file: &str) -> Diagnostic {
+    let place = error.downcast_ref::<Origin>().or_else(|| Some(error.downcast_ref::<ConfigError>()?.place()));
+    let text = console::message(error);
+    let message = place.and_then(|place| text.strip_prefix(&format!("{place}: ")).map(str::to_owned));
+    let at = place.and_then(Origin::in_file);
+    Diagnostic {
+        severity: Severity::Error,
+        file: file.to_owned(),
+        line: at.map(|(_, line, _)| line as u64),
+        key: at.map(|(_, _, key)| key.to_owned()),
+        message: message.unwrap_or(text),
+    }
+}
+
+/// A warning about a line begins with the file and the line.
+fn of_warning(text: &str, file: &str) -> Diagnostic {
+    let behind = text.strip_prefix(file).and_then(|rest| rest.strip_prefix(':'));
+    let at = behind.and_then(|rest| rest.split_once(": "));
+    let line = at.and_then(|(line, _)| line.parse().ok());
+    let key = at.filter(|_| line.is_some()).and_then(|(_, rest)| rest.split_once(" = "));
+    Diagnostic {
+        severity: Severity::Warning,
+        file: file.to_owned(),
+        line,
+        key: key.map(|(key, _)| key.to_owned()),
+        message: text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finding_names_line_and_key_apart_from_its_message() {
+        let error = anyhow::anyhow!("no such file");
+        let found = of_error(&error, "f");
+        assert_eq!((found.line, found.key, &*found.message), (None, None, "no such file"));
+        let found = of_warning("f:3: disk.a.image = \"b\": no answer", "f");
+        assert_eq!((found.line, found.key.as_deref()), (Some(3), Some("disk.a.image")));
+        let found = of_warning("no disk is in this group name=\"g\"", "f");
+        assert_eq!((found.line, found.key), (None, None));
+    }
+}
