@@ -285,7 +285,7 @@ fn hosts_join_share_change_and_outlive_their_leader_and_etcd() {
     let mut events = Qmp::negotiated(&hosts[witness].control);
     etcd.kill();
     until("all are at their safe share", || hosts.iter().all(|host| host.part() <= 1500 / 50));
-    let event = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_apart");
+    let event = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
     hosts[witness].weir().wait_for_log("the fallback share applies");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
@@ -379,23 +379,23 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     assert!(said.ended() == Some(0) && said.said().contains("no host has it"), "{}", said.said());
     assert!(!set("gold").said().contains("no host has it"), "it is here");
     // What is shown is what was set.
-    one.run(&["throttle", "gold", "--cluster", "--safe-share", "0.125%"]).succeeds();
+    one.run(&["throttle", "gold", "--cluster", "--fallback-share", "0.125%"]).succeeds();
     let shown = || one.run(&["throttle", "gold", "--cluster"]).succeeds();
     until("it is shown", || {
-        shown().ends_with("  iops-total  2000\n  hosts       16\n  safe-share  0.125%\n")
+        shown().ends_with("  iops-total      2000\n  hosts           16\n  fallback-share  0.125%\n")
     });
-    let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "default"]).succeeds();
-    assert_eq!(said, "gold: safe-share: 0.125% → default, on all hosts\n");
+    let said = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
+    assert_eq!(said, "gold: fallback-share: 0.125% → default, on all hosts\n");
     // Most of it would be for hosts that are not there.
-    let outcome = one.run(&["throttle", "gold", "--cluster", "--safe-share", "5%"]).run();
-    assert_eq!((outcome.ended(), &*outcome.printed()), (Some(0), "gold: safe-share: 5%, on all hosts\n"));
+    let outcome = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "5%"]).run();
+    assert_eq!((outcome.ended(), &*outcome.printed()), (Some(0), "gold: fallback-share: 5%, on all hosts\n"));
     assert_says(
         &outcome.said(),
         &["fallback shares reserve 80% of its limits, 5% for each of 16 hosts", "--hosts"],
     );
-    one.run(&["throttle", "gold", "--cluster", "--safe-share", "default"]).succeeds();
+    one.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
     until("it is as at first", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
-    let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "2"]).run();
+    let said = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "2"]).run();
     assert_says(&said.said(), &["such as 2%", "or default"]);
     // Limits of such a group are not one host's to change.
     let said = one.run(&["throttle", "gold", "--iops-total", "5"]).fails();
@@ -475,12 +475,12 @@ fn a_host_more_than_the_safe_share_is_enough_for_makes_it_less() {
     let etcd = Etcd::start(&scratch);
     let mut hosts = vec![Host::start("a", &etcd)];
     until("it leads", || leader_of(&hosts[0]).is_some());
-    let limits = ["--iops-total", "1000", "--hosts", "1", "--safe-share", "60%"];
+    let limits = ["--iops-total", "1000", "--hosts", "1", "--fallback-share", "60%"];
     hosts[0].run(&[&["throttle", "gold", "--cluster"], &limits[..]].concat()).succeeds();
     until("it holds", || hosts[0].part() <= 1000);
     hosts.push(Host::start("b", &etcd));
     hosts[0].weir().wait_for_log("the fallback share was too much for this number of hosts");
-    let safe = |host: &Host| host.cluster()["groups"][0]["safe-share-ppm"].as_u64();
+    let safe = |host: &Host| host.cluster()["groups"][0]["fallback-share-ppm"].as_u64();
     until("it is known", || hosts.iter().all(|host| safe(host) == Some(300_000)));
     until("it holds on both", || sum(&hosts) <= 1000);
 }
@@ -701,12 +701,12 @@ fn what_a_newer_weir_has_written_is_left_alone_and_the_safe_share_holds() {
         assert_says(&host.run(&["throttle", "gold", "--cluster"]).fails(), &["has version 99"]);
         assert_says(&host.run(&["group", "remove", "gold", "--cluster"]).fails(), &["group gold"]);
         let shown = host.run(&["cluster", "status"]).succeeds();
-        assert_says(&shown, &["group gold: its state in etcd has version 99", "have their fallback shares"]);
-        assert_eq!(host.cluster()["not-understood"][0]["group"], "gold");
+        assert_says(&shown, &["group gold: its state in etcd have version 99", "have their fallback shares"]);
+        assert_eq!(host.cluster()["unreadable-groups"][0]["group"], "gold");
     }
     // Nor is a group that nobody here has known.
     write_to(&etcd, "all/group/new", newer);
-    until("it is known", || hosts[0].cluster()["not-understood"].as_array().map(Vec::len) == Some(2));
+    until("it is known", || hosts[0].cluster()["unreadable-groups"].as_array().map(Vec::len) == Some(2));
     let said = hosts[0].run(&["throttle", "new", "--cluster", "--iops-total", "1000"]).fails();
     assert_says(&said, &["group new: not changed", "has version 99"]);
     for group in ["gold", "new"] {

@@ -116,7 +116,7 @@ fn a_limit_that_is_hit_and_clients_that_come_and_go_are_events() {
             crate::harness::nbdsh(script, [uri, text(&done).to_owned()])
         }
     });
-    let came = next(&mut client, "client_in");
+    let came = next(&mut client, "session_started");
     assert_eq!(
         (&came["disk"], &came["data"]["type"], &came["data"]["export"]),
         (&json!("a"), &json!("nbd"), &json!("a"))
@@ -126,7 +126,7 @@ fn a_limit_that_is_hit_and_clients_that_come_and_go_are_events() {
     assert!(hit["data"]["percent"].as_u64() >= Some(50), "{hit}");
     fs::write(&done, "").unwrap();
     busy.join().unwrap();
-    let went = next(&mut client, "client_out");
+    let went = next(&mut client, "session_ended");
     assert_eq!(went["data"]["client"], came["data"]["client"]);
     let released = next(&mut client, "limit_released");
     assert_eq!((&released["disk"], &released["data"]["limit"]), (&json!("a"), &json!("iops-total")));

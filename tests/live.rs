@@ -38,7 +38,7 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
             .args(["--time_based", "--runtime=10m"])
             .arg(format!("--uri={uri}"));
         let load = scope.spawn(|| load.run());
-        wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["binding"] == "iops-total");
+        wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["throttle-cause"] == "iops-total");
         while !prints(&scratch, &["status"]).contains("iops-total\n") {
             assert!(!load.is_finished(), "what binds is not said as long as the load runs");
         }
@@ -56,7 +56,7 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
         let latency_p99 = disk["rate"]["latency-ns"]["p99"].as_u64();
         assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "a wait is a part of the latency: {disk:#}");
         let idle = find(&status, "disks", "b");
-        assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["binding"]), (&0.0.into(), &Value::Null));
+        assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["throttle-cause"]), (&0.0.into(), &Value::Null));
         assert_says(&prints(&scratch, &["status"]), &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"]);
 
         let said = prints(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);

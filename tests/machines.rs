@@ -163,7 +163,7 @@ fn a_machine_is_served_beside_other_clients() {
     assert!(is_turned_away(front_end(&socket)), "one machine at a time");
     assert_says(
         &weir.wait_for_log("was turned away from disk disk"),
-        &["client_turned_away", "is connected"],
+        &["client_rejected", "is connected"],
     );
     let export = exports(&mut qmp).pop().expect("two");
     assert_eq!(
@@ -288,7 +288,7 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
         bench("-c 10 -s 4K", format!("vhost-user:{}", text(&socket))).succeeds();
     }
     let events = until(|| Some(of_machines()).filter(|events| events.len() == 4));
-    assert_eq!(kinds(&events), ["client_in", "client_out", "client_in", "client_out"]);
+    assert_eq!(kinds(&events), ["session_started", "session_ended", "session_started", "session_ended"]);
     for pair in events.chunks(2) {
         let [came, went] = [&pair[0], &pair[1]].map(|event| &event["data"]);
         assert_eq!((&came["export"], &pair[0]["disk"]), (&json!("e"), &json!("disk")));
@@ -304,7 +304,7 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
     first.write_all(&[0xff; 12]).expect("it reads");
     assert!(is_turned_away(first));
     let events = until(|| Some(of_machines().split_off(4)).filter(|events| events.len() >= 2));
-    assert_eq!(kinds(&events), ["client_turned_away", "client_disconnected"]);
+    assert_eq!(kinds(&events), ["client_rejected", "client_disconnected"]);
     let ours = json!(std::process::id());
     let [away, fault] = [&events[0]["data"], &events[1]["data"]];
     assert_eq!(

@@ -260,7 +260,7 @@ fn whose_limit_held_is_told() {
     let page = daemon.page();
     let held = |disk: &str, of: &str, limit: &str| {
         page.find(&format!(
-            "weir_disk_throttled_seconds_total{{disk=\"{disk}\",of=\"{of}\",limit=\"{limit}\",operation=\"read\"}}"
+            "weir_disk_throttled_seconds_total{{disk=\"{disk}\",level=\"{of}\",limit=\"{limit}\",operation=\"read\"}}"
         ))
     };
     // 1 or 2 pass at once, and the others after 250 or 400 ms each: slow clients take up a part of

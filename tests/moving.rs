@@ -353,7 +353,7 @@ fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
     until("both know it", || knows(&a) && knows(&b));
     a.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
     let promised = |host: &Host| {
-        host.run(&["cluster", "status", "--json"]).json()["groups"][0]["promised"]["iops"].as_u64()
+        host.run(&["cluster", "status", "--json"]).json()["groups"][0]["reserved"]["iops"].as_u64()
     };
     until("the other knows of it", || promised(&b) == Some(2000));
     assert!(UnixStream::connect(&socket).is_ok());

@@ -287,7 +287,7 @@ fn a_cluster_is_simulated_and_what_is_none_is_refused() {
             "iops-total: 50 is too low: each of up to 100 hosts may use 1 a second without etcd (set at least 100, or fewer hosts)",
         ),
         (
-            &["hosts=2,promised=100,reservation=2000", "--iops-total", "100"],
+            &["hosts=2,reserved=100,reservation=2000", "--iops-total", "100"],
             "reserved in total, more than the limit of 100",
         ),
     ] {

@@ -55,9 +55,9 @@ fn waits(scratch: &Scratch, disk: &str) -> bool {
 fn told(outcome: &Outcome) -> Vec<[String; 3]> {
     let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
     let word = |value: &Value| value.as_str().expect("a word").to_owned();
-    let lines = told["promises"].as_array().expect("a list").iter();
+    let lines = told["guarantees"].as_array().expect("a list").iter();
     let name = |line: &Value| word(line.get("disk").unwrap_or(&line["group"]));
-    lines.map(|line| [word(&line["promise"]), name(line), word(&line["verdict"])]).collect()
+    lines.map(|line| [word(&line["guarantee"]), name(line), word(&line["verdict"])]).collect()
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     }
     assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
     let whole: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
-    let gold = whole["promises"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
+    let gold = whole["guarantees"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
     let figures = &gold.expect("a line")["figures"];
     assert_eq!((figures["rate"].as_f64(), figures["burst"].as_f64()), (Some(100.0), Some(10.0)));
     assert!(figures["passed"].as_f64() > Some(75.0), "{figures:#}");

@@ -16,7 +16,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     until("both know it", || hosts.iter().all(|host| host.part() < 3000));
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
-    let promised = |host: &Host| host.cluster()["groups"][0]["promised"]["iops"].as_u64();
+    let promised = |host: &Host| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
     until("the other knows of it", || promised(&hosts[1]) == Some(2000));
     until("and of what is left", || {
         let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
@@ -72,7 +72,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     let leader = &hosts[usize::from(leader == "b")];
     leader.weir().wait_for_log("its hosts reserve 3500, more than the limit of 3000");
     let shown = hosts[0].cluster();
-    assert_eq!(shown["groups"][0]["overpromised"]["iops"], 500);
+    assert_eq!(shown["groups"][0]["overcommitted"]["iops"], 500);
     let said = hosts[1].run(&["cluster", "status"]).succeeds();
     assert!(said.contains("500 IOPS more than available"), "{said}");
 }
@@ -80,7 +80,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
 /// What a host's disk is promised, and what is left out of that.
 fn promise_of(host: &Host) -> (Option<u64>, Option<u64>) {
     let disk = host.status()["disks"][0].clone();
-    (disk["iops-reservation"].as_u64(), disk["promise-left-out"]["iops-reservation"].as_u64())
+    (disk["iops-reservation"].as_u64(), disk["unmet-reservation"]["iops-reservation"].as_u64())
 }
 
 /// A host whose config file promises so much to its disk.
@@ -122,7 +122,7 @@ fn a_start_is_served_without_what_others_leave_no_room_for() {
         b.weir().wait_for_log(expect);
     }
     assert_says(&b.run(&["status"]).succeeds(), &["UNMET RESERVATION", "iops 1500", "a 2000 IOPS"]);
-    until("both are known", || b.cluster()["groups"][0]["promised-by"]["a"]["iops"] == 2000);
+    until("both are known", || b.cluster()["groups"][0]["reserved-by"]["a"]["iops"] == 2000);
     assert_says(&a.run(&["cluster", "status"]).succeeds(), &["reserved 2000 IOPS (a 2000 IOPS)"]);
     // A reload that asks for the same goes on; one that asks for more is refused.
     b.run(&["reload"]).succeeds();
@@ -133,7 +133,7 @@ fn a_start_is_served_without_what_others_leave_no_room_for() {
     // There is room: it is promised by itself.
     let mut events = Qmp::negotiated(&b.control);
     a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
-    let made = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "promise_made");
+    let made = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "reservation_in_force");
     assert_eq!(made.unwrap()["data"]["iops-reservation"], 1500);
     assert_eq!(promise_of(&b), (Some(1500), None));
     assert!(at_etcd("b").contains("[1500,0]"));
@@ -156,7 +156,7 @@ fn what_a_host_has_promised_waits_for_its_next_run() {
     b.again();
     until("both have joined", || [&a, &b].iter().all(|host| host.cluster()["joined"] == true));
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    let by = |host: &Host, name: &str| host.cluster()["groups"][0]["promised-by"][name]["iops"].as_u64();
+    let by = |host: &Host, name: &str| host.cluster()["groups"][0]["reserved-by"][name]["iops"].as_u64();
     until("both are promised", || by(&b, "a") == Some(2000) && by(&a, "b") == Some(500));
     let raise = |host: &Host, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
     for is_crash in [false, true] {
@@ -195,5 +195,5 @@ fn what_a_host_has_promised_waits_for_its_next_run() {
     );
     assert_eq!(promise_of(&b), (Some(1500), None));
     until("it is so in etcd", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
-    assert!(b.cluster()["groups"][0]["overpromised"].as_object().unwrap().is_empty());
+    assert!(b.cluster()["groups"][0]["overcommitted"].as_object().unwrap().is_empty());
 }

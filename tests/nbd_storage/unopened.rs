@@ -57,13 +57,9 @@ fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
     let Party { scratch, silent, weir } = Party::new();
     Client::new("qemu-io").args(["-f", "raw", "-c", "write -P 1 0 4k", &at(&scratch, "near")]).succeeds();
     let told = status(&scratch, "0");
-    assert!(find(&told, "unopened", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
+    assert!(find(&told, "unavailable", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
     assert_says(&prints(&scratch, &["status", "far"]), &["UNAVAILABLE", "far", "no response yet"]);
-    assert_says(
-    // Nobody else can be called so, and what is to be done with it is told why that cannot be.
-        &weir.wait_for_log("disk_unopened"),
-        &["disk far: ", "does not answer; everything else is served meanwhile"],
-    );
+    assert_says(&weir.wait_for_log("disk_unavailable"), &["disk far: ", "does not answer; everything else is served meanwhile"]);
     // Nobody else can be called so, and what is to be done with it is told why that cannot be.
     let late = ["is not available yet", "weir status"];
     assert_says(&fails(&scratch, &["throttle", "far", "--iops-total", "5"]), &late);
@@ -78,12 +74,12 @@ fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
     let changes = prints_json(&scratch, &["reload", "--json"]);
     let disks = changes.as_array().unwrap().iter().filter(|change| change["kind"] == "disk");
     let disks: Vec<_> = disks.map(|change| (change["name"].clone(), change["change"].clone())).collect();
-    assert_eq!(disks, [(json!("more"), json!("added")), (json!("far"), json!("unopened"))]);
+    assert_eq!(disks, [(json!("more"), json!("added")), (json!("far"), json!("unavailable"))]);
     // The server is there now.
     let file = half_full(&scratch);
     drop(silent);
     let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| told["unavailable"].is_null());
     wait_until(&scratch, |told| {
         told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
     });
@@ -110,7 +106,7 @@ fn it_can_be_removed_or_be_another_before_it_is_there() {
         connection.0.set_nonblocking(false).unwrap();
         std::io::copy(&mut &connection.0, &mut std::io::sink()).expect("its end");
     }
-    assert!(status(&scratch, "0")["unopened"].is_null());
+    assert!(status(&scratch, "0")["unavailable"].is_null());
     assert_says(&fails(&scratch, &["disk", "remove", "far"]), &["no disk has this name"]);
     // The file may have another of that name at once.
     write(&scratch, "[disk.far]\nimage = \"memory:1M\"\n");
@@ -144,7 +140,7 @@ fn another_image_is_opened_once_the_file_has_it() {
     }
     write(&scratch, "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n");
     assert_says(&prints(&scratch, &["reload"]), &["far", "its image is not available yet"]);
-    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| told["unavailable"].is_null());
     wait_until(&scratch, |told| {
         told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
     });
@@ -181,7 +177,7 @@ fn who_names_no_export_has_the_first_of_the_file_and_never_another() {
     size_of("").fails();
     assert_eq!(size_of("other").succeeds().trim(), MIB.to_string());
     let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| told["unavailable"].is_null());
     wait_until(&scratch, |told| told["exports"].as_array().unwrap().len() == 2);
     assert_eq!(size_of("").succeeds().trim(), size.to_string());
     weir.stop();
@@ -235,12 +231,12 @@ fn a_reload_goes_on_without_it_too_and_keeps_no_other_waiting() {
     fs::write(&file, format!("{at_start}{}", far(&scratch, ""))).unwrap();
     assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
     assert_says(&prints(&scratch, &["reload"]), &["gold", "far", "its image is not available yet"]);
-    weir.wait_for_log("disk_unopened");
+    weir.wait_for_log("disk_unavailable");
     fs::write(&file, format!("{at_start}{}[disk.more]\nimage = \"memory:1M\"\n", far(&scratch, ""))).unwrap();
     assert_says(&prints(&scratch, &["reload"]), &["more", "added", "its image is not available yet"]);
     fs::write(&file, &at_start).unwrap();
     assert_says(&prints(&scratch, &["reload"]), &["removed"]);
-    assert!(status(&scratch, "0")["unopened"].is_null());
+    assert!(status(&scratch, "0")["unavailable"].is_null());
     weir.stop();
     drop(silent);
 }
@@ -255,12 +251,12 @@ fn what_it_is_promised_keeps_it_from_nobody() {
     let weir = serve(&scratch, &write(&scratch, &promised));
     prints(&scratch, &["throttle", "near", "--iops-reservation", "900"]);
     let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    weir.wait_for_log("promise_left_out");
-    let left_out = |told: &serde_json::Value| find(told, "disks", "far")["promise-left-out"].clone();
+    weir.wait_for_log("reservation_unmet");
+    let left_out = |told: &serde_json::Value| find(told, "disks", "far")["unmet-reservation"].clone();
     assert_eq!(left_out(&status(&scratch, "0"))["iops-reservation"], 250);
     // As soon as there is room.
     prints(&scratch, &["throttle", "near", "--iops-reservation", "100"]);
-    weir.wait_for_log("promise_made");
+    weir.wait_for_log("reservation_in_force");
     assert_eq!(find(&status(&scratch, "0"), "disks", "far")["iops-reservation"], 250);
     weir.stop();
     server.crash();
@@ -306,12 +302,12 @@ fn who_takes_over_goes_on_without_it_too() {
     let new = Serve::new(&scratch).where_said().arg("--takeover").arg("--config").arg(file).start();
     let (status, said) = weir.wait();
     assert!(status.success(), "{said}");
-    wait_until(&scratch, |told| told["unopened"][0]["name"] == "far");
+    wait_until(&scratch, |told| told["unavailable"][0]["name"] == "far");
     Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "near")]).succeeds();
     let file = half_full(&scratch);
     drop(silent);
     let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| told["unavailable"].is_null());
     new.stop();
     server.crash();
 }

@@ -23,7 +23,7 @@ from visit import expect
 
 # Widths of phones, tablets and desks; next to where the page changes its shape.
 WIDTHS = (360, 390, 640, 641, 900, 1099, 1100, 1280, 1399, 1400, 1440, 1920)
-# What is told of a disk, and what LIMIT shows of it.
+# What is told of a disk, and what HELD BY shows of it.
 LIMITS = {
     "wiki": ({"limits": {"iops-total": 10000, "iops-total-max": 20000, "iops-total-max-length": 10}}, "iops 10000↑20000×10s"),
     "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1.5G"),

@@ -47,7 +47,7 @@ fn counters(house: &House) -> BTreeMap<String, f64> {
 fn throttled(entry: &Value) -> Value {
     let mut told = entry["throttle"].clone();
     // What is so now, and what was of late.
-    for now in ["tokens", "buckets", "waiting", "recent-wait-ns", "binding"] {
+    for now in ["tokens", "buckets", "waiting", "recent-wait-ns", "throttle-cause"] {
         told.as_object_mut().expect("an object").remove(now);
     }
     told

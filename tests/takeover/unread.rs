@@ -68,10 +68,10 @@ fn who_takes_no_replies_is_disconnected_and_nobody_else() {
     assert_eq!(known, before.len(), "what has happened before is known: {after:?}");
     let last = before.last().expect("two came").0;
     // That the second has gone the old one may have told, and the newcomer tells of neither.
-    let gone = after.iter().filter(|(id, kind)| *id > last && kind == "client_out").count();
+    let gone = after.iter().filter(|(id, kind)| *id > last && kind == "session_ended").count();
     assert!(gone <= 1, "{after:?}");
-    after.retain(|(id, kind)| *id > last && kind != "client_out");
-    assert!(after.iter().all(|(_, kind)| kind != "client_in" && kind != "client_out"), "{after:?}");
+    after.retain(|(id, kind)| *id > last && kind != "session_ended");
+    assert!(after.iter().all(|(_, kind)| kind != "session_started" && kind != "session_ended"), "{after:?}");
     assert!(after.iter().any(|(_, kind)| kind == "taken_over"), "{after:?}");
     reads.go_on();
     does_not.go_on();

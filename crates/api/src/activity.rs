@@ -42,6 +42,7 @@ pub struct Delta {
     /// Changed members of devices, each with its name.
     pub devices: Vec<ActivityObject>,
     /// Names of removed objects.
+    #[serde(rename = "removed")]
     pub gone: RemovedNames,
 }
 
@@ -152,6 +153,7 @@ pub struct MemberActivity {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ThrottleCause {
     /// `disk`, `group` for the group of the disk, or `above` for a group around that.
+    #[serde(rename = "level")]
     pub of: &'static str,
     /// Name of the disk or group that has the limit.
     pub name: String,
@@ -238,6 +240,7 @@ pub struct PrefetchActivity {
     /// Sequential streams that are tracked.
     pub streams: u64,
     /// True if reading ahead is suspended, because little of the data was used.
+    #[serde(rename = "suspended")]
     pub closed: bool,
 }
 

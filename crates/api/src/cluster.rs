@@ -36,13 +36,15 @@ pub struct ClusterReport {
     /// Groups whose limits the hosts share.
     pub groups: Vec<ClusterGroup>,
     /// Sum of the reservations on all hosts.
+    #[serde(rename = "reserved")]
     pub promised: ReservedRates,
     /// Lowest capacity that a host measured below its disks; 0 is unknown.
     pub capacity: ReservedRates,
     /// Groups in etcd that this version cannot read.
-    #[serde(rename = "not-understood", skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unreadable_groups: Vec<UnreadableGroup>,
     /// The groups of the cluster on the host that reports.
+    #[serde(rename = "local-groups")]
     pub here: Vec<LocalQuota>,
 }
 
@@ -61,7 +63,7 @@ pub struct ClusterHost {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Age of its last report; known to the leader alone.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "last-report-ms-ago", skip_serializing_if = "Option::is_none")]
     pub heard_ms_ago: Option<u64>,
 }
 
@@ -76,19 +78,25 @@ pub struct ClusterGroup {
     /// Limits of all hosts together.
     pub limits: LimitValues,
     /// Number of hosts that fallback shares are computed for.
+    #[serde(rename = "max-hosts")]
     pub most_hosts: u32,
     /// Fallback share of each host, by the limit's name.
+    #[serde(rename = "fallback-share")]
     pub safe_share: LimitValues,
     /// Fallback share of each host in millionths, where it is configured.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "fallback-share-ppm", skip_serializing_if = "Option::is_none")]
     pub safe_share_ppm: Option<u32>,
     /// Sum of the reservations in the group on all hosts.
+    #[serde(rename = "reserved")]
     pub promised: ReservedRates,
     /// Reservations in the group by host.
+    #[serde(rename = "reserved-by")]
     pub promised_by: BTreeMap<String, ReservedRates>,
     /// Largest sum of reservations that the limits admit.
+    #[serde(rename = "reservable")]
     pub promisable: ReservedRates,
     /// The part of the reservations that exceeds it.
+    #[serde(rename = "overcommitted")]
     pub overpromised: ReservedRates,
     /// Hosts that have disks in the group.
     pub hosts: Vec<ClusterMember>,
@@ -109,10 +117,12 @@ pub struct ClusterMember {
     /// Quota in force: lease and fallback share.
     pub in_force: LimitValues,
     /// Its fallback share.
+    #[serde(rename = "fallback-share")]
     pub safe_share: LimitValues,
     /// Quota of the last grant.
     pub granted: LimitValues,
     /// Its reservations.
+    #[serde(rename = "reserved")]
     pub promised: ReservedRates,
 }
 

@@ -34,7 +34,7 @@ pub struct DaemonStatus {
     /// Disks whose images are open.
     pub disks: Vec<DiskStatus>,
     /// Disks of the config whose storage has not answered yet.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "unavailable", skip_serializing_if = "Vec::is_empty")]
     pub unopened: Vec<UnavailableDisk>,
     /// All groups, also those without disks.
     pub groups: Vec<GroupStatus>,
@@ -201,8 +201,8 @@ pub struct ExportCounters {
     /// True for a ublk device that stays when its server ends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub survives: Option<bool>,
-    /// Memory that a ublk device lends to its server.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Memory of a ublk device for the data of requests.
+    #[serde(rename = "buffer-bytes", skip_serializing_if = "Option::is_none")]
     pub lent_bytes: Option<u64>,
     /// True if a ublk device uses zero copy.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -394,6 +394,7 @@ pub struct MemoryStatus {
     /// Requests in flight and unread replies.
     pub requests: u64,
     /// The largest value of `requests` since the start.
+    #[serde(rename = "max-requests")]
     pub most_requests: u64,
     /// Number of requests that wait for memory.
     pub waiting: u64,
@@ -450,6 +451,7 @@ pub struct PrefetchStatus {
     /// Sequential streams that are tracked.
     pub streams: u64,
     /// True if reading ahead is suspended, because little of the data was used.
+    #[serde(rename = "suspended")]
     pub closed: bool,
     /// Share of reads that were answered from memory, wholly or in part, 0 to 1. Absent before the
     /// first read.
@@ -532,8 +534,7 @@ pub struct MemberSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_reservation: Option<u64>,
     /// Reservations that do not fit into the cluster and are not in force.
-    // JSON keys are stable; the field has the term of the glossary.
-    #[serde(rename = "promise-left-out", skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub unmet_reservation: Option<UnmetReservation>,
     /// Utilization of the device in percent below which limits are not enforced.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -568,6 +569,7 @@ pub struct UnmetReservation {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_reservation: Option<u64>,
     /// Reason.
+    #[serde(rename = "reason")]
     pub why: String,
 }
 
@@ -625,7 +627,7 @@ pub struct ThrottleStatus {
     /// Time during which requests waited for these limits.
     pub limited_ns: u64,
     /// The limit that requests waited for last.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "throttle-cause", skip_serializing_if = "Option::is_none")]
     pub binding: Option<String>,
     /// Operations or bytes that each limit admits at once, by the limit's name.
     pub tokens: LimitValues,
@@ -716,8 +718,7 @@ pub struct DeviceStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capacity_source: Option<String>,
     /// Share of the capacity in use, 0 to 1.
-    // JSON keys are stable; the field has the term of the glossary.
-    #[serde(rename = "use", skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub utilization: Option<f64>,
 }
 

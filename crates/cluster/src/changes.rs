@@ -75,7 +75,7 @@ pub(super) fn change_report(known: &SessionState, name: &String, group: &GroupVa
         "used": known.promises.values().any(|promises| has_group(promises, name)),
     });
     if let Some(ppm) = group.safe_share_ppm {
-        shown["safe-share-ppm"] = ppm.into();
+        shown["fallback-share-ppm"] = ppm.into();
     }
     shown
 }
@@ -147,7 +147,7 @@ fn changed_group(before: Option<&GroupValue>, change: &GroupLimitChange, safe_sh
     let group = GroupValue::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, random() as u32);
     // Only for a new group can the config file's fallback share be the cause.
     let is_of_file = change.safe_share_ppm.is_none() && before.is_none() && safe_share_ppm.is_some();
-    group.spec().map_err(|why| match is_of_file && why.starts_with("safe-share: ") {
+    group.spec().map_err(|why| match is_of_file && why.starts_with("fallback-share: ") {
         true => format!("{why}; it is set in [cluster] of this host's config file"),
         false => why,
     })?;
@@ -253,7 +253,7 @@ mod tests {
         assert!(said.starts_with("iops-total: 5 is too low") && said.contains("at least 16"), "{said}");
         assert!(changed_group(None, &of(&[(IOPS, 16)]), None).is_ok());
         let said = changed_group(None, &of(&[(IOPS, 500)]), Some(100_000)).unwrap_err();
-        assert!(said.contains("safe-share: 10 %") && said.contains("at most 6.25 %"), "{said}");
+        assert!(said.contains("fallback-share: 10 %") && said.contains("at most 6.25 %"), "{said}");
         assert!(changed_group(None, &of(&[(IOPS, 500)]), Some(62_500)).is_ok());
     }
 }

@@ -101,6 +101,6 @@ impl ClusterHooks for Registry {
             "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit of {there} (lower reservations, or set a higher limit)"
         );
         let news = News::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
-        self.events.tell(news.with("unit", unit).with("promised", promised).with("limit", there));
+        self.events.tell(news.with("unit", unit).with("reserved", promised).with("limit", there));
     }
 }

@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(events.since(0).len(), BURST as usize + 1);
         events.tell_at(at(1200), UNIX_EPOCH, news(Kind::ClientIn));
         let last = events.since(0).pop().unwrap();
-        assert_eq!(last.data["left-out"], 10_000 - BURST);
+        assert_eq!(last.data["suppressed"], 10_000 - BURST);
         let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
         assert_eq!((of(Kind::ClientIn), of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
     }

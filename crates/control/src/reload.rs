@@ -121,7 +121,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     // First: unavailable disks may still refer to groups that are removed below.
     let whole = unopened.settle(registry);
     for (name, silent) in std::mem::take(&mut work.silent) {
-        of_unopened.push(applied::listed("disk", &name, "unopened"));
+        of_unopened.push(applied::listed("disk", &name, "unavailable"));
         registry.put_off((&name, Rc::clone(&whole)), silent);
         registry.tell_of_unopened(&name);
     }

@@ -336,7 +336,7 @@ mod tests {
             objects(&[("a", json!({"name": "a", "x": 1, "y": null})), ("c", json!({"name": "c", "x": 0}))]);
         let delta = serde_json::to_value(state.delta(&after)).unwrap();
         assert_eq!(delta["disks"], json!([{"name": "a", "y": null}, {"name": "c", "x": 0}]));
-        assert_eq!(delta["gone"], json!({"disks": ["b"], "groups": [], "devices": []}));
+        assert_eq!(delta["removed"], json!({"disks": ["b"], "groups": [], "devices": []}));
     }
 
     #[test]

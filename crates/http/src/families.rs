@@ -73,12 +73,12 @@ impl MetricFamilies {
         to.gauges("process_virtual_memory_bytes", "Virtual memory.", gauge(process.virtual_bytes))?;
         to.gauges("process_open_fds", "Open file descriptors.", gauge(process.open_descriptors))?;
         let unopened = [([], snapshot.unopened as u64)];
-        to.gauges("weir_unopened_disks", "Disks of the config whose images are not open yet.", unopened)?;
+        to.gauges("weir_unavailable_disks", "Disks of the config whose images are not open yet.", unopened)?;
         let threads = process.threads.iter().map(|(name, cpu)| ([("thread", &**name)], cpu.as_secs_f64()));
         to.counters("weir_thread_cpu_seconds", "CPU time of a permanent thread.", threads)?;
         let rings = || snapshot.workers.iter().map(|(name, totals)| ([("thread", &**name)], totals));
         let help = "Iterations of a worker's event loop.";
-        to.counters("weir_worker_turns", help, rings().map(|(labels, totals)| (labels, totals.turns)))?;
+        to.counters("weir_worker_iterations", help, rings().map(|(labels, totals)| (labels, totals.turns)))?;
         let help = "Times that a worker went to sleep because it had no work.";
         to.counters("weir_worker_sleeps", help, rings().map(|(labels, totals)| (labels, totals.sleeps)))?;
         let help = "Operations of a worker's io_uring that the kernel accepted.";
@@ -122,7 +122,7 @@ impl MetricFamilies {
             |which: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[which]));
         to.counters("weir_events", "Events reported.", counts(0))?;
         let help = "Events not reported because there were too many of the kind.";
-        to.counters("weir_events_left_out", help, counts(1))?;
+        to.counters("weir_events_suppressed", help, counts(1))?;
         let results = ["delivered", "failed", "skipped"];
         let rows = deliveries.iter().flat_map(|counts| results.into_iter().zip(*counts));
         let help = "Events for the command of `--on-event`.";
@@ -159,12 +159,12 @@ impl MetricFamilies {
             one(cluster.map(|cluster| cluster.is_leader)),
         )?;
         to.gauges(
-            "weir_cluster_silent_hosts",
+            "weir_cluster_unreachable_hosts",
             "Hosts whose reports are overdue; only on the leader.",
             cluster.and_then(|cluster| cluster.silent).map(|silent| ([], silent as u64)),
         )?;
         to.gauges(
-            "weir_cluster_promises_left_out",
+            "weir_cluster_unmet_reservations",
             "Disks and groups that are served without their reservations.",
             cluster.map(|cluster| ([], cluster.left_out as u64)),
         )?;
@@ -369,7 +369,7 @@ fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
                     let is_set = whose == CauseLevel::Disk && disk.throttle.limits.limit(kind).rate > 0;
                     let labels = [
                         ("disk", &*disk.name),
-                        ("of", owner_label(whose)),
+                        ("level", owner_label(whose)),
                         ("limit", limit_label(kind)),
                         ("operation", direction_label(direction)),
                     ];
@@ -476,8 +476,8 @@ fn limits(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleF
         to.gauges(&name(&format!("bucket_level_{unit}")), help, rows(all, key, Some(bytes), level))?;
         let help = "Capacity of a limit's bucket: the burst rate times the burst length.";
         to.gauges(&name(&format!("bucket_capacity_{unit}")), help, rows(all, key, Some(bytes), capacity))?;
-        let help = "Free room of a limit's bucket: capacity minus level.";
-        to.gauges(&name(&format!("bucket_room_{unit}")), help, rows(all, key, Some(bytes), room))?;
+        let help = "Free capacity of a limit's bucket: capacity minus level.";
+        to.gauges(&name(&format!("bucket_free_{unit}")), help, rows(all, key, Some(bytes), room))?;
     }
     let help = "Level of a limit's bucket divided by its capacity.";
     to.gauges(&name("bucket_level_ratio"), help, rows(all, key, None, ratio))?;
@@ -520,7 +520,7 @@ fn prefetches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.streams)));
     to.gauges("weir_disk_prefetch_streams", "Streams with prefetched data that is not read yet.", rows)?;
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.is_gate_closed)));
-    to.gauges("weir_disk_prefetch_closed", "1 while prefetching is off because it does not pay.", rows)
+    to.gauges("weir_disk_prefetch_suspended", "1 while prefetching is off because it does not pay.", rows)
 }
 
 fn caches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {

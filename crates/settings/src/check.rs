@@ -127,8 +127,9 @@ impl DesiredState {
         let ParsedConfig { disks, groups, daemon: mut config, cluster } = draft;
         // The daemon changes its user after it created the sockets.
         config.sockets.owner = config.sockets.owner.take().or_else(|| config.user.clone());
+        let rename_warnings = cluster.iter().flat_map(ConfigWithOrigins::rename_warnings).collect();
         let cluster = cluster.map(ConfigWithOrigins::into_config);
-        let service = ProcessSpec { config, tls: tls.unwrap_or(TlsConfig::Off), cluster };
+        let service = ProcessSpec { config, tls: tls.unwrap_or(TlsConfig::Off), cluster, rename_warnings };
         mistakes.finish(Self { disks, groups, servers, exports: doors, process: service })
     }
 }

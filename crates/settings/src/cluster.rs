@@ -60,6 +60,12 @@ impl ClusterConfig {
 }
 
 impl KeyTable for ClusterConfig {
+    const RENAMED: &'static [(&'static str, &'static str, &'static str)] = &[(
+        "safe-share",
+        "fallback-share",
+        "safe-share is the old name of fallback-share (rename the key: the next release refuses the old name)",
+    )];
+
     fn keys() -> &'static [ConfigKey<Self>] {
         static KEYS: LazyLock<Vec<ConfigKey<ClusterConfig>>> = LazyLock::new(cluster_keys);
         &KEYS
@@ -116,7 +122,7 @@ fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
                 "User of etcd; needs --password-file";
             "password-file", KeyType::Path, "FILE", maybe!(password_file), "", Reject, Separate,
                 "File with the password of the user";
-            "safe-share", Text, "PERCENT", share(), "2% for all hosts together", Reject, Separate,
+            "fallback-share", Text, "PERCENT", share(), "2% for all hosts together", Reject, Separate,
                 "Fallback share: part of a limit that each host may use without etcd, such as 0.5%, for groups whose limits are first set here";
             "control-groups", Text, "NAME", each!(control_groups, parse_cluster_name), "", Reject, Separate,
                 "Groups of the cluster for control groups of this host; needs --cgroup-limits of the daemon";

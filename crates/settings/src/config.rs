@@ -182,6 +182,32 @@ fn read_keys<T: KeyTable>(section: &TomlSection<'_>, config: &mut ConfigWithOrig
         // Requested as well, or the key would be reported as unknown instead of removed.
         section.parse_switch(key, |_| Err::<(), _>((*rule).to_owned()));
     }
+    for (old, new, _) in T::RENAMED {
+        read_old_key(section, old, new, config, directory);
+    }
+}
+
+/// Reads a key that is given under its old name.
+fn read_old_key<T: KeyTable>(
+    section: &TomlSection<'_>,
+    old: &'static str,
+    new: &str,
+    config: &mut ConfigWithOrigins<T>,
+    directory: &Path,
+) {
+    // Not requested where it is absent: a message about an unknown key lists the new name alone.
+    if !section.contains(old) {
+        return;
+    }
+    let Some(said) = section.parse_text(old, |text| Ok(text.to_owned())) else { return };
+    if section.contains(new) {
+        section.report(said.place.error(format!("is the old name of {new}, which is given too (remove it)")));
+        return;
+    }
+    let key = T::key(new).expect("a renamed key is in the table");
+    // The place under the old name too: the warning depends on it.
+    config.record_origin(old, said.place.clone());
+    section.ok_or_report(config.set(key, &said.value, directory, said.place));
 }
 
 /// Reads a key that is not a table.

@@ -222,6 +222,8 @@ pub struct ProcessSpec {
     pub tls: TlsConfig,
     /// Cluster whose limits this host shares; `None` without one.
     pub cluster: Option<ClusterConfig>,
+    /// Warnings about keys of `[cluster]` that were given under their old names.
+    pub(crate) rename_warnings: Vec<&'static str>,
 }
 
 impl Deref for ProcessSpec {

@@ -16,6 +16,9 @@ pub trait KeyTable: Clone + Default + 'static {
     /// Keys of earlier versions, each with the rule that its use breaks.
     const REMOVED: &'static [(&'static str, &'static str)] = &[];
 
+    /// Keys with a new name: the old name, the new one, and the warning that the old one causes.
+    const RENAMED: &'static [(&'static str, &'static str, &'static str)] = &[];
+
     /// Table of keys.
     fn keys() -> &'static [ConfigKey<Self>];
 
@@ -155,6 +158,12 @@ impl<T: KeyTable> ConfigWithOrigins<T> {
             self.record_origin(key.name, place);
         }
         Ok(())
+    }
+
+    /// Warnings about keys that were given under their old names.
+    pub(crate) fn rename_warnings(&self) -> impl Iterator<Item = &'static str> {
+        let old = T::RENAMED.iter().filter(move |(old, ..)| self.origin_of_given(old).is_some());
+        old.map(|(.., warning)| *warning)
     }
 
     /// Rows of the given keys, in the order of the table.

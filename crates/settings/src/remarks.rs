@@ -1,6 +1,6 @@
-//! Remarks on settings of a plan that are valid but have no effect, and are probably mistakes. Not
-//! errors, because a running daemon can change: an empty group gets members, a disk with a weight a
-//! group.
+//! Remarks on keys with old names, and on settings of a plan that are valid but have no effect, and
+//! are probably mistakes. Not errors, because a running daemon can change: an empty group gets
+//! members, a disk with a weight a group.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,19 +9,20 @@ use crate::{ExportTarget, ExportSpec, DesiredState, ThrottleConfig, throttle::DE
 /// A disk, a group or the daemon, and what is odd about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigRemark<'a> {
-    /// The disk or group; `daemon` for a key of the process.
+    /// The disk or group, or `cluster`.
     pub name: &'a str,
     /// Remark, with the remedy.
     pub remark: &'static str,
 }
 
 impl DesiredState {
-    /// Everything odd, groups before disks.
+    /// All remarks, first those on `[cluster]`, then groups.
     pub fn ineffective_settings(&self) -> Vec<ConfigRemark<'_>> {
         let peopled = self.groups_with_disks();
+        let old_names = self.process.rename_warnings.iter();
+        let mut remarks: Vec<_> = old_names.map(|&remark| ConfigRemark { name: "cluster", remark }).collect();
         let deprecated = self.process.config.deprecated_control();
-        let mut remarks: Vec<_> =
-            deprecated.map(|remark| ConfigRemark { name: "daemon", remark }).into_iter().collect();
+        remarks.extend(deprecated.map(|remark| ConfigRemark { name: "daemon", remark }));
         for group in &self.groups {
             let mut add = |remark| remarks.push(ConfigRemark { name: &group.name, remark });
             if !peopled.contains(group.name.as_str()) {

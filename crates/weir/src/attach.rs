@@ -108,6 +108,8 @@ pub(crate) struct Mount {
 pub(crate) struct Attached {
     pub(crate) name: String,
     pub(crate) image: String,
+    // Records of keepers that an earlier version started have the old name.
+    #[serde(rename = "type", alias = "way")]
     pub(crate) way: Way,
     /// The device to use: a block device, or a file where no loop device can be made.
     pub(crate) device: PathBuf,

@@ -178,16 +178,16 @@ mod tests {
     fn hosts_and_parts_are_tables() {
         let report = json!({
             "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
-            "promised": { "iops": 2000, "bps": 10 << 20 }, "capacity": {},
-            "hosts": [{ "name": "a", "present": true, "heard-ms-ago": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
-            "not-understood": [{ "group": "new", "reason": "is of version 9" }],
+            "reserved": { "iops": 2000, "bps": 10 << 20 }, "capacity": {},
+            "hosts": [{ "name": "a", "present": true, "last-report-ms-ago": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
+            "unreadable-groups": [{ "group": "new", "reason": "is of version 9" }],
             "groups": [{
-                "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },
-                "promised-by": { "a": { "iops": 1500 }, "c": { "iops": 500 } }, "overpromised": { "iops": 500 },
+                "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "reserved": { "iops": 2000 },
+                "reserved-by": { "a": { "iops": 1500 }, "c": { "iops": 500 } }, "overcommitted": { "iops": 500 },
                 "hosts": [{
                     "host": "a", "demand": { "bps-total": 512, "iops-total": "all" },
                     "in-force": { "bps-total": 7_u64 << 30, "iops-total": 9812 },
-                    "safe-share": { "bps-total": 1 << 20, "iops-total": 12 },
+                    "fallback-share": { "bps-total": 1 << 20, "iops-total": 12 },
                 }],
             }],
         });
@@ -205,12 +205,12 @@ mod tests {
             assert!(said.contains(expect), "{expect}: {said}");
         }
         let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
-            "here": [{ "name": "gold", "leased": false }] });
+            "local-groups": [{ "name": "gold", "leased": false }] });
         assert!(
             shown(apart).ends_with("not connected: etcd http://e: refused\n  group gold: fallback share\n")
         );
         let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
-            "known-ms-ago": 12_300, "promised": { "iops": 2000 }, "hosts": [],
+            "known-ms-ago": 12_300, "reserved": { "iops": 2000 }, "hosts": [],
             "groups": [{ "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "hosts": [] }] });
         let said = shown(known);
         for expect in [

@@ -67,8 +67,7 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
     let [ahead, used, wasted] = [read_ahead.read_ahead_bytes, read_ahead.used_bytes, read_ahead.wasted_bytes]
         .map(|bytes| figures::bytes(bytes as f64));
     let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
-    // `closed`: prefetching has suspended itself because too little of its data was used.
-    let gate = if read_ahead.closed { "; closed, because too little of it is used" } else { "" };
+    let gate = if read_ahead.closed { "; suspended, because too little of it is used" } else { "" };
     vec![
         (
             "reads",
@@ -104,7 +103,7 @@ mod tests {
                 "read-ahead": {
                     "hits": 960, "partial-hits": 10, "misses": 30, "skipped": 2, "waited": 7, "hit-bytes": 9,
                     "read-ahead-bytes": 5 << 20, "used-bytes": 4 << 20, "wasted-bytes": 512 << 10,
-                    "memory": 512 << 10, "streams": 3, "closed": true, "hit-rate": 0.97, "accuracy": 0.89
+                    "memory": 512 << 10, "streams": 3, "suspended": true, "hit-rate": 0.97, "accuracy": 0.89
                 }
             }],
             "groups": [{ "name": "gold" }]
@@ -126,7 +125,7 @@ disk vm1
   prefetch-streams          256
   reads                     960 hits (7 waited for data), 10 partial, 30 misses, 2 too large
   hit rate                  97%
-  prefetched                5.0M, 4.0M used, 512K wasted; closed, because too little of it is used
+  prefetched                5.0M, 4.0M used, 512K wasted; suspended, because too little of it is used
   accuracy                  89%
   in memory                 512K
   streams                   3

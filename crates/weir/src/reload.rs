@@ -63,8 +63,8 @@ fn shown(changes: &Value, nothing: &str) -> String {
                 format!("{name}: {} → {}", value("before"), value("after"))
             }
             ("not-read", _) => format!("not reloaded: {}", text("reason")),
-            ("unopened", _) => "its image is not available yet".to_owned(),
-            ("left-out", _) => format!("skipped: it was moved to host {}", text("host")),
+            ("unavailable", _) => "its image is not available yet".to_owned(),
+            ("on-other-host", _) => format!("skipped: it was moved to host {}", text("host")),
             (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
             (listed, _) => listed.to_owned(),
         };
@@ -99,8 +99,8 @@ mod tests {
             set("group", json!(""), json!("gold")),
             set("l2-cache-size", Value::Null, json!("full")),
             { "kind": "export", "name": "vm1", "disk": "vm1", "address": "unix:/run/a", "change": "removed" },
-            { "kind": "disk", "name": "vm2", "change": "left-out", "host": "host2" },
-            { "kind": "disk", "name": "vm3", "change": "unopened" },
+            { "kind": "disk", "name": "vm2", "change": "on-other-host", "host": "host2" },
+            { "kind": "disk", "name": "vm3", "change": "unavailable" },
         ]);
         let expect = "\
 TYPE    NAME  CHANGE

@@ -61,12 +61,17 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     let change = arguments.change(&settings);
     let mut asked: Map<String, Value> = change.arguments();
     asked.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
-    let safe_share = arguments.cluster.safe_share;
-    asked.extend(safe_share.map(|part| ("safe-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
+    if arguments.cluster.safe_share.is_some() {
+        console::print_notice(
+            "--safe-share is the old name of --fallback-share (the next release refuses the old name)",
+        );
+    }
+    let safe_share = arguments.cluster.fallback_share.or(arguments.cluster.safe_share);
+    asked.extend(safe_share.map(|part| ("fallback-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
     if asked.is_empty() {
         let is_it = |one: &&Value| one["group"] == arguments.name.as_str();
         // Limits written by a newer version are distinguished from missing ones.
-        let not_understood = shown["not-understood"].as_array().into_iter().flatten().find(is_it);
+        let not_understood = shown["unreadable-groups"].as_array().into_iter().flatten().find(is_it);
         if let Some(why) = not_understood.and_then(|one| one["reason"].as_str()) {
             return Err(anyhow::anyhow!("group {}: its state in etcd {why}", arguments.name).into());
         }
@@ -100,9 +105,9 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     let hosts = arguments
         .cluster
         .hosts
-        .map(|hosts| line("hosts", was("most-hosts").map(|hosts| hosts.to_string()), hosts.to_string()));
-    let part_before = was("safe-share-ppm").map(percent);
-    let safe = safe_share.map(|part| line("safe-share", part_before, part.to_string()));
+        .map(|hosts| line("hosts", was("max-hosts").map(|hosts| hosts.to_string()), hosts.to_string()));
+    let part_before = was("fallback-share-ppm").map(percent);
+    let safe = safe_share.map(|part| line("fallback-share", part_before, part.to_string()));
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
     if done["used"] == false {
         // Not an error: the limits may be set before the first host has the group.
@@ -116,7 +121,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
 
 /// Warning if the fallback shares reserve much of the limits, even for absent hosts.
 fn set_aside(group: &str, done: &Value) -> Option<anyhow::Error> {
-    let (hosts, each) = (done["hosts"].as_u64()?, done["safe-share-ppm"].as_u64()?);
+    let (hosts, each) = (done["hosts"].as_u64()?, done["fallback-share-ppm"].as_u64()?);
     let all = hosts.saturating_mul(each);
     (all > MUCH_PPM).then(|| {
         let [all, each] = [all, each].map(percent);
@@ -146,9 +151,9 @@ fn of_all(group: &Value, settings: &MemberSettings) -> String {
     for name in Name::of_throttle().filter(is_set) {
         rows.push((name.text(), name.show(&name.of(settings))));
     }
-    rows.push(("hosts", group["most-hosts"].to_string()));
-    if let Some(ppm) = group["safe-share-ppm"].as_u64() {
-        rows.push(("safe-share", percent(ppm)));
+    rows.push(("hosts", group["max-hosts"].to_string()));
+    if let Some(ppm) = group["fallback-share-ppm"].as_u64() {
+        rows.push(("fallback-share", percent(ppm)));
     }
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let mut text = format!("group {}, on all hosts\n", group["name"].as_str().unwrap_or_default());

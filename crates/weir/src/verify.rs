@@ -107,15 +107,15 @@ fn tell(findings: &[Finding], as_json: bool) -> Result<(), CommandFailure> {
             let Finding { kind, name, promise, asked, measured, figures, verdict } = finding;
             let figures: BTreeMap<_, _> = figures.iter().copied().collect();
             let mut line = json!({
-                *kind: name, "promise": promise, "asked": asked, "measured": measured,
+                *kind: name, "guarantee": promise, "expected": asked, "measured": measured,
                 "figures": figures, "verdict": verdict.word(),
             });
             if let Verdict::NotJudged(why) = verdict {
-                line["why"] = json!(why);
+                line["reason"] = json!(why);
             }
             line
         };
-        print_json(&json!({ "promises": findings.iter().map(line).collect::<Vec<_>>() }))?;
+        print_json(&json!({ "guarantees": findings.iter().map(line).collect::<Vec<_>>() }))?;
     } else {
         print(&text(findings))?;
     }
@@ -137,7 +137,7 @@ fn tell(findings: &[Finding], as_json: bool) -> Result<(), CommandFailure> {
 }
 
 fn text(findings: &[Finding]) -> String {
-    let words = ["NAME", "GUARANTEE", "REQUIRED", "MEASURED", "VERDICT"];
+    let words = ["NAME", "GUARANTEE", "EXPECTED", "MEASURED", "VERDICT"];
     let mut table = TextTable::new(columns(&words, &[]));
     for Finding { kind, name, promise, asked, measured, verdict, .. } in findings {
         let verdict = match verdict {

@@ -155,7 +155,7 @@ class Lent:
 
     def begun(self):
         """The lines up to where both hosts have a control group in the cluster's."""
-        throttle = ("throttle", "silver", "--cluster", "--bps-write", RATE, "--hosts", 2, "--safe-share", "10%")
+        throttle = ("throttle", "silver", "--cluster", "--bps-write", RATE, "--hosts", 2, "--fallback-share", "10%")
         join = "\n".join(self.limit(host, "--group", "silver", "--cluster") for host in HOSTS)
         return f"""
             {SHELL.replace("DISK", self.disk.name)}

@@ -50,6 +50,8 @@ macro_rules! kinds {
             }
 
             pub(crate) fn named(name: &str) -> Option<Self> {
+                let renamed = OLD_NAMES.iter().find(|(old, _)| *old == name);
+                let name = renamed.map_or(name, |(_, new)| *new);
                 Self::ALL.iter().copied().find(|kind| kind.name() == name)
             }
 
@@ -73,31 +75,48 @@ kinds! {
     DiskStopped "disk_stopped" Error
     DiskResumed "disk_resumed" Info
     BackingFileChanged "backing_file_changed" Error
-    StorageSilent "storage_silent" Warning
-    StorageAnswers "storage_answers" Info
+    StorageSilent "storage_unresponsive" Warning
+    StorageAnswers "storage_recovered" Info
     DeviceSlow "device_slow" Warning
     DeviceRecovered "device_recovered" Info
-    ClientIn "client_in" Info
-    ClientOut "client_out" Info
-    ClientTurnedAway "client_turned_away" Warning
+    ClientIn "session_started" Info
+    ClientOut "session_ended" Info
+    ClientTurnedAway "client_rejected" Warning
     ClientDisconnected "client_disconnected" Warning
     RingBroken "ring_broken" Warning
     RingServed "ring_served" Info
     ConfigChanged "config_changed" Info
     DiskAdded "disk_added" Info
-    DiskUnopened "disk_unopened" Warning
+    DiskUnopened "disk_unavailable" Warning
     DiskRemoved "disk_removed" Info
     GroupAdded "group_added" Info
     GroupRemoved "group_removed" Info
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
-    ClusterApart "cluster_apart" Warning
-    ClusterHostSilent "cluster_host_silent" Warning
-    ClusterHostHeard "cluster_host_heard" Info
-    ClusterOverpromised "cluster_overpromised" Warning
-    PromiseLeftOut "promise_left_out" Warning
-    PromiseMade "promise_made" Info
+    ClusterApart "cluster_partitioned" Warning
+    ClusterHostSilent "cluster_host_unreachable" Warning
+    ClusterHostHeard "cluster_host_reachable" Info
+    ClusterOverpromised "cluster_overcommitted" Warning
+    PromiseLeftOut "reservation_unmet" Warning
+    PromiseMade "reservation_in_force" Info
 }
+
+/// Names of weir 0.1.0 with their new ones: an upgrade brings events and counts under the names of
+/// the old process.
+const OLD_NAMES: [(&str, &str); 12] = [
+    ("disk_unopened", "disk_unavailable"),
+    ("client_in", "session_started"),
+    ("client_out", "session_ended"),
+    ("client_turned_away", "client_rejected"),
+    ("storage_silent", "storage_unresponsive"),
+    ("storage_answers", "storage_recovered"),
+    ("cluster_apart", "cluster_partitioned"),
+    ("cluster_host_silent", "cluster_host_unreachable"),
+    ("cluster_host_heard", "cluster_host_reachable"),
+    ("cluster_overpromised", "cluster_overcommitted"),
+    ("promise_left_out", "reservation_unmet"),
+    ("promise_made", "reservation_in_force"),
+];
 
 /// Event without number and time; [`Events::tell`](super::Events::tell) adds them.
 #[derive(Clone, Debug)]
@@ -150,7 +169,7 @@ impl News {
         let left_out = left_out.saturating_add(self.left_out);
         let Self { kind, disk, group, message, mut data, .. } = self;
         if left_out > 0 {
-            data.insert("left-out".to_owned(), left_out.into());
+            data.insert("suppressed".to_owned(), left_out.into());
         }
         let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
         let time_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
@@ -179,8 +198,7 @@ pub struct Event {
     pub(crate) group: Option<Arc<str>>,
     /// Text for people.
     pub(crate) message: String,
-    /// Values for programs; `left-out` is the number of dropped events of this type before this
-    /// one.
+    /// For programs; `suppressed` counts those of this kind that were not told before it.
     pub(crate) data: Map<String, Value>,
 }
 
@@ -233,7 +251,7 @@ mod tests {
             event.to_json(),
             json!({
                 "id": 7, "time-ms": 1_795_229_965_574_u64, "kind": "limit_hit", "severity": "info", "disk": "vm1",
-                "message": "disk vm1 is held by iops-total", "data": {"limit": "iops-total", "left-out": 3},
+                "message": "disk vm1 is held by iops-total", "data": {"limit": "iops-total", "suppressed": 3},
             })
         );
     }
@@ -256,5 +274,12 @@ mod tests {
         let documented: Vec<_> = document.lines().filter_map(row).collect();
         let all = Kind::ALL.iter().map(|kind| (kind.name().to_owned(), kind.severity().name().to_owned()));
         assert_eq!(documented, all.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn old_names_are_read_as_the_new_ones() {
+        for (old, new) in OLD_NAMES {
+            assert_eq!(Kind::named(old).map(Kind::name), Some(new));
+        }
     }
 }

@@ -37,7 +37,7 @@ fn line(event: &Event, left_out: u64) {
                 id = event.id,
                 disk = event.disk.as_deref(),
                 group = event.group.as_deref(),
-                left_out = (left_out > 0).then_some(left_out),
+                suppressed = (left_out > 0).then_some(left_out),
                 "{}",
                 event.message
             )

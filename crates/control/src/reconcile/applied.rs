@@ -12,7 +12,7 @@ pub(crate) fn listed(kind: &str, name: &str, change: &str) -> Value {
 
 /// Report of a disk of the config file that is on another host.
 pub(crate) fn left_out(disk: &str, host: &str) -> Value {
-    json!({ "kind": "disk", "name": disk, "change": "left-out", "host": host })
+    json!({ "kind": "disk", "name": disk, "change": "on-other-host", "host": host })
 }
 
 /// Report of credentials that could not be read again.

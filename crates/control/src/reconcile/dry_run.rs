@@ -64,7 +64,7 @@ impl Reconciliation<'_> {
             all.extend(applied::settings("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
-        let becomes = |name| if silent.contains(name) { "unopened" } else { "added" };
+        let becomes = |name| if silent.contains(name) { "unavailable" } else { "added" };
         all.extend(new_disks.map(|name| applied::listed("disk", name, becomes(name))));
         let is_open = |one: &&Wanted| !silent.contains(&one.disk);
         let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();

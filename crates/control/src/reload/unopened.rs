@@ -24,10 +24,10 @@ pub(super) struct Said {
     openings: BTreeMap<String, (Opening, Option<Opened>)>,
 }
 
-/// Leaves those out that the file still has. A dry run opens images for reading only.
+/// Leaves those out that the file still has.
 ///
 /// # Errors
-/// One that is to be opened in another way cannot be, for a reason that does not pass.
+/// One that is to be opened in another way cannot be.
 pub(super) async fn leave_out(
     registry: &Registry,
     loaded: &Loaded,
@@ -74,7 +74,7 @@ impl Said {
     /// Reports: each unavailable disk is still not open, or removed.
     pub(super) fn told(&self, registry: &Registry) -> Vec<Value> {
         let tell = |disk: PlacedDisk| {
-            applied::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
+            applied::listed("disk", &disk.name, if self.has(&disk.name) { "unavailable" } else { "removed" })
         };
         registry.unopened_disks().into_iter().map(tell).collect()
     }

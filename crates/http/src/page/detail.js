@@ -277,7 +277,7 @@ function about(node, store) {
 const limitsOf = (node) => {
     const own = figures.limits(node.limits) === "-" ? "no limit of its own" : figures.limits(node.limits);
     if (!node.cluster) return own;
-    const part = node.cluster.leased ? "a part" : "the fallback share";
+    const part = node.cluster.leased ? "a quota lease" : "the fallback share";
     return `${own}, ${part} of the cluster's ${figures.limits(node.cluster.limits)}`;
 };
 
@@ -289,7 +289,7 @@ function facts(node) {
     const words = (name) => name.endsWith("-reservation") ? name : name.replace(/-(ratio|rate)$/, "").replaceAll("-", " ");
     const promised = Object.fromEntries(["iops-reservation", "bps-reservation"].map((name) => [name, node[name] ?? null]));
     const found = [];
-    for (const [of, title] of [[node["read-ahead"], "read ahead"], [node["l2-cache"], "metadata cache"], [promised, "promised"], [node.errors, "errors"]]) {
+    for (const [of, title] of [[node["read-ahead"], "read ahead"], [node["l2-cache"], "metadata cache"], [promised, "reservation"], [node.errors, "errors"]]) {
         if (of === null || of === undefined) continue;
         if (typeof of !== "object") found.push([title, shown(title, of)]);
         else {

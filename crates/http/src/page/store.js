@@ -40,7 +40,7 @@ export class Store {
         this.take("disk", told.disks);
         this.takeDevices(told.devices);
         for (const kind of ["group", "disk"]) {
-            for (const name of told.gone?.[`${kind}s`] ?? []) {
+            for (const name of told.removed?.[`${kind}s`] ?? []) {
                 this.shape += this.nodes.delete(Store.key(kind, name)) ? 1 : 0;
             }
         }
@@ -115,7 +115,7 @@ export function held(node, isShort = false) {
 /// Disk or group that has the limit.
 export const holder = (node, store) => {
     const by = node["throttle-cause"];
-    return (by && store.get(Store.key(by.of === "disk" ? "disk" : "group", by.name))) ?? (held(node) ? node : null);
+    return (by && store.get(Store.key(by.level === "disk" ? "disk" : "group", by.name))) ?? (held(node) ? node : null);
 };
 
 /// The cause as text: `iops-total`, of a group above `gold: iops-total`; or null.

@@ -25,7 +25,7 @@ const COLUMNS = [
     { id: "wait", title: "WAIT", of: (node) => node["waiting-requests"], show: (value) => value == null ? "-" : String(value), says: "requests that are throttled now" },
     { id: "held", title: "HELD", of: (node) => node["wait-ratio"], show: figures.share, says: "fraction of the last second in which requests were throttled" },
     { id: "p99", title: "P99", of: (node) => node["latency-p99-ns"], show: figures.time, says: "latency that 99 of 100 of the last second's requests stayed below" },
-    { id: "limits", title: "LIMIT" },
+    { id: "limits", title: "HELD BY" },
 ];
 
 export class Tree {

@@ -58,7 +58,7 @@ pub struct SimulateArgs {
     pub(crate) config: Option<PathBuf>,
     /// Hosts that share the limits by etcd, with the daemon's own code: hosts=N,disks=N of each,
     /// busy=PERCENT and idle=PERCENT of them, change=PERCENT and every=TIME, tick=TIME, lease=TIME,
-    /// safe-share=PERCENT, …; see docs/recording.md for all
+    /// fallback-share=PERCENT, …; see docs/cluster.md for all
     #[arg(long, value_name = "SPEC", value_parser = settings::parse::<ClusterSpec>, conflicts_with_all = ["traces", "config"])]
     pub(crate) cluster: Option<ClusterSpec>,
     #[command(flatten)]

@@ -27,6 +27,17 @@ impl<'a> SpecKeys<'a> {
         Ok(Self { left: pairs, known: Vec::new() })
     }
 
+    /// Accepts a key under its old name, with a notice.
+    pub(super) fn accept_old_name(&mut self, old: &str, new: &'static str) {
+        let is_new_given = self.left.iter().any(|(said, _)| *said == new);
+        if let Some((said, _)) = self.left.iter_mut().find(|(said, _)| *said == old && !is_new_given) {
+            *said = new;
+            console::print_notice(&format!(
+                "{old} is the old name of {new} (the next release refuses the old name)"
+            ));
+        }
+    }
+
     pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
         // Every key that the caller asks for is a known one, present or not.
         self.known.push(key.to_owned());

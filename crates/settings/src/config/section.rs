@@ -87,6 +87,11 @@ impl<'a> TomlSection<'a> {
         if self.path.is_empty() { quoted } else { format!("{}.{quoted}", self.path) }
     }
 
+    /// True if the table has the key. The key does not count as known for this.
+    pub(super) fn contains(&self, key: &str) -> bool {
+        self.table.contains_key(key)
+    }
+
     /// Value of a key. The key counts as known from now on.
     pub(super) fn request(&self, key: &'static str) -> Option<TomlEntry<'a>> {
         // Recorded even if the key is absent: it is known to this table.

@@ -21,7 +21,8 @@ use crate::client::{Client, Target, report::Report};
 struct Row {
     name: String,
     device: PathBuf,
-    /// Kind of device (`ublk`, `nbd`, `fuse`).
+    /// How it is reached.
+    #[serde(rename = "type")]
     way: String,
     image: String,
     size: Option<u64>,

@@ -208,7 +208,7 @@ mod tests {
                 "throttle": { "limited-ns": 0, "waiting": { "reads": waiting, "writes": 0 } }
             })
         };
-        let held = json!({ "limited-ns": limited_ns, "binding": "iops-total" });
+        let held = json!({ "limited-ns": limited_ns, "throttle-cause": "iops-total" });
         let status = json!({
             "uptime-ns": uptime_ns,
             "disks": [disk("a", "inner"), disk("b", "outer")],

@@ -45,10 +45,10 @@ pub(crate) fn prefetches(settings: &PrefetchSettings) -> bool {
     settings.mode != PrefetchMode::Off.name()
 }
 
-/// Mode of prefetching, and `closed` if it has suspended itself: `auto`, `auto closed`.
+/// The mode of prefetching, and whether it has stopped itself: `auto`, `auto suspended`.
 pub(crate) fn prefetch_state(settings: &PrefetchSettings, status: &PrefetchStatus) -> String {
     let is_closed = prefetches(settings) && status.closed;
-    format!("{}{}", settings.mode, if is_closed { " closed" } else { "" })
+    format!("{}{}", settings.mode, if is_closed { " suspended" } else { "" })
 }
 
 /// Memory limit of prefetching, in bytes.

@@ -20,13 +20,13 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                     "writes": { "requests": 0, "bytes": 0, "throttled": 0, "waited-ns": 0 },
                     "waiting": { "reads": 31, "writes": 0 }, "wait-ns": waits,
                     "recent-wait-ns": { "p50": 8_000_000, "p99": 12_000_000, "max": 13_000_000 },
-                    "limited-ns": uptime_ns / 4 * 3, "binding": "iops-total", "tokens": { "iops-total": 0 }
+                    "limited-ns": uptime_ns / 4 * 3, "throttle-cause": "iops-total", "tokens": { "iops-total": 0 }
                 },
                 "prefetch": { "mode": "auto", "memory": 4 << 20, "streams": 256 },
                 "read-ahead": {
                     "hits": 930, "partial-hits": 1, "misses": 69, "read-ahead-bytes": 1_u64 << 30,
                     "used-bytes": 1_u64 << 29, "wasted-bytes": 24 << 20, "memory": 3 << 20, "streams": 12,
-                    "closed": true, "hit-rate": 0.931, "accuracy": 0.955
+                    "suspended": true, "hit-rate": 0.931, "accuracy": 0.955
                 }
             },
             {
@@ -42,13 +42,13 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
         "groups": [{
             "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
             "watermark": 90, "enforcement": "scaled", "scale": 3.5,
-            "promise-left-out": { "iops-reservation": 500, "why": "b has it" },
+            "unmet-reservation": { "iops-reservation": 500, "reason": "b has it" },
             "cluster": { "limits": { "bps-total": 200 << 20 }, "leased": false }
         }],
         "cluster": { "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e:2379: refused" },
         "devices": [{
             "name": "/dev/vda", "disks": ["vm1"], "capacity": { "read-iops": 85_200, "read-bps": 1_500_000_000 },
-            "capacity-source": "probe", "use": 0.42
+            "capacity-source": "probe", "utilization": 0.42
         }],
         "exports": [
             { "name": "vm1", "disk": "vm1", "type": "nbd" },

@@ -98,6 +98,9 @@ pub(crate) struct ClusterArgs {
     /// Fallback share: the part of the limits that each host may use without etcd; `default` is
     /// 2% for all hosts together
     #[arg(long, value_name = "PART%|default", value_parser = SafeShare::read, requires = "cluster")]
+    pub(crate) fallback_share: Option<SafeShare>,
+    /// The old name of --fallback-share
+    #[arg(long, value_name = "PART%|default", value_parser = SafeShare::read, requires = "cluster", hide = true, conflicts_with = "fallback_share")]
     pub(crate) safe_share: Option<SafeShare>,
 }
 

@@ -13,7 +13,7 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
     let mut disk = json!({ "name": name, "weight": 100, "throttle": { "reads": passed } });
     for (key, value) in more.as_object().unwrap() {
         match key.as_str() {
-            "waiting" | "limited-ns" | "binding" | "recent-wait-ns" => disk["throttle"][key] = value.clone(),
+            "waiting" | "limited-ns" | "throttle-cause" | "recent-wait-ns" => disk["throttle"][key] = value.clone(),
             _ => disk[key] = value.clone(),
         }
     }
@@ -104,7 +104,7 @@ fn shares_are_of_what_waits_together() {
             };
             let all = second * rates.iter().sum::<u64>();
             let limited = json!({
-                "limits": { "iops-total": 1000 }, "binding": "iops-total", "limited-ns": second * 1_000_000_000,
+                "limits": { "iops-total": 1000 }, "throttle-cause": "iops-total", "limited-ns": second * 1_000_000_000,
             });
             let group = self::disk("gold", all, 0, &limited);
             look(second as f64, &[disk("a", 300, rates[0]), disk("b", 100, rates[1])], &[group])

@@ -56,7 +56,7 @@ impl Command for ClusterSet {
             .map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
         let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
-        let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
+        let safe_share = arguments.number("fallback-share-ppm", 0..=1_000_000)?;
         // Zero removes the setting, so that the default applies.
         let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
         let change = GroupLimitChange { group, limits, hosts, safe_share_ppm: safe_share, ..GroupLimitChange::default() };

@@ -197,7 +197,7 @@ mod tests {
     fn the_ideal_is_fair_by_weight_and_promise() {
         let all_busy = hosts("hosts=4,disks=1,busy=100,idle=0,heavy=25%,weight=200", 1000);
         assert_eq!(all_busy.ideal, [400.0, 200.0, 200.0, 200.0]);
-        let promised = hosts("hosts=4,disks=2,busy=100,idle=0,promised=25%,reservation=200", 1000);
+        let promised = hosts("hosts=4,disks=2,busy=100,idle=0,reserved=25%,reservation=200", 1000);
         assert_eq!(promised.ideal, [200.0, 200.0, 200.0, 400.0]);
         assert_eq!(promised.spec.total_reservation(), 400);
         let others = hosts("hosts=4,disks=1,busy=50,idle=0,wants=50", 1000);

@@ -65,6 +65,8 @@ impl FromStr for ClusterSpec {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut keys = SpecKeys::new(text)?;
+        keys.accept_old_name("safe-share", "fallback-share");
+        keys.accept_old_name("promised", "reserved");
         let seconds = |seconds| Duration::from_secs(seconds);
         let hosts = keys.number("hosts", 100, 1..=u64::from(MAX_HOSTS))?;
         let disks = keys.number("disks", 10, 1..=MOST_DISKS)?;
@@ -96,9 +98,9 @@ impl FromStr for ClusterSpec {
                 // Several ticks, so that a late renewal does not end a lease.
                 lease: keys.time("lease", Timing::DEFAULT.lease, 5 * tick..=seconds(600))?,
             },
-            safe_share_ppm: match keys.take("safe-share") {
+            safe_share_ppm: match keys.take("fallback-share") {
                 Some(text) => {
-                    Some(settings::parse_fallback_share(text).map_err(|rule| format!("safe-share={text} {rule}"))?)
+                    Some(settings::parse_fallback_share(text).map_err(|rule| format!("fallback-share={text} {rule}"))?)
                 }
                 None => None,
             },
@@ -107,7 +109,7 @@ impl FromStr for ClusterSpec {
             candidates: keys.number("candidates", 3, 1..=100)? as usize,
             heavy: keys.percent("heavy", 0)?,
             weight: keys.number("weight", 200, 1..=10_000)? as u32,
-            promised: keys.percent("promised", 0)?,
+            promised: keys.percent("reserved", 0)?,
             reservation: keys.number("reservation", 20, 1..=1_000_000)?,
             faults: ClusterFaults {
                 leader_deaths: keys.number("leader-deaths", 0, 0..=1000)?,
@@ -165,7 +167,8 @@ mod tests {
         assert_eq!(error("busy=60%,idle=50"), "busy=60,idle=50 are more than 100% of the hosts");
         assert_eq!(error("tick=1s,lease=4s"), "lease=4s is not between 5s and 600s");
         assert_eq!(error("drift=500"), "drift=500 is not between 0 and 400");
-        assert!(error("safe-share=2").starts_with("safe-share=2 is not a part of a limit"));
+        assert!(error("fallback-share=2").starts_with("fallback-share=2 is not a part of a limit"));
+        assert_eq!("promised=25%".parse::<ClusterSpec>().map(|spec| spec.promised), Ok(25), "the old name");
         assert_eq!(error("arrivals=odd"), "arrivals=odd is neither even nor random");
         assert_eq!(error("host=3"), "\"host\" is no key of --cluster (did you mean hosts?)");
         assert!(error("hosts").contains("is not of the form key=value"));

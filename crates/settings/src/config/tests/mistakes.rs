@@ -344,6 +344,31 @@ fn settings_without_effect_are_remarked() {
 }
 
 #[test]
+fn old_names_of_keys_are_read_with_a_warning() {
+    let file =
+        |lines: &str| format!("[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = \"http://e:2379\"\n{lines}");
+    let [old, new] = ["safe", "fallback"].map(|name| plan(&file(&format!("{name}-share = \"0.5%\"\n"))));
+    assert_eq!(old.process.cluster, new.process.cluster);
+    let warnings = |plan: &DesiredState| -> Vec<String> {
+        plan.ineffective_settings()
+            .into_iter()
+            .map(|remark| format!("{}: {}", remark.name, remark.remark))
+            .collect()
+    };
+    assert_eq!(
+        warnings(&old),
+        [
+            "cluster: safe-share is the old name of fallback-share (rename the key: the next release refuses the old name)"
+        ]
+    );
+    assert!(warnings(&new).is_empty());
+    check(
+        &file("fallback-share = \"1%\"\nsafe-share = \"0.5%\"\n"),
+        "weir.toml:6: cluster.safe-share = \"0.5%\": is the old name of fallback-share, which is given too (remove it)",
+    );
+}
+
+#[test]
 fn two_writers_of_one_image_are_rejected() {
     let two = |first: &str, second: &str| {
         format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
