@@ -12,8 +12,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, conn
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, need, operator, peer, text},
-    tls::Authority,
+    harness::{TestClient, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_contains, need, operator, peer, text},
+    tls::CertificateAuthority,
 };
 
 /// A client that comes from this address of the loopback network, and what it is greeted with:
@@ -45,7 +45,7 @@ fn on_tcp(scratch: &Scratch, more: &[&str]) -> Weir {
 }
 
 #[test]
-fn the_narrowest_network_decides_before_a_byte_is_sent() {
+fn most_specific_network_rule_applies_before_the_greeting() {
     let scratch = Scratch::new();
     let weir =
         on_tcp(&scratch, &["--allow", "127.0.0.0/8", "--deny", "127.1.0.0/16", "--allow", "127.1.2.3"]);
@@ -53,20 +53,20 @@ fn the_narrowest_network_decides_before_a_byte_is_sent() {
     assert_eq!([bytes([127, 0, 0, 1]), bytes([127, 1, 2, 3])], [8, 8]);
     assert_eq!([bytes([127, 1, 2, 4]), bytes([127, 1, 0, 0])], [0, 0]);
     assert_eq!(refused(&scratch), json!({ "networks": 2, "connections": 0, "names": 0, "exports": 0 }));
-    assert_says(
-        &operator::prints(&scratch, &["status", "--all", "--interval", "0"]),
+    assert_contains(
+        &operator::run_ok(&scratch, &["status", "--all", "--interval", "0"]),
         &["REJECTED AT", "BY NETWORK"],
     );
-    assert_says(&weir.stop(), &["a client was refused", "address=\"127.1.2.4\""]);
+    assert_contains(&weir.stop(), &["a client was refused", "address=\"127.1.2.4\""]);
 }
 
 #[test]
-fn an_ipv4_address_is_the_same_through_ipv6() {
+fn ipv4_rules_apply_to_mapped_ipv6_addresses() {
     let scratch = Scratch::new();
     let port = on_tcp(&scratch, &[]).port();
     let address = format!("[::]:{port}");
     let _weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .args(["memory:1M", "--nbd", &address, "--allow", "::/0", "--allow", "127.0.0.1"])
         .start();
     assert_eq!(greeted(port, Ipv4Addr::LOCALHOST).1, 8);
@@ -74,7 +74,7 @@ fn an_ipv4_address_is_the_same_through_ipv6() {
 }
 
 #[test]
-fn one_address_does_not_take_all_places() {
+fn connections_per_address_are_limited() {
     let scratch = Scratch::new();
     let weir = on_tcp(&scratch, &["--max-connections-per-address", "2"]);
     let (crowd, other) = (Ipv4Addr::LOCALHOST, Ipv4Addr::new(127, 0, 0, 2));
@@ -88,12 +88,12 @@ fn one_address_does_not_take_all_places() {
 }
 
 #[test]
-fn a_disk_is_there_for_those_alone_who_may_have_it() {
+fn disks_are_visible_only_to_allowed_clients() {
     need("psktool");
     let scratch = Scratch::new();
     let keys = scratch.path("keys.psk");
     for user in ["alice", "bob", "eve"] {
-        Client::new("psktool").args(["-u", user, "-p", text(&keys)]).succeeds();
+        TestClient::new("psktool").args(["-u", user, "-p", text(&keys)]).succeeds();
     }
     let config = format!(
         "[daemon]\nnbd = \"unix:{}\"\nqmp = \"{}\"\ntls = \"on\"\ntls-psk = \"{}\"\n\
@@ -111,7 +111,7 @@ fn a_disk_is_there_for_those_alone_who_may_have_it() {
         format!("nbds+unix://{user}@/{disk}?socket={}&tls-psk-file={}", text(&socket), text(&keys))
     };
     let sees = |uri: String| {
-        let list = Client::new("nbdinfo").args(["--list", "--json", &uri]).json();
+        let list = TestClient::new("nbdinfo").args(["--list", "--json", &uri]).json();
         let names = list["exports"].as_array().expect("a list").iter();
         names.map(|export| export["export-name"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
     };
@@ -119,7 +119,7 @@ fn a_disk_is_there_for_those_alone_who_may_have_it() {
     assert_eq!(sees(uri("alice", "")), ["open", "of-both"]);
     assert_eq!(sees(uri("eve", "")), ["open"]);
     assert_eq!(sees(format!("nbd+unix:///?socket={}", text(&socket))), ["open"], "without TLS");
-    let size = |user: &str, disk: &str| Client::new("nbdinfo").args(["--size", &uri(user, disk)]);
+    let size = |user: &str, disk: &str| TestClient::new("nbdinfo").args(["--size", &uri(user, disk)]);
     size("bob", "of-bob").succeeds();
     size("alice", "of-both").succeeds();
     size("alice", "of-bob").fails();
@@ -130,7 +130,7 @@ fn a_disk_is_there_for_those_alone_who_may_have_it() {
 }
 
 #[test]
-fn a_disk_is_added_for_some_and_stays_so() {
+fn added_disk_keeps_its_access_rules() {
     let scratch = Scratch::new();
     let config = format!(
         "[daemon]\nnbd = \"127.0.0.1:0\"\nqmp = \"{}\"\n[disk.open]\nimage = \"memory:1M\"\n",
@@ -139,27 +139,27 @@ fn a_disk_is_added_for_some_and_stays_so() {
     let file = scratch.file("weir.toml", &config);
     let weir = operator::serve(&scratch, &file);
     let mine = ["disk", "add", "mine", "memory:1M", "--deny", "127.0.0.0/8", "--save"];
-    operator::prints(&scratch, &mine);
+    operator::run_ok(&scratch, &mine);
     let size = |disk: &str| {
         let uri = format!("nbd://127.0.0.1:{}/{disk}", weir.port());
-        Client::new("nbdinfo").args(["--size", &uri])
+        TestClient::new("nbdinfo").args(["--size", &uri])
     };
     size("open").succeeds();
     size("mine").fails();
-    assert_says(
+    assert_contains(
         &fs::read_to_string(&file).expect("it is there"),
         &["[disk.mine]", "deny = [\"127.0.0.0/8\"]"],
     );
     // What was saved is what runs; and what is changed in the file comes to be.
-    assert!(!operator::prints(&scratch, &["reload"]).contains("mine"));
+    assert!(!operator::run_ok(&scratch, &["reload"]).contains("mine"));
     let text = fs::read_to_string(&file).expect("it is there").replace("127.0.0.0/8", "127.9.0.0/16");
     fs::write(&file, text).expect("it is ours");
-    operator::prints(&scratch, &["reload"]);
+    operator::run_ok(&scratch, &["reload"]);
     size("mine").succeeds();
 }
 
 #[test]
-fn a_name_is_a_subject_as_qemu_writes_it() {
+fn client_names_match_subjects_in_qemu_format() {
     need("certtool");
     let script = r#"
 serve_as() { serve -t --object tls-creds-x509,id=t,endpoint=server,dir="$PWD/pki",verify-peer=on --tls-creds t "$@" --tls-authz a -f raw disk.raw; }
@@ -172,20 +172,20 @@ serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm",rules.0.p
     let script = format!(
         "serve() {{ qemu-nbd --fork -k \"$S\" --pid-file=pid \"$@\" || echo \"did not start: $?\"; }}\n{script}"
     );
-    let ran = peer::same("qemu-nbd", &script, |scratch| {
+    let ran = peer::compare_with_qemu("qemu-nbd", &script, |scratch| {
         scratch.filled("disk.raw", MIB);
-        Authority::new(scratch, "pki").vouch_for("client", "/C=GB/O=Acme, Inc/CN=vm 1");
+        CertificateAuthority::new(scratch, "pki").issue_client("client", "/C=GB/O=Acme, Inc/CN=vm 1");
     });
     assert_eq!(ran.printed.matches("is refused").count(), 2, "{}", ran.printed);
 }
 
 #[test]
-fn qmp_has_names_of_clients_as_objects() {
+fn client_names_are_authz_objects_in_qmp() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "pki");
+    let authority = CertificateAuthority::new(&scratch, "pki");
     let nbd = scratch.socket("nbd");
     let _weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .args(["--blockdev", "null-co,node-name=disk,size=1048576", "--qmp", &operator::socket(&scratch)])
         // Of what comes later, here the keys.
         .arg("--image-root")
@@ -198,22 +198,22 @@ fn qmp_has_names_of_clients_as_objects() {
     };
     qmp.command("object-add", add("us", "CN=client"));
     qmp.command("object-add", add("them", "CN=them"));
-    qmp.refused("object-add", add("us", "CN=other"));
+    qmp.command_error("object-add", add("us", "CN=other"));
     qmp.command(
         "object-add",
         json!({ "qom-type": "tls-creds-x509", "id": "tls", "endpoint": "server", "dir": authority.path() }),
     );
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     let serve = |names: &str| json!({ "addr": addr, "tls-creds": "tls", "tls-authz": names });
-    let (_, said) = qmp.refused("nbd-server-start", serve("nobody"));
-    assert_says(&said, &["No authorization object with id 'nobody'"]);
+    let (_, said) = qmp.command_error("nbd-server-start", serve("nobody"));
+    assert_contains(&said, &["No authorization object with id 'nobody'"]);
     let export = json!({ "type": "nbd", "id": "e", "node-name": "disk" });
     let uri =
         format!("nbds+unix://localhost/disk?socket={}&tls-certificates={}", text(&nbd), authority.path());
     for (names, comes) in [("us", true), ("them", false)] {
         qmp.command("nbd-server-start", serve(names));
         qmp.command("block-export-add", export.clone());
-        let client = Client::new("nbdinfo").args(["--size", &uri]);
+        let client = TestClient::new("nbdinfo").args(["--size", &uri]);
         if comes {
             client.succeeds()
         } else {

@@ -5,8 +5,8 @@ use std::fs;
 
 use crate::{
     harness::{
-        Client, MIB, Qmp, Scratch, Serve, Wire, assert_says, create_encrypted,
-        operator::{fails, find, misuses, prints, prints_json, serve, socket, status},
+        TestClient, MIB, Qmp, Scratch, Serve, RawNbdClient, assert_contains, create_encrypted,
+        operator::{run_failing, find, run_misused, run_ok, run_json, serve, socket, status},
         pattern, qemu_img, qemu_io, text,
     },
     machines::front_end,
@@ -38,20 +38,20 @@ fn config(scratch: &Scratch) -> String {
 }
 
 #[test]
-fn what_is_added_is_served_and_saved_and_goes_again() {
+fn added_disk_is_served_saved_and_removed() {
     let scratch = Scratch::new();
     let before = config(&scratch);
     let file = scratch.file("weir.toml", &before);
     let weir = serve(&scratch, &file);
     let image = scratch.sparse("b.raw", 2 * MIB);
     let said =
-        prints(&scratch, &["group", "add", "silver", "--group", "gold", "--bps-total", "5M", "--save"]);
+        run_ok(&scratch, &["group", "add", "silver", "--group", "gold", "--bps-total", "5M", "--save"]);
     assert_eq!(said, format!("group silver: added\nsilver: saved in {}\n", text(&file)));
     let options =
         ["-f", "raw", "--cache", "none", "--group", "silver", "--iops-total", "70", "--read-only", "--save"];
-    prints(&scratch, &[&["disk", "add", "b", text(&image)][..], &options].concat());
+    run_ok(&scratch, &[&["disk", "add", "b", text(&image)][..], &options].concat());
     let uri = format!("nbd+unix:///b?socket={}", text(&scratch.socket("nbd")));
-    assert_eq!(Client::new("nbdinfo").args(["--size", &uri]).succeeds(), format!("{}\n", 2 * MIB));
+    assert_eq!(TestClient::new("nbdinfo").args(["--size", &uri]).succeeds(), format!("{}\n", 2 * MIB));
     let now = status(&scratch, "0");
     let disk = find(&now, "disks", "b");
     assert_eq!(
@@ -73,27 +73,27 @@ fn what_is_added_is_served_and_saved_and_goes_again() {
         .replace("\n# the end", &format!("\n{disk}\n# the end"));
     assert_eq!(saved, expect);
     // The file and what runs are one.
-    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
-    let (client, _) = Wire::go(&scratch.socket("nbd"), "b");
-    let busy = fails(&scratch, &["disk", "remove", "b", "--save"]);
+    assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
+    let (client, _) = RawNbdClient::negotiated(&scratch.socket("nbd"), "b");
+    let busy = run_failing(&scratch, &["disk", "remove", "b", "--save"]);
     let us = format!(" of {} (disconnect it first)", us());
-    assert_says(&busy, &["export b of disk b: in use: client ", &us]);
+    assert_contains(&busy, &["export b of disk b: in use: client ", &us]);
     assert_eq!(fs::read_to_string(&file).unwrap(), saved);
     drop(client);
-    assert_says(&fails(&scratch, &["group", "remove", "silver"]), &["'silver' is in use"]);
-    let removed = prints_json(&scratch, &["disk", "remove", "b", "--save", "--json"]);
+    assert_contains(&run_failing(&scratch, &["group", "remove", "silver"]), &["'silver' is in use"]);
+    let removed = run_json(&scratch, &["disk", "remove", "b", "--save", "--json"]);
     assert_eq!(
         removed,
         serde_json::json!({ "kind": "disk", "name": "b", "change": "removed", "saved": text(&file) })
     );
-    prints(&scratch, &["group", "remove", "silver", "--save"]);
+    run_ok(&scratch, &["group", "remove", "silver", "--save"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
-    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     // What the file does not have goes all the same.
     for (kind, more) in [("disk", &["memory:1M"][..]), ("group", &[])] {
-        prints(&scratch, &[&[kind, "add", "late"], more].concat());
+        run_ok(&scratch, &[&[kind, "add", "late"], more].concat());
         let nothing = format!("late: nothing to change in {}, which has no [{kind}.late]\n", text(&file));
-        let said = prints(&scratch, &[kind, "remove", "late", "--save"]);
+        let said = run_ok(&scratch, &[kind, "remove", "late", "--save"]);
         assert_eq!(said, format!("{kind} late: removed\n{nothing}"));
     }
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
@@ -109,29 +109,29 @@ fn exports(scratch: &Scratch, disk: &str) -> Vec<(String, String, bool)> {
 }
 
 #[test]
-fn a_disk_is_served_at_all_addresses_of_the_daemon_or_at_those_that_are_named() {
+fn added_disk_uses_default_or_named_addresses() {
     let scratch = Scratch::new();
     let [one, two] = ["one", "two"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"{}\"\n{CONFIG}", socket(&scratch)));
     let second = format!("{two},read-only");
     let start = || {
-        let weir = Serve::new(&scratch).where_said().arg("--config").arg(&file);
+        let weir = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file);
         weir.args(["--nbd", &one, "--nbd", &second]).start()
     };
     let weir = start();
     let uri = |disk: &str, at: &str| format!("nbd+unix:///{disk}?socket={}", at.trim_start_matches("unix:"));
-    let added = prints_json(&scratch, &["disk", "add", "b", "memory:2M", "--save", "--json"]);
+    let added = run_json(&scratch, &["disk", "add", "b", "memory:2M", "--save", "--json"]);
     let expect = serde_json::json!({
         "kind": "disk", "name": "b", "change": "added", "saved": text(&file), "uris": [uri("b", &one), uri("b", &two)],
     });
     assert_eq!(added, expect);
-    let said = prints(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
+    let said = run_ok(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
     assert_eq!(said, format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &two), text(&file)));
     let of_c = format!(
         "[disk.c]\nimage = \"memory:2097152\"\nexport = [{{ type = \"nbd\", listen = \"{two}\", read-only = true }}]\n"
     );
-    assert_says(&fs::read_to_string(&file).unwrap(), &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c]);
-    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    assert_contains(&fs::read_to_string(&file).unwrap(), &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c]);
+    assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     let both = [("b".to_owned(), one.clone(), false), (format!("b@{two}"), two.clone(), true)];
     let check = || {
         assert_eq!(exports(&scratch, "b"), both);
@@ -144,7 +144,7 @@ fn a_disk_is_served_at_all_addresses_of_the_daemon_or_at_those_that_are_named() 
 }
 
 #[test]
-fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
+fn address_of_another_disk_must_be_named() {
     let scratch = Scratch::new();
     let [own, machine] = ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let before = format!(
@@ -157,12 +157,12 @@ fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
     let expect = format!(
         "weir: vm2: the daemon has no default NBD address (choose an export: --nbd {own}, or --vhost-user-blk unix:PATH)\n"
     );
-    assert_eq!(fails(&scratch, &add), expect);
+    assert_eq!(run_failing(&scratch, &add), expect);
     let nowhere = format!("unix:{}", text(&scratch.socket("nowhere")));
     let expect = format!(
         "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (add a new address in the config file and run `weir reload`)\n"
     );
-    assert_eq!(fails(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
+    assert_eq!(run_failing(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     // Programs may add a disk and export it later, and have to say where, too.
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
@@ -171,19 +171,19 @@ fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
     let done = qmp.command("x-weir-add-disk", asked);
     assert_eq!(done, serde_json::json!({ "uris": [] }));
     let mut export = serde_json::json!({ "type": "nbd", "id": "later", "node-name": "later" });
-    assert_says(&qmp.refused("block-export-add", export.clone()).1, &["'x-weir-listen' is missing", &own]);
+    assert_contains(&qmp.command_error("block-export-add", export.clone()).1, &["'x-weir-listen' is missing", &own]);
     export["x-weir-listen"] = own.clone().into();
     qmp.command("block-export-add", export);
     drop(qmp);
-    prints(&scratch, &["disk", "remove", "later"]);
+    run_ok(&scratch, &["disk", "remove", "later"]);
     let named = format!("{own},read-only");
-    let said = prints(&scratch, &[&add[..], &["--nbd", &named]].concat());
+    let said = run_ok(&scratch, &[&add[..], &["--nbd", &named]].concat());
     let uri = format!("nbd+unix:///vm2?socket={}", text(&scratch.socket("own")));
     assert_eq!(said, format!("disk vm2: added, at {uri}\nvm2: saved in {}\n", text(&file)));
     let read_only = [("vm2".to_owned(), own.clone(), true)];
     assert_eq!(exports(&scratch, "vm2"), read_only);
-    Client::new("nbdinfo").args(["--is", "read-only", &uri]).succeeds();
-    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    TestClient::new("nbdinfo").args(["--is", "read-only", &uri]).succeeds();
+    assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     weir.stop();
     let weir = serve(&scratch, &file);
     assert_eq!(exports(&scratch, "vm2"), read_only);
@@ -191,14 +191,14 @@ fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
     let all = format!("unix:{}", text(&scratch.socket("all")));
     let with_own = fs::read_to_string(&file).unwrap().replacen("\n\n", &format!("\nnbd = \"{all}\"\n\n"), 1);
     fs::write(&file, with_own + "\n[disk.vm3]\nimage = \"memory:1M\"\n").unwrap();
-    prints(&scratch, &["reload"]);
-    prints(&scratch, &["disk", "add", "vm4", "memory:1M"]);
+    run_ok(&scratch, &["reload"]);
+    run_ok(&scratch, &["disk", "add", "vm4", "memory:1M"]);
     assert_eq!(exports(&scratch, "vm4"), [("vm4".to_owned(), all, false)]);
     weir.stop();
 }
 
 #[test]
-fn an_address_may_be_spelled_as_to_weir_serve() {
+fn addresses_are_spelled_as_for_weir_serve() {
     let scratch = Scratch::new();
     for directory in ["etc", "run 1"] {
         fs::create_dir(scratch.path(directory)).unwrap();
@@ -213,8 +213,8 @@ fn an_address_may_be_spelled_as_to_weir_serve() {
     let add = |name: &str, inside: &str, address: &str| {
         let client = crate::harness::weir(&["disk", "add", name, "memory:1M", "--save", "--nbd", address]);
         client.args(["--qmp", &socket(&scratch)]).inside(&scratch.path(inside)).succeeds();
-        assert_eq!(Wire::go(&scratch.path("run 1/x.sock"), name).1, MIB);
-        assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+        assert_eq!(RawNbdClient::negotiated(&scratch.path("run 1/x.sock"), name).1, MIB);
+        assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     };
     add("b", "run 1", "unix:x.sock");
     add("c", "etc", "unix:../run 1/x.sock");
@@ -229,7 +229,7 @@ fn an_address_may_be_spelled_as_to_weir_serve() {
 }
 
 #[test]
-fn what_fails_leaves_nothing() {
+fn failed_add_changes_nothing() {
     let scratch = Scratch::new();
     let before = config(&scratch);
     let file = scratch.file("weir.toml", &before);
@@ -267,26 +267,26 @@ fn what_fails_leaves_nothing() {
         (&["group", "add", "gold"], "gold"),
         (&["group", "remove", "a"], "a: no group of this daemon has this name"),
     ] {
-        assert_says(&fails(&scratch, arguments), &[expect]);
+        assert_contains(&run_failing(&scratch, arguments), &[expect]);
         let now = status(&scratch, "0");
         let names = |list: &str| now[list].as_array().unwrap().len();
         assert_eq!((names("disks"), names("groups"), names("exports")), (1, 1, 1), "{arguments:?}");
         assert_eq!(fs::read_to_string(&file).unwrap(), before);
     }
     for words in [["--weight", "0"], ["--iops-total-max", "5"]] {
-        let said = misuses(&scratch, &[&["group", "add", "g"][..], &words].concat());
-        assert_says(&said, &[&words.join(" ")]);
+        let said = run_misused(&scratch, &[&["group", "add", "g"][..], &words].concat());
+        assert_contains(&said, &[&words.join(" ")]);
     }
     // Nothing has happened, and nobody hears of anything.
     let events = qmp.command("x-weir-query-events", serde_json::json!({}));
     assert_eq!(events, serde_json::json!([]));
     for event in ["X_WEIR_EVENT", "X_WEIR_SETTINGS_CHANGED", "BLOCK_EXPORT_DELETED"] {
-        assert_eq!(qmp.heard(event), 0, "{event}");
+        assert_eq!(qmp.count_events(event), 0, "{event}");
     }
-    assert!(!weir.logged().contains("an export was added"));
+    assert!(!weir.log_text().contains("an export was added"));
     // But for what has.
     // As of a disk of the config file, the format is probed.
-    prints(&scratch, &["disk", "add", "b", image, "--iops-total", "70"]);
+    run_ok(&scratch, &["disk", "add", "b", image, "--iops-total", "70"]);
     let events = qmp.command("x-weir-query-events", serde_json::json!({}));
     let kinds: Vec<_> = events.as_array().unwrap().iter().map(|event| &event["kind"]).collect();
     assert_eq!(kinds, ["disk_added"]);
@@ -295,7 +295,7 @@ fn what_fails_leaves_nothing() {
 }
 
 #[test]
-fn an_image_that_another_disk_has_is_told_with_that_disk() {
+fn error_names_the_disk_that_uses_the_image() {
     let scratch = Scratch::new();
     let file = scratch.file("weir.toml", &config(&scratch));
     let weir = serve(&scratch, &file);
@@ -303,24 +303,24 @@ fn an_image_that_another_disk_has_is_told_with_that_disk() {
         (scratch.sparse("b.raw", MIB), scratch.path("link.raw"), scratch.path("over.qcow2"));
     std::os::unix::fs::symlink("b.raw", &link).unwrap();
     qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&image), "-F", "raw", text(&over)]).succeeds();
-    prints(&scratch, &["disk", "add", "b", text(&image), "-f", "raw"]);
+    run_ok(&scratch, &["disk", "add", "b", text(&image), "-f", "raw"]);
     let remedy = "in use by the disk \"b\" (export one disk twice, or make both read-only)";
     for (path, format, expect) in [
         (&image, "raw", format!("{}: {remedy}", text(&image))),
         (&link, "raw", format!("{}: {remedy}", text(&link))),
         (&over, "qcow2", format!("{}: its backing file {}: {remedy}", text(&over), text(&image))),
     ] {
-        assert_says(&fails(&scratch, &["disk", "add", "c", text(path), "-f", format]), &[&expect]);
+        assert_contains(&run_failing(&scratch, &["disk", "add", "c", text(path), "-f", format]), &[&expect]);
     }
     // Its file says no more of whose it is.
     let disk = format!("\n[disk.c]\nimage = \"{}\"\nformat = \"raw\"\n", text(&link));
     fs::write(&file, config(&scratch) + &disk).unwrap();
-    assert_says(&fails(&scratch, &["reload"]), &["disk.c.image", remedy]);
+    assert_contains(&run_failing(&scratch, &["reload"]), &["disk.c.image", remedy]);
     weir.stop();
 }
 
 #[test]
-fn how_an_image_is_opened_can_be_said_to_a_daemon_that_runs() {
+fn added_disk_accepts_image_options() {
     let scratch = Scratch::new();
     let file = scratch.file("weir.toml", &config(&scratch));
     let _weir = serve(&scratch, &file);
@@ -334,25 +334,25 @@ fn how_an_image_is_opened_can_be_said_to_a_daemon_that_runs() {
     let locked = scratch.path("d.qcow2");
     create_encrypted(&locked);
     let key = scratch.file("key", "abc");
-    prints(&scratch, &["disk", "add", "part", text(&raw), "--options", "offset=512,size=1K"]);
-    prints(
+    run_ok(&scratch, &["disk", "add", "part", text(&raw), "--options", "offset=512,size=1K"]);
+    run_ok(
         &scratch,
         &["disk", "add", "old", text(&qcow2), "--snapshot", "one", "--cache-clean-interval", "5"],
     );
     // A wrong passphrase leaves nothing, not even itself.
     let wrong = scratch.file("wrong", "cba");
-    fails(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&wrong)]);
-    prints(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
-    let (mut part, _) = Wire::go(&nbd, "part");
+    run_failing(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&wrong)]);
+    run_ok(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
+    let (mut part, _) = RawNbdClient::negotiated(&nbd, "part");
     assert_eq!(part.read(0, 1024).as_deref(), Ok(&pattern(1536)[512..]));
     assert!(part.read(1024, 1).is_err(), "it ends there");
-    let (mut old, _) = Wire::go(&nbd, "old");
+    let (mut old, _) = RawNbdClient::negotiated(&nbd, "old");
     assert_eq!(old.read(0, 512).as_deref(), Ok(&[1; 512][..]));
-    Wire::go(&nbd, "locked").0.read(0, 512).expect("it is open");
+    RawNbdClient::negotiated(&nbd, "locked").0.read(0, 512).expect("it is open");
 }
 
 #[test]
-fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
+fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     let scratch = Scratch::new();
     let before = config(&scratch);
     let file = scratch.file("weir.toml", &before);
@@ -361,9 +361,9 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
     let door = format!("unix:{},queues=2,discard=off", text(&socket));
     let add =
         ["disk", "add", "c", text(&image), "-f", "raw", "--iops-total", "70", "--vhost-user-blk", &door];
-    let unused = misuses(&scratch, &[&add[..], &["--allow", "10.0.0.0/8"]].concat());
-    assert_says(&unused, &["--allow: is not used, because the disk is not exported over NBD"]);
-    prints(&scratch, &[&add[..], &["--save"]].concat());
+    let unused = run_misused(&scratch, &[&add[..], &["--allow", "10.0.0.0/8"]].concat());
+    assert_contains(&unused, &["--allow: is not used, because the disk is not exported over NBD"]);
+    run_ok(&scratch, &[&add[..], &["--save"]].concat());
     let now = status(&scratch, "0");
     let of_c = |status: &serde_json::Value| {
         let exports = status["exports"].as_array().unwrap().iter();
@@ -381,13 +381,13 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
         "iops-total = 70\nexport = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 2, discard = false }}]\n",
         text(&socket)
     );
-    assert_says(&saved, &[&written]);
-    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
-    prints(&scratch, &["disk", "remove", "c", "--save"]);
+    assert_contains(&saved, &[&written]);
+    assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
+    run_ok(&scratch, &["disk", "remove", "c", "--save"]);
     assert!(!socket.exists());
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     // Over NBD too, and with what goes wrong the whole disk goes.
-    prints(&scratch, &[&add[..], &["--nbd", &format!("unix:{}", text(&scratch.socket("nbd")))]].concat());
+    run_ok(&scratch, &[&add[..], &["--nbd", &format!("unix:{}", text(&scratch.socket("nbd")))]].concat());
     let ids: Vec<_> = of_c(&status(&scratch, "0")).iter().map(|export| export["id"].clone()).collect();
     assert_eq!(ids, ["c".to_owned(), format!("c@unix:{}", text(&socket))]);
     // Such an id can be given again.
@@ -398,23 +398,23 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
     let again = serde_json::json!({ "type": "vhost-user-blk", "id": ids[1], "node-name": "c", "addr": addr });
     qmp.command("block-export-add", again);
     let other = serde_json::json!({ "type": "vhost-user-blk", "id": "d@x", "node-name": "c", "addr": addr });
-    assert_eq!(qmp.refused("block-export-add", other).1, "Invalid block export id");
+    assert_eq!(qmp.command_error("block-export-add", other).1, "Invalid block export id");
     drop(qmp);
     let second = ["disk", "add", "d", "memory:1M", "--vhost-user-blk", &door];
-    assert_says(&fails(&scratch, &second), &["the export c@unix:", "uses this path"]);
+    assert_contains(&run_failing(&scratch, &second), &["the export c@unix:", "uses this path"]);
     assert!(status(&scratch, "0")["disks"].as_array().unwrap().iter().all(|disk| disk["name"] != "d"));
-    prints(&scratch, &["disk", "remove", "c"]);
+    run_ok(&scratch, &["disk", "remove", "c"]);
     // As many as are wanted, as `weir serve` has it.
     let sockets = ["one", "two"].map(|name| scratch.socket(name));
     let [one, two] = [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
     let both = ["--vhost-user-blk", &one, "--vhost-user-blk", &two];
-    prints(&scratch, &[&["disk", "add", "e", "memory:1M"][..], &both].concat());
+    run_ok(&scratch, &[&["disk", "add", "e", "memory:1M"][..], &both].concat());
     sockets.iter().for_each(|socket| drop(front_end(socket)));
     // A socket is passed to a daemon when it starts.
-    let passed = fails(&scratch, &["disk", "add", "f", "memory:1M", "--vhost-user-blk", "fd:f"]);
-    assert_says(&passed, &["fd:f: no such socket was passed", "write unix:PATH, or restart weir"]);
-    let passed = misuses(&scratch, &["disk", "add", "f", "memory:1M", "--nbd", "fd:f"]);
-    assert_says(&passed, &["give its address", "unix:PATH or HOST:PORT"]);
+    let passed = run_failing(&scratch, &["disk", "add", "f", "memory:1M", "--vhost-user-blk", "fd:f"]);
+    assert_contains(&passed, &["fd:f: no such socket was passed", "write unix:PATH, or restart weir"]);
+    let passed = run_misused(&scratch, &["disk", "add", "f", "memory:1M", "--nbd", "fd:f"]);
+    assert_contains(&passed, &["give its address", "unix:PATH or HOST:PORT"]);
     weir.stop();
 }
 
@@ -423,9 +423,9 @@ fn changes_of_groups_are_described_as_json() {
     let scratch = Scratch::new();
     let weir = serve(&scratch, &scratch.file("weir.toml", config(&scratch)));
     let told = |change: &str| serde_json::json!({ "kind": "group", "name": "json", "change": change });
-    let added = prints_json(&scratch, &["group", "add", "json", "--iops-total", "7", "--json"]);
+    let added = run_json(&scratch, &["group", "add", "json", "--iops-total", "7", "--json"]);
     assert_eq!(added, told("added"));
-    assert_eq!(prints_json(&scratch, &["group", "remove", "json", "--json"]), told("removed"));
+    assert_eq!(run_json(&scratch, &["group", "remove", "json", "--json"]), told("removed"));
     weir.stop();
 }
 
@@ -435,8 +435,8 @@ fn what_cannot_be_detached_is_described_as_json() {
     let outcome = crate::harness::weir(&["detach", "--json", "nothing-of-this-name"])
         .env("WEIR_QMP", socket(&scratch))
         .run();
-    assert_eq!(outcome.code(), 1, "{}", outcome.said());
-    let told: serde_json::Value = serde_json::from_str(&outcome.printed()).expect("JSON");
+    assert_eq!(outcome.code(), 1, "{}", outcome.stderr());
+    let told: serde_json::Value = serde_json::from_str(&outcome.stdout()).expect("JSON");
     assert_eq!((&told[0]["name"], &told[0]["detached"]), (&"nothing-of-this-name".into(), &false.into()));
-    assert_says(told[0]["error"].as_str().unwrap(), &["nothing is attached under this name"]);
+    assert_contains(told[0]["error"].as_str().unwrap(), &["nothing is attached under this name"]);
 }

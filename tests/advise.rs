@@ -16,19 +16,19 @@ use serde_json::Value;
 
 use crate::{
     harness::{
-        Client, DEADLINE, Outcome, Scratch, WEIR, Weir, assert_says, need,
-        operator::{find, prints, prints_json, serve, socket, start, status},
+        TestClient, DEADLINE, TestOutcome, Scratch, WEIR, Weir, assert_contains, need,
+        operator::{find, run_ok, run_json, serve, socket, start, status},
         pause, search_path, text, weir,
     },
-    record::Recorder,
+    record::RunningRecorder,
 };
 
 const DEVICE: &str = "iops=400,shared=ssd";
 
 /// Reads with 64 in flight until it is dropped.
-struct Noise(Child);
+struct NoisyClient(Child);
 
-impl Noise {
+impl NoisyClient {
     fn on(weir: &Weir, disk: &str) -> Self {
         need("fio");
         let mut command = Command::new("fio");
@@ -40,7 +40,7 @@ impl Noise {
     }
 }
 
-impl Drop for Noise {
+impl Drop for NoisyClient {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -49,9 +49,9 @@ impl Drop for Noise {
 
 /// So many requests, twenty a second, whatever became of those before.
 #[track_caller]
-fn quiet(weir: &Weir, disk: &str, requests: u32) {
+fn run_quiet_client(weir: &Weir, disk: &str, requests: u32) {
     let load = ["bench", "--rate-iops", "20", "-s", "4K", "--random", "--count", &requests.to_string()];
-    Client::new(WEIR).args(load).arg(weir.uri(disk)).succeeds();
+    TestClient::new(WEIR).args(load).arg(weir.uri(disk)).succeeds();
 }
 
 fn requests(scratch: &Scratch, disk: &str) -> u64 {
@@ -59,40 +59,40 @@ fn requests(scratch: &Scratch, disk: &str) -> u64 {
     find(&status, "disks", disk)["reads"]["requests"].as_u64().unwrap_or(0)
 }
 
-fn advise(arguments: &[&str]) -> Outcome {
+fn advise(arguments: &[&str]) -> TestOutcome {
     weir(&["advise"]).args(arguments).run()
 }
 
 /// Runs a line that was printed, as it is, where `weir` is this one and its daemon is this test's.
 #[track_caller]
-fn pasted(scratch: &Scratch, line: &str) {
+fn run_pasted(scratch: &Scratch, line: &str) {
     let directory = std::path::Path::new(WEIR).parent().expect("it lies in one");
-    let shell = Client::new("sh").args(["-ec", line]).finding(directory).env("WEIR_QMP", socket(scratch));
+    let shell = TestClient::new("sh").args(["-ec", line]).with_path(directory).env("WEIR_QMP", socket(scratch));
     shell.succeeds();
 }
 
 #[test]
-fn a_noisy_neighbour_is_recorded_advised_upon_limited_and_verified() {
+fn noisy_neighbour_from_recording_to_verified_limit() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--rate", DEVICE]);
     let file = scratch.path("both.recording");
-    let recorder = Recorder::begin(&scratch, &file, &[]);
-    let noise = Noise::on(&weir, "b");
+    let recorder = RunningRecorder::begin(&scratch, &file, &[]);
+    let noise = NoisyClient::on(&weir, "b");
     let end = Instant::now() + DEADLINE;
     while requests(&scratch, "b") < 200 {
         assert!(Instant::now() < end, "the noise does not begin");
         pause();
     }
-    quiet(&weir, "a", 200);
+    run_quiet_client(&weir, "a", 200);
     recorder.end();
 
     let new = scratch.path("new.toml");
     let options = ["--rate", DEVICE, "--for", "a", "--keep", "p99=25ms", "--write-config", text(&new)];
     let outcome = advise(&[&[text(&file), "--json"][..], &options].concat());
-    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let (a, b) = (find(&told, "tenants", "a"), find(&told, "tenants", "b"));
     assert_eq!((a["requests"].as_u64(), a["asked"].as_bool()), (Some(200), Some(true)));
-    assert_eq!((a["kept"].as_bool(), outcome.ended()), (Some(true), Some(0)), "{}", outcome.said());
+    assert_eq!((a["kept"].as_bool(), outcome.status()), (Some(true), Some(0)), "{}", outcome.stderr());
     // With 64 in flight before it, each would wait for 160 ms.
     let p99 = |line: &Value, when: &str| line[when]["latency-ns"].as_u64().expect("a time");
     assert!(p99(a, "before") > 100_000_000 && p99(a, "after") <= 25_500_000, "{told:#}");
@@ -101,16 +101,16 @@ fn a_noisy_neighbour_is_recorded_advised_upon_limited_and_verified() {
     self::weir(&["check-config", text(&new)]).succeeds();
 
     // The tables say the same.
-    let printed = advise(&[&[text(&file)][..], &options].concat()).printed();
-    assert_says(&printed, &["SMALLEST FOR", "as it is", "kept", "not asked", "To set it:\n\n"]);
+    let printed = advise(&[&[text(&file)][..], &options].concat()).stdout();
+    assert_contains(&printed, &["SMALLEST FOR", "as it is", "kept", "not asked", "To set it:\n\n"]);
     let commands = told["commands"].as_array().expect("a list");
     assert!(!commands.is_empty());
     for command in commands.iter().map(|command| command.as_str().expect("a line")) {
         assert!(printed.contains(&format!("{command}\n")), "{command:?} is not in {printed}");
-        pasted(&scratch, command);
+        run_pasted(&scratch, command);
     }
     if let Some(set) = b["set"].as_object() {
-        let shown = prints_json(&scratch, &["throttle", "b", "--json"]);
+        let shown = run_json(&scratch, &["throttle", "b", "--json"]);
         for (name, value) in set {
             let in_force = &shown["throttle"]["limits"][name];
             let in_force = if in_force.is_null() { &shown["limits"][name] } else { in_force };
@@ -126,8 +126,8 @@ fn a_noisy_neighbour_is_recorded_advised_upon_limited_and_verified() {
         assert!(Instant::now() < end, "the noise is not held");
         pause();
     }
-    let verify = Client::new(WEIR).args(["verify", "--for", "4s", "--qmp", &socket(&scratch)]).run();
-    assert_eq!(verify.ended(), Some(0), "{}{}", verify.printed(), verify.said());
+    let verify = TestClient::new(WEIR).args(["verify", "--for", "4s", "--qmp", &socket(&scratch)]).run();
+    assert_eq!(verify.status(), Some(0), "{}{}", verify.stdout(), verify.stderr());
     drop(noise);
     weir.stop();
 }
@@ -145,7 +145,7 @@ fn trace(requests: u64) -> String {
 }
 
 #[test]
-fn a_torn_recording_is_advised_upon_up_to_its_last_whole_block() {
+fn truncated_recording_is_used_up_to_its_last_complete_block() {
     let scratch = Scratch::new();
     let csv = scratch.file("day.csv", trace(150_000));
     let whole = scratch.path("day.recording");
@@ -153,18 +153,18 @@ fn a_torn_recording_is_advised_upon_up_to_its_last_whole_block() {
     let bytes = fs::read(&whole).expect("it was written");
     let torn = scratch.file("torn.recording", &bytes[..bytes.len() - 10]);
     let outcome = advise(&[text(&torn), "--json"]);
-    assert_eq!(outcome.ended(), Some(1));
-    assert_says(&outcome.said(), &["weir: not read to the end: ", "cut off in a block"]);
-    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    assert_eq!(outcome.status(), Some(1));
+    assert_contains(&outcome.stderr(), &["weir: not read to the end: ", "cut off in a block"]);
+    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let read: u64 =
         told["tenants"].as_array().expect("a list").iter().filter_map(|it| it["requests"].as_u64()).sum();
     assert_eq!(read, 131_072, "two blocks");
-    assert_says(told["partial"].as_str().expect("it is said"), &["131072 requests before it are whole"]);
+    assert_contains(told["partial"].as_str().expect("it is said"), &["131072 requests before it are whole"]);
     assert_eq!(told["commands"].as_array().map(Vec::len), Some(2));
 }
 
 #[test]
-fn what_is_no_trace_or_no_target_is_said_once() {
+fn invalid_trace_or_target_is_one_error() {
     let scratch = Scratch::new();
     let day = scratch.file("day.csv", trace(2000));
     let empty = scratch.file("empty.csv", "");
@@ -183,14 +183,14 @@ fn what_is_no_trace_or_no_target_is_said_once() {
         (&[text(&day), "--device", "read=1ms", "--keep", "p99=0"], 1, "the target cannot be met for all"),
     ] {
         let outcome = advise(arguments);
-        assert_eq!(outcome.ended(), Some(status), "{arguments:?}: {}", outcome.said());
-        assert_says(&outcome.said(), &["weir: ", says]);
-        assert_eq!(outcome.said().matches("weir: ").count(), 1, "{}", outcome.said());
+        assert_eq!(outcome.status(), Some(status), "{arguments:?}: {}", outcome.stderr());
+        assert_contains(&outcome.stderr(), &["weir: ", says]);
+        assert_eq!(outcome.stderr().matches("weir: ").count(), 1, "{}", outcome.stderr());
     }
 }
 
 #[test]
-fn groups_of_a_config_file_are_advised_upon_together_and_the_file_keeps_the_rest() {
+fn advice_for_groups_keeps_the_rest_of_the_config() {
     let scratch = Scratch::new();
     let day = scratch.file("day.csv", trace(20_000));
     let config = scratch.file(
@@ -200,8 +200,8 @@ fn groups_of_a_config_file_are_advised_upon_together_and_the_file_keeps_the_rest
     );
     let new = scratch.path("new.toml");
     let outcome = advise(&[text(&day), "--config", text(&config), "--write-config", text(&new), "--json"]);
-    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
-    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
+    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let gold = find(&told, "tenants", "gold");
     assert_eq!((gold["kind"].as_str(), gold["requests"].as_u64()), (Some("group"), Some(20_000)));
     assert_eq!(gold["kept"].as_bool(), Some(true));
@@ -209,7 +209,7 @@ fn groups_of_a_config_file_are_advised_upon_together_and_the_file_keeps_the_rest
     assert!(gold["before"]["wait-ns"].as_u64() > Some(1_000_000_000), "{gold:#}");
     assert!(gold["set"]["iops-total"].as_u64().is_some_and(|rate| (2000..2200).contains(&rate)), "{gold:#}");
     let after = fs::read_to_string(&new).expect("it was written");
-    assert_says(&after, &["# Ours.\n[group.gold]\nweight = 50\niops-total = 2", " # too little\n"]);
+    assert_contains(&after, &["# Ours.\n[group.gold]\nweight = 50\niops-total = 2", " # too little\n"]);
     weir(&["check-config", text(&new)]).succeeds();
 }
 
@@ -243,9 +243,9 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
     };
     let of = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
     let on_device = config("device.toml", "", &format!("rate = \"{rate}\""));
-    let printed = of(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).printed();
+    let printed = of(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).stdout();
     let way = "but a limit of a disk in the group may (give --for with the disk that must meet the target, ";
-    assert_says(&printed, &["no limit of the group shortens it, ", way]);
+    assert_contains(&printed, &["no limit of the group shortens it, ", way]);
     let new = scratch.path("new.toml");
     for (arguments, command) in [
         (&["--rate", rate][..], None),
@@ -258,21 +258,21 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
     ] {
         let more = ["--for", "a", "--keep", "p99=80ms", "--write-config", text(&new)];
         let outcome = of(&[arguments, &more].concat());
-        assert_eq!(outcome.ended(), Some(0), "{arguments:?}: {}", outcome.said());
-        let printed = outcome.printed();
-        assert_says(&printed, &["To set it:", "not asked"]);
+        assert_eq!(outcome.status(), Some(0), "{arguments:?}: {}", outcome.stderr());
+        let printed = outcome.stdout();
+        assert_contains(&printed, &["To set it:", "not asked"]);
         if let Some(command) = command {
-            assert_says(&printed, &[&format!("\n{command}")]);
-            assert_says(&fs::read_to_string(&new).expect("it was written"), &["group = \"all\""]);
+            assert_contains(&printed, &[&format!("\n{command}")]);
+            assert_contains(&fs::read_to_string(&new).expect("it was written"), &["group = \"all\""]);
             weir(&["check-config", text(&new)]).succeeds();
         }
     }
     let both = of(&["--config", text(&on_device), "--for", "a", "--for", "all"]);
-    assert_says(&both.said(), &["all: so is a disk in it (--for takes a group or disks of it, not both)"]);
+    assert_contains(&both.stderr(), &["all: so is a disk in it (--for takes a group or disks of it, not both)"]);
 }
 
 #[test]
-fn what_was_measured_is_told_where_the_simulation_is_far_from_it() {
+fn measured_figures_are_shown_if_the_simulation_deviates() {
     let scratch = Scratch::new();
     // One after another, or all over the disk; more than the device does in a second.
     let day = |places: u64, took_ns: u64| {
@@ -284,15 +284,15 @@ fn what_was_measured_is_told_where_the_simulation_is_far_from_it() {
         }
         scratch.file("day.csv", text)
     };
-    let printed = |file: &std::path::Path, rate: &str| advise(&[text(file), "--rate", rate]).printed();
+    let printed = |file: &std::path::Path, rate: &str| advise(&[text(file), "--rate", rate]).stdout();
     let remark = "backup: its p99 is ";
     let merged = printed(&day(1, 3_000_000), "iops=100");
     let why = "most of its requests are sequential: weir merges these, unlike the simulation";
-    assert_says(&merged, &[remark, " in the simulation, and was 3.0ms when it was recorded: ", why]);
+    assert_contains(&merged, &[remark, " in the simulation, and was 3.0ms when it was recorded: ", why]);
     let faster = printed(&day(77, 3_000_000), "iops=100");
-    assert_says(&faster, &[remark, "the device is faster than specified"]);
+    assert_contains(&faster, &[remark, "the device is faster than specified"]);
     let slower = printed(&day(77, 700_000_000), "iops=1000");
-    assert_says(&slower, &[remark, "the device is slower than specified"]);
+    assert_contains(&slower, &[remark, "the device is slower than specified"]);
     // Near enough, and where nothing was measured.
     let near = printed(&day(77, 1_200_000), "iops=1000");
     assert!(!near.contains(remark), "{near}");
@@ -301,7 +301,7 @@ fn what_was_measured_is_told_where_the_simulation_is_far_from_it() {
 }
 
 #[test]
-fn weights_that_are_advised_are_taken_word_for_word() {
+fn advised_weights_are_accepted_unchanged() {
     let scratch = Scratch::new();
     let day = scratch.file("day.csv", busy_neighbour());
     // Here b has a limit that is no part of the advice, and a a weight.
@@ -325,33 +325,33 @@ fn weights_that_are_advised_are_taken_word_for_word() {
     let new = scratch.path("new.toml");
     let options = ["--config", text(&config), "--for", "a", "--keep", "p99=150ms"];
     let outcome = advise(&[&[text(&day), "--json", "--write-config", text(&new)][..], &options].concat());
-    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
-    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
+    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let (joins, commands) = (&find(&told, "tenants", "a")["joins"], told["commands"].to_string());
     let weight = joins["weight"].as_u64().expect("it joins a group");
     assert!(weight > 100 && joins["group"] == "shared", "{told:#}");
     assert!(commands.contains(&format!("weir throttle a --weight {weight} --iops-reservation 0 --group")));
-    let printed = advise(&[&[text(&day)][..], &options].concat()).printed();
-    assert_says(
+    let printed = advise(&[&[text(&day)][..], &options].concat()).stdout();
+    assert_contains(
         &printed,
         &[&format!("weight {weight} in shared"), "weight 100 in shared", "shared: iops-total "],
     );
 
     for command in told["commands"].as_array().expect("a list") {
-        pasted(&scratch, command.as_str().expect("a line"));
+        run_pasted(&scratch, command.as_str().expect("a line"));
     }
-    let shown = |name: &str| prints_json(&scratch, &["throttle", name, "--json"]);
+    let shown = |name: &str| run_json(&scratch, &["throttle", name, "--json"]);
     let (a, b) = (shown("a"), shown("b"));
     assert_eq!((a["weight"].as_u64(), &a["group"]), (Some(weight), &Value::from("shared")), "{a:#}");
     assert_eq!((b["weight"].as_u64(), &b["limits"]), (Some(100), &serde_json::json!({})), "{b:#}");
     // The file says the same as the commands: a daemon has nothing left to change.
     fs::copy(&new, &config).expect("it was written");
-    assert_says(&prints(&scratch, &["reload"]), &["nothing has changed"]);
+    assert_contains(&run_ok(&scratch, &["reload"]), &["nothing has changed"]);
     daemon.stop();
 }
 
 #[test]
-fn disks_are_put_onto_as_few_devices_as_keep_the_target() {
+fn packing_uses_the_fewest_devices() {
     let scratch = Scratch::new();
     let mut csv = HEADER.to_owned();
     for number in 0..6000_u64 {
@@ -360,11 +360,11 @@ fn disks_are_put_onto_as_few_devices_as_keep_the_target() {
     let day = scratch.file("day.csv", csv);
     // Each asks for a sixth of a thousand a second, and a device does four hundred.
     let printed = weir(&["advise", text(&day), "--pack", "--device", "read=2500us,parallel=1"]).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &["DEVICE", "BUSIEST", "6 disks fit on 3 of these devices with p99 <= 10ms, and fewer cannot do."],
     );
     let printed = advise(&[text(&day), "--pack", "--device", "read=100ms,parallel=1"]);
-    assert_eq!(printed.ended(), Some(1));
-    assert_says(&printed.printed(), &["No place keeps the target for: vm0, vm1, vm2, vm3, vm4, vm5."]);
+    assert_eq!(printed.status(), Some(1));
+    assert_contains(&printed.stdout(), &["No place keeps the target for: vm0, vm1, vm2, vm3, vm4, vm5."]);
 }

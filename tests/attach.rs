@@ -27,17 +27,17 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, children, need_root, text, until,
+    TestClient, MIB, Qmp, Scratch, Serve, WEIR, script_without_foreign_mounts, assert_contains, children, need_root, text, poll_until,
     wait_for_programs, weir,
 };
 
 /// Something attached by root, which goes with the test.
-struct Attached {
+struct Attachment {
     name: String,
     said: Value,
 }
 
-impl Attached {
+impl Attachment {
     fn device(&self) -> PathBuf {
         self.said["device"].as_str().expect("it has one").into()
     }
@@ -60,11 +60,11 @@ impl Attached {
         assert!(!self.place().exists(), "{} is left", self.place().display());
         let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
         assert!(!mounts.contains(text(&self.place())), "{mounts}");
-        let over = Client::new("losetup").args(["--list", "--noheadings", "--output=BACK-FILE"]).succeeds();
+        let over = TestClient::new("losetup").args(["--list", "--noheadings", "--output=BACK-FILE"]).succeeds();
         assert!(!over.contains(text(&self.place())), "{over}");
     }
 
-    fn detach(&self) -> Client {
+    fn detach(&self) -> TestClient {
         detach(&self.name)
     }
 
@@ -76,7 +76,7 @@ impl Attached {
     }
 }
 
-impl Drop for Attached {
+impl Drop for Attachment {
     fn drop(&mut self) {
         if self.place().exists() {
             let _ = Command::new(WEIR).args(["detach", "--force", &self.name]).output();
@@ -93,22 +93,22 @@ fn name(what: &str) -> String {
     format!("t{}-{what}", std::process::id())
 }
 
-fn command(name: &str, image: &Path, options: &[&str]) -> Client {
+fn command(name: &str, image: &Path, options: &[&str]) -> TestClient {
     need_root("devices of this host");
     weir(&["attach", "--fuse", "--alone", "--json", "--name", name, "--format", "raw", text(image)])
         .args(options)
 }
 
 #[track_caller]
-fn attach(what: &str, image: &Path, options: &[&str]) -> Attached {
+fn attach(what: &str, image: &Path, options: &[&str]) -> Attachment {
     let name = name(what);
     let said = command(&name, image, options).json();
-    Attached { name, said }
+    Attachment { name, said }
 }
 
 #[track_caller]
 fn make_file_system(device: &Path) {
-    Client::new("mkfs.ext4").args(["-q", "-F", text(device)]).succeeds();
+    TestClient::new("mkfs.ext4").args(["-q", "-F", text(device)]).succeeds();
 }
 
 fn is_mounted(directory: &Path) -> bool {
@@ -118,18 +118,18 @@ fn is_mounted(directory: &Path) -> bool {
 
 #[track_caller]
 /// What this process has closed is closed.
-fn detach(which: &str) -> Client {
+fn detach(which: &str) -> TestClient {
     wait_for_programs();
     weir(&["detach", which])
 }
 
 fn unmount(directory: &Path) {
     wait_for_programs();
-    Client::new("umount").arg(directory).succeeds();
+    TestClient::new("umount").arg(directory).succeeds();
 }
 
 #[test]
-fn what_is_written_to_the_device_is_in_the_image() {
+fn writes_to_the_device_are_in_the_image() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     let attached = attach("device", &image, &["--iops-total", "100000"]);
@@ -142,10 +142,10 @@ fn what_is_written_to_the_device_is_in_the_image() {
     let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == attached.name.as_str());
     let row = row.expect("it is listed");
     assert_eq!((&row["size"], &row["alive"]), (&json!(64 * MIB), &json!(true)));
-    assert_says(&weir(&["attach", "--list"]).succeeds(), &[&attached.name, "fuse", text(&image)]);
+    assert_contains(&weir(&["attach", "--list"]).succeeds(), &[&attached.name, "fuse", text(&image)]);
     attached.detach().succeeds();
     attached.is_gone();
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     assert!(fs::write(directory.join("other"), "").is_err());
     let inside = File::open(directory.join("file")).expect("it can be opened");
     let us = format!("in use: open in {} ({})", comm(), std::process::id());
-    assert_says(&detach(text(&directory)).fails(), &[&us, "--force"]);
+    assert_contains(&detach(text(&directory)).fails(), &[&us, "--force"]);
     drop(inside);
     // By the directory, which is unmounted.
     detach(text(&directory)).succeeds();
@@ -179,20 +179,20 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
 }
 
 #[test]
-fn a_device_in_use_stays_and_its_users_are_named() {
+fn device_in_use_is_kept_and_its_openers_named() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     let attached = attach("used", &image, &[]);
     let open = File::open(attached.device()).expect("it can be opened");
     let us = format!("open in {} ({})", comm(), std::process::id());
-    assert_says(&attached.detach().fails(), &[&attached.name, "in use", &us, "--force"]);
+    assert_contains(&attached.detach().fails(), &[&attached.name, "in use", &us, "--force"]);
     drop(open);
     make_file_system(&attached.device());
     let directory = scratch.path("mnt");
     fs::create_dir(&directory).expect("it can be made");
-    Client::new("mount").arg(attached.device()).arg(&directory).succeeds();
+    TestClient::new("mount").arg(attached.device()).arg(&directory).succeeds();
     let mounted = format!("mounted at {}", directory.display());
-    assert_says(&attached.detach().fails(), &["in use", &mounted]);
+    assert_contains(&attached.detach().fails(), &["in use", &mounted]);
     assert!(is_mounted(&directory) && attached.place().exists());
     // Who names the directory wants it unmounted.
     detach(text(&directory)).succeeds();
@@ -201,7 +201,7 @@ fn a_device_in_use_stays_and_its_users_are_named() {
 }
 
 #[test]
-fn a_directory_may_be_named_by_a_link() {
+fn mount_directory_may_be_named_by_a_symlink() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     make_file_system(&image);
@@ -222,35 +222,35 @@ fn comm() -> String {
 }
 
 #[test]
-fn a_device_is_in_use_by_another_node_and_through_a_loop_device() {
+fn openers_through_another_node_or_loop_device_are_found() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("beneath", &image, &[]);
     // As in a container, which has a node of its own. Not in the scratch directory, which may lie
     // where there are no devices.
-    let node = Node::of(&attached.device(), &format!("/dev/{}", name("node")));
+    let node = ExtraDeviceNode::of(&attached.device(), &format!("/dev/{}", name("node")));
     let open = File::open(&node.0).expect("it can be opened");
     let us = format!("open in {} ({})", comm(), std::process::id());
-    assert_says(&attached.detach().fails(), &["in use", &us]);
+    assert_contains(&attached.detach().fails(), &["in use", &us]);
     drop((open, node));
-    let over = Client::new("losetup").args(["--find", "--show"]).arg(attached.device()).succeeds();
+    let over = TestClient::new("losetup").args(["--find", "--show"]).arg(attached.device()).succeeds();
     let over = over.trim_end();
     let held = format!("held by {}", over.trim_start_matches("/dev/"));
     let refused = attached.detach().fails();
     let backing = format!("/sys/block/{}/loop/backing_file", over.trim_start_matches("/dev/"));
     let beneath = fs::read_to_string(&backing).expect("it is attached");
-    Client::new("losetup").args(["--detach", over]).succeeds();
+    TestClient::new("losetup").args(["--detach", over]).succeeds();
     // The kernel detaches it with its last close, and a `losetup` of another test may have it open.
-    until(|| (fs::read_to_string(&backing).ok().as_ref() != Some(&beneath)).then_some(()));
-    assert_says(&refused, &["in use", &held]);
+    poll_until(|| (fs::read_to_string(&backing).ok().as_ref() != Some(&beneath)).then_some(()));
+    assert_contains(&refused, &["in use", &held]);
     attached.detach().succeeds();
     attached.is_gone();
 }
 
 /// Another node of a device, which goes with the test.
-struct Node(PathBuf);
+struct ExtraDeviceNode(PathBuf);
 
-impl Node {
+impl ExtraDeviceNode {
     fn of(device: &Path, path: &str) -> Self {
         let number = fs::metadata(device).expect("it is there").rdev();
         mknod(path, SFlag::S_IFBLK, Mode::S_IRUSR, number).expect("it can be made");
@@ -258,14 +258,14 @@ impl Node {
     }
 }
 
-impl Drop for Node {
+impl Drop for ExtraDeviceNode {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.0);
     }
 }
 
 #[test]
-fn the_partitions_of_a_disk_are_devices_too() {
+fn partitions_are_devices() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     let mut table = [0; 512];
@@ -281,13 +281,13 @@ fn the_partitions_of_a_disk_are_devices_too() {
     let scanned = fs::read_to_string(format!("/sys/block/{name}/loop/partscan")).expect("a loop device");
     assert_eq!(scanned.trim_end(), "1");
     // Not every kernel reads tables itself.
-    Client::new("partx").arg("--update").arg(&device).succeeds();
+    TestClient::new("partx").arg("--update").arg(&device).succeeds();
     let first = PathBuf::from(format!("{}p1", device.display()));
     make_file_system(&first);
     let directory = scratch.path("mnt");
     fs::create_dir(&directory).expect("it can be made");
-    Client::new("mount").args([&first, &directory]).succeeds();
-    assert_says(&attached.detach().fails(), &["in use", text(&directory)]);
+    TestClient::new("mount").args([&first, &directory]).succeeds();
+    assert_contains(&attached.detach().fails(), &["in use", text(&directory)]);
     unmount(&directory);
     attached.detach().succeeds();
     attached.is_gone();
@@ -295,13 +295,13 @@ fn the_partitions_of_a_disk_are_devices_too() {
 }
 
 #[test]
-fn what_is_no_whole_sector_is_told() {
+fn partial_last_sector_is_reported() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB + 65);
     let name = name("odd");
     let done = command(&name, &image, &[]).run();
     detach(&name).succeeds();
-    assert_says(&done.said(), &[&name, "without the last 65 bytes"]);
+    assert_contains(&done.stderr(), &[&name, "without the last 65 bytes"]);
 }
 
 #[test]
@@ -309,9 +309,9 @@ fn a_second_attachment_is_refused() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let first = attach("first", &image, &[]);
-    assert_says(&command(&first.name, &image, &[]).fails(), &[&first.name, "is attached already"]);
+    assert_contains(&command(&first.name, &image, &[]).fails(), &[&first.name, "is attached already"]);
     let second = name("second");
-    assert_says(&command(&second, &image, &[]).fails(), &[text(&image), "lock"]);
+    assert_contains(&command(&second, &image, &[]).fails(), &[text(&image), "lock"]);
     assert!(!place(&second).exists(), "nothing is left of the second");
     // The first has not noticed.
     File::open(first.device()).expect("it can be opened");
@@ -319,7 +319,7 @@ fn a_second_attachment_is_refused() {
 }
 
 #[test]
-fn what_fails_leaves_nothing() {
+fn failed_attach_leaves_nothing() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let directory = scratch.path("mnt");
@@ -333,7 +333,7 @@ fn what_fails_leaves_nothing() {
         ("option", &image, &["--l2-cache-size", "1M"], "qcow2"),
     ] {
         let name = name(step);
-        assert_says(&command(&name, image, options).fails(), &[said]);
+        assert_contains(&command(&name, image, options).fails(), &[said]);
         assert!(!place(&name).exists(), "{step}: something is left");
         assert!(!is_mounted(&directory));
     }
@@ -354,14 +354,14 @@ fn what_fails_leaves_nothing() {
 /// moment, as another test may, keeps it a little longer, and the kernel tells nobody when it goes.
 fn wait_until_removed(device: &Path, made: &str) {
     let patience = Instant::now() + Duration::from_secs(60);
-    while sequence(device) == made {
+    while disk_sequence(device) == made {
         assert!(Instant::now() < patience, "{} is left", device.display());
         thread::sleep(Duration::from_millis(10));
     }
 }
 
 /// What the kernel has given to a loop device that is there, and to no other.
-fn sequence(device: &Path) -> String {
+fn disk_sequence(device: &Path) -> String {
     let name = device.file_name().expect("it has one");
     let file = Path::new("/sys/block").join(name).join("diskseq");
     fs::read_to_string(file).expect("the kernel numbers disks")
@@ -376,7 +376,7 @@ fn mountable(scratch: &Scratch) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn detaching_by_force_leaves_no_mount() {
+fn forced_detach_unmounts() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let attached = attach("force", &image, &["--mount", text(&directory)]);
@@ -388,17 +388,17 @@ fn detaching_by_force_leaves_no_mount() {
 }
 
 #[test]
-fn who_uses_what_was_unmounted_lazily_is_named_and_nobody_waits_for_it() {
+fn openers_of_a_lazily_unmounted_file_system_are_named() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let options = ["--mount", text(&directory)];
     let us = format!("in use: open in {} ({})", comm(), std::process::id());
     let attached = attach("lazy", &image, &options);
     let inside = File::create(directory.join("open")).expect("it can be made");
-    Client::new("umount").arg("-l").arg(&directory).succeeds();
-    assert_says(&attached.detach().fails(), &[&attached.name, &us, "--force"]);
+    TestClient::new("umount").arg("-l").arg(&directory).succeeds();
+    assert_contains(&attached.detach().fails(), &[&attached.name, &us, "--force"]);
     let again = command(&attached.name, &image, &options).fails();
-    assert_says(&again, &[&attached.name, "was unmounted", &us, "--force"]);
+    assert_contains(&again, &[&attached.name, "was unmounted", &us, "--force"]);
     let listed = weir(&["attach", "--list"]).succeeds();
     let row = listed.lines().find(|line| line.starts_with(&attached.name)).expect("it is listed");
     assert!(row.contains(&format!("{} ({})", comm(), std::process::id())), "{listed}");
@@ -407,7 +407,7 @@ fn who_uses_what_was_unmounted_lazily_is_named_and_nobody_waits_for_it() {
     attached.wait_until_gone();
     let again = attach("lazy", &image, &options);
     let inside = File::create(directory.join("open")).expect("it can be made");
-    Client::new("umount").arg("-l").arg(&directory).succeeds();
+    TestClient::new("umount").arg("-l").arg(&directory).succeeds();
     weir(&["detach", "--force", &again.name]).succeeds();
     again.is_gone();
     drop(inside);
@@ -420,33 +420,33 @@ fn what_whoever_attaches_has_open_is_not_kept() {
     need_root("devices of this host");
     let (lock, name) = (scratch.file("lock", ""), name("inherited"));
     let script = r#"exec 9>"$1" 8<>"$4"; flock -n 9; exec "$2" attach --fuse --alone --json --name "$3" -f raw /dev/fd/8"#;
-    let asked = Client::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
-    let attached = Attached { said: asked.json(), name };
+    let asked = TestClient::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
+    let attached = Attachment { said: asked.json(), name };
     let lock = File::open(&lock).expect("it is there");
     Flock::lock(lock, FlockArg::LockExclusiveNonblock).expect("nobody has it any more");
     // But for what it was told to have.
     make_file_system(&attached.device());
     attached.detach().succeeds();
     attached.is_gone();
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
 #[test]
-fn a_server_that_does_not_answer_is_named_and_ended_by_force() {
+fn unresponsive_server_is_named_and_killed_by_force() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("silent", &image, &[]);
     let server = attached.server();
     kill(server, Signal::SIGSTOP).expect("it runs");
     let said = attached.detach().fails();
-    assert_says(&said, &[&format!("its server, process {server}, does not respond"), "--force"]);
+    assert_contains(&said, &[&format!("its server, process {server}, does not respond"), "--force"]);
     assert!(attached.place().exists(), "nothing is undone");
     weir(&["detach", "--force", &attached.name]).succeeds();
     attached.is_gone();
 }
 
 #[test]
-fn a_daemon_that_ends_takes_what_it_serves_with_it() {
+fn attachment_ends_with_its_daemon() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
@@ -459,17 +459,17 @@ fn a_daemon_that_ends_takes_what_it_serves_with_it() {
     // As it is seen from here, which is not where its keeper works.
     let from = qmp.parent().expect("it has one");
     let said = weir(&options).args(["--qmp", "unix:qmp"]).arg(&image).inside(from).json();
-    let attached = Attached { said, name };
+    let attached = Attachment { said, name };
     assert_eq!(attached.said["qmp"], address.as_str());
     let device = attached.device();
-    let made = sequence(&device);
+    let made = disk_sequence(&device);
     daemon.stop();
     attached.wait_until_gone();
     wait_until_removed(&device, &made);
 }
 
 #[test]
-fn a_daemon_serves_what_is_attached_in_its_groups() {
+fn daemon_serves_attachments_in_its_groups() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
@@ -484,9 +484,9 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
         let options = ["attach", "--fuse", "--json", "--format", "raw", "--weight", "300"];
         weir(&options).args(["--qmp", &address, "--name", &name, "--group", group]).arg(&image)
     };
-    assert_says(&attach("silver").fails(), &["there is no group \"silver\""]);
+    assert_contains(&attach("silver").fails(), &["there is no group \"silver\""]);
     assert!(!place(&name).exists());
-    let attached = Attached { said: attach("gold").json(), name: name.clone() };
+    let attached = Attachment { said: attach("gold").json(), name: name.clone() };
     let status = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
     let disk = status["disks"].as_array().expect("a list").iter().find(|disk| disk["name"] == name.as_str());
     let disk = disk.expect("the daemon has it");
@@ -494,10 +494,10 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
     let loops = attached.device();
     let held = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
     let table = weir(&["status", "--all", "--qmp", &address, "--interval", "0"]).succeeds();
-    assert_says(&table, &["HOST DEVICE", &held]);
+    assert_contains(&table, &["HOST DEVICE", &held]);
     let mut control = Qmp::negotiated(&qmp);
-    let (_, refused) = control.refused("block-export-del", json!({ "id": name }));
-    assert_says(&refused, &["still in use", &held]);
+    let (_, refused) = control.command_error("block-export-del", json!({ "id": name }));
+    assert_contains(&refused, &["still in use", &held]);
     attached.detach().succeeds();
     attached.is_gone();
     let disks = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
@@ -508,7 +508,7 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
 
 /// As a daemon is by default: in a sandbox, where it makes no devices.
 #[test]
-fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
+fn daemon_without_device_rights_is_not_used() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
@@ -524,33 +524,33 @@ fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
     };
     let makes_none = format!("the daemon at {address} makes no devices");
     let done = attach(&[]).run();
-    assert_says(&done.said(), &[&name, "by a private process", &makes_none]);
+    assert_contains(&done.stderr(), &[&name, "by a private process", &makes_none]);
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
-    let attached = Attached { said, name: name.clone() };
+    let attached = Attachment { said, name: name.clone() };
     assert_eq!((&attached.said["daemon"], attached.said["qmp"] == address.as_str()), (&json!(false), false));
     attached.detach().succeeds();
     attached.is_gone();
 
     let done = attach(&["--group", "silver"]).run();
-    assert_says(&done.said(), &["has no such group", "the group silver consists of this disk only"]);
+    assert_contains(&done.stderr(), &["has no such group", "the group silver consists of this disk only"]);
     done.succeeded();
     attached.detach().succeeds();
 
     // What is asked of the daemon alone is not done without it, and it is told what lets it.
     for (options, why) in [(["--group", "gold"], "group gold exists only there"), (["--qmp", &address], "")] {
         let refused = attach(&options).fails();
-        assert_says(&refused, &[&makes_none, why, "--sandbox off", "weir.service", "--alone"]);
+        assert_contains(&refused, &[&makes_none, why, "--sandbox off", "weir.service", "--alone"]);
         assert!(!place(&name).exists());
     }
-    let attached = Attached { said: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
+    let attached = Attachment { said: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
     attached.detach().succeeds();
 
     // As a line of fstab does.
     let helper = scratch.path("mount.weir");
     std::os::unix::fs::symlink(WEIR, &helper).expect("it can be made");
     let options = format!("rw,fuse,format=raw,name={name}");
-    let mount = Client::new(text(&helper)).args([text(&image), text(&directory), "-o", &options]);
-    assert_eq!(mount.env("WEIR_QMP", &address).run().said(), "");
+    let mount = TestClient::new(text(&helper)).args([text(&image), text(&directory), "-o", &options]);
+    assert_eq!(mount.env("WEIR_QMP", &address).run().stderr(), "");
     assert!(is_mounted(&directory));
     unmount(&directory);
     attached.wait_until_gone();
@@ -558,7 +558,7 @@ fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
 }
 
 #[test]
-fn a_daemon_keeps_a_disk_of_its_own_whose_name_is_attached() {
+fn name_of_a_daemons_disk_cannot_be_attached() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let name = name("own");
@@ -572,7 +572,7 @@ fn a_daemon_keeps_a_disk_of_its_own_whose_name_is_attached() {
     control.command("block-export-del", json!({ "id": name, "mode": "hard" }));
     control.event("BLOCK_EXPORT_DELETED");
     let attach = ["attach", "--fuse", "--qmp", &address, "--format", "raw", "--name", &name, text(&image)];
-    assert_says(&weir(&attach).fails(), &[&name, "has a disk or an export of this name", "--name"]);
+    assert_contains(&weir(&attach).fails(), &[&name, "has a disk or an export of this name", "--name"]);
     assert!(!place(&name).exists());
     let status = control.command("x-weir-query-status", json!({}));
     let disks = status["disks"].as_array().expect("a list");
@@ -583,7 +583,7 @@ fn a_daemon_keeps_a_disk_of_its_own_whose_name_is_attached() {
 
 /// In a sandbox too, as it began with a device.
 #[test]
-fn a_daemon_with_a_device_makes_others() {
+fn daemon_started_with_a_device_creates_more() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
@@ -594,7 +594,7 @@ fn a_daemon_with_a_device_makes_others() {
     let name = name("beside");
     let attach = ["attach", "--fuse", "--json", "--format", "raw", "--group", "gold", "--name", &name];
     let said = weir(&attach).arg(&image).env("WEIR_QMP", &address).json();
-    let attached = Attached { said, name };
+    let attached = Attachment { said, name };
     assert_eq!((&attached.said["daemon"], &attached.said["qmp"]), (&json!(true), &json!(address)));
     attached.detach().succeeds();
     attached.is_gone();
@@ -626,18 +626,18 @@ fn users_other_than_root_get_a_file() {
             ls "$2/weir/attached"
         ' sh "$@"
     "#;
-    let script = alone(script);
+    let script = script_without_foreign_mounts(script);
     let arguments = ["--mount", "sh", "-ec", &script, "sh", WEIR, text(&directory), text(&image)];
-    let outcome = Client::new("unshare").args(arguments).run();
-    let said = outcome.said();
+    let outcome = TestClient::new("unshare").args(arguments).run();
+    let said = outcome.stderr();
     let file = format!("{}/weir/attached/n/disk", text(&directory));
-    assert_says(&outcome.succeeded(), &[&file, &format!(" {} ", 8 * MIB)]);
-    assert_says(&said, &["lock", "root"]);
+    assert_contains(&outcome.succeeded(), &[&file, &format!(" {} ", 8 * MIB)]);
+    assert_contains(&said, &["lock", "root"]);
     assert_eq!(fs::read_dir(directory.join("weir/attached")).expect("it is there").count(), 0);
 }
 
 #[test]
-fn what_this_host_lacks_is_told() {
+fn missing_host_support_is_reported() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let has = |path: &str| Path::new(path).exists();
@@ -647,7 +647,7 @@ fn what_this_host_lacks_is_told() {
         let refused = weir(&["attach", way, "--alone", "-f", "raw", text(&image)]);
         let loadable = Command::new("modprobe").args(["-n", "-q", module]).status();
         if !there && !loadable.is_ok_and(|status| status.success()) {
-            assert_says(&refused.fails(), &[&format!("modprobe {module}"), "CONFIG_BLK_DEV_"]);
+            assert_contains(&refused.fails(), &[&format!("modprobe {module}"), "CONFIG_BLK_DEV_"]);
         }
     }
     for (command, option) in [
@@ -657,8 +657,8 @@ fn what_this_host_lacks_is_told() {
     ] {
         let refused = weir(&["attach"]).args(command).run();
         assert_eq!(refused.code(), 2);
-        assert_says(&refused.said(), &[option, command[0], "cannot be used with"]);
+        assert_contains(&refused.stderr(), &[option, command[0], "cannot be used with"]);
     }
     let unknown = weir(&["detach", "/dev/nothing"]).fails();
-    assert_says(&unknown, &["/dev/nothing: not attached"]);
+    assert_contains(&unknown, &["/dev/nothing: not attached"]);
 }

@@ -18,21 +18,21 @@ use nix::{
 use serde_json::Value;
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Terminal, WEIR, assert_says, need, qemu_img, qemu_io, text, weir,
+    TestClient, MIB, Scratch, Serve, Terminal, WEIR, assert_contains, need, qemu_img, qemu_io, text, weir,
 };
 
 const SIZE: u64 = 4 * MIB;
 
-pub(crate) fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Client {
+pub(crate) fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> TestClient {
     weir(&["bench"]).args(options.split_whitespace()).arg(target)
 }
 
-pub(crate) fn told(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
+pub(crate) fn bench_json(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
     bench(options, target).arg("--json").json()
 }
 
 #[test]
-fn the_same_options_touch_the_same_bytes_as_qemu_img_s() {
+fn accesses_the_same_bytes_as_qemu_img_bench() {
     let scratch = Scratch::new();
     for form in ["raw", "qcow2"] {
         for options in [
@@ -48,9 +48,9 @@ fn the_same_options_touch_the_same_bytes_as_qemu_img_s() {
                 qemu_img(["create", "-q", "-f", form, text(&path), &SIZE.to_string()]).succeeds();
                 path
             });
-            let with = |client: Client, path: &Path| {
+            let with = |client: TestClient, path: &Path| {
                 let written = format!("-f {form} -w --pattern 165 {options}");
-                client.args(written.split_whitespace()).arg(path).about(options).succeeds()
+                client.args(written.split_whitespace()).arg(path).describing(options).succeeds()
             };
             let said = with(weir(&["bench"]), &ours);
             let expect = with(qemu_img(["bench"]), &theirs);
@@ -59,7 +59,7 @@ fn the_same_options_touch_the_same_bytes_as_qemu_img_s() {
             let said = before(&said).map(|said| said.replace(" without draining", ""));
             assert_eq!(said, before(&expect), "{form} {options}");
             qemu_img(["compare", "-f", form, "-F", form, text(&ours), text(&theirs)])
-                .about(options)
+                .describing(options)
                 .succeeds();
             fs::remove_file(&ours).and_then(|()| fs::remove_file(&theirs)).unwrap();
         }
@@ -67,7 +67,7 @@ fn the_same_options_touch_the_same_bytes_as_qemu_img_s() {
 }
 
 #[test]
-fn a_pattern_that_was_written_is_there() {
+fn written_pattern_is_in_the_image() {
     let scratch = Scratch::new();
     let path = scratch.sparse("disk.raw", SIZE);
     bench("-f raw -w --pattern 90 -c 64 -d 16 -s 64K", &path).succeeds();
@@ -86,7 +86,7 @@ fn a_pattern_that_was_written_is_there() {
 fn every_request_of_several_jobs_is_sent() {
     let scratch = Scratch::new();
     let path = scratch.sparse("disk.raw", SIZE);
-    let told = told("-f raw -w --pattern 7 --jobs 4 -c 1024 -d 4 -s 4K", &path);
+    let told = bench_json("-f raw -w --pattern 7 --jobs 4 -c 1024 -d 4 -s 4K", &path);
     assert_eq!(told["jobs"][0]["write"]["total_ios"], 1024);
     let bytes = fs::read(&path).unwrap();
     let written = bytes.chunks(4096).filter(|block| block.iter().all(|&byte| byte == 7)).count();
@@ -102,19 +102,19 @@ fn a_server_is_measured_as_a_disk_is() {
     for (server, export) in servers.iter().zip(["disk", "memory"]) {
         let uri = server.uri(export);
         let printed = bench("-f raw -w --pattern 90 -c 64 -d 16 -s 64K --flush-interval 16", &uri).succeeds();
-        assert_says(
+        assert_contains(
             &printed,
             &["Sending 64 write requests, 65536 bytes each, 16 in parallel", "Run completed in "],
         );
         qemu_io(["-f", "raw"], ["read -P 90 0 4M"], &uri);
-        let told = told("-c 5000 -d 16 --jobs 3 --random", &uri);
+        let told = bench_json("-c 5000 -d 16 --jobs 3 --random", &uri);
         assert_eq!(told["jobs"][0]["read"]["total_ios"], 5000);
         assert_eq!(told["weir"]["image"], uri);
     }
 }
 
 #[test]
-fn another_server_is_measured_too() {
+fn other_servers_are_measured() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", SIZE);
     let socket = scratch.socket("qemu.sock");
@@ -132,29 +132,29 @@ fn another_server_is_measured_too() {
     let read = bench("-c 5000 -d 64 --jobs 2 --stats", &uri).run();
     let refused = bench("-c 1", format!("nbd+unix:///vm2?socket={}", text(&socket))).run();
     kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
-    assert_says(&read.succeeded(), &["read: 5000 requests", "p99.99"]);
+    assert_contains(&read.succeeded(), &["read: 5000 requests", "p99.99"]);
     assert_eq!(refused.code(), 1);
-    assert_says(&refused.said(), &["vm2", "refused export \"vm2\""]);
+    assert_contains(&refused.stderr(), &["vm2", "refused export \"vm2\""]);
 }
 
 #[test]
-fn what_a_server_cannot_do_is_said_before_anything_is_sent() {
+fn missing_server_feature_is_reported_before_any_request() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);
     let server = Serve::new(&scratch).arg(&disk).arg("--read-only").start();
     let uri = server.uri("disk");
-    assert_says(&bench("-w -c 1", &uri).fails(), &["is read-only (leave -w away"]);
-    assert_says(&bench("-s 64M -d 1 -c 1", &uri).fails(), &["takes requests of 33554432 bytes at most"]);
-    assert_says(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, and a request 2097152"]);
+    assert_contains(&bench("-w -c 1", &uri).fails(), &["is read-only (leave -w away"]);
+    assert_contains(&bench("-s 64M -d 1 -c 1", &uri).fails(), &["takes requests of 33554432 bytes at most"]);
+    assert_contains(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, and a request 2097152"]);
     assert_eq!(bench("-t none", &uri).run().code(), 2);
     assert_eq!(bench("", uri.replace("nbd+unix", "nbd+vsock")).run().code(), 2);
     let nobody = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nobody")));
-    assert_says(&bench("", nobody).fails(), &["cannot be connected to: No such file or directory"]);
+    assert_contains(&bench("", nobody).fails(), &["cannot be connected to: No such file or directory"]);
 }
 
 #[test]
-fn a_server_that_goes_ends_the_load() {
-    let server = Serve::alone().args(["memory:1M", "--delay", "read=10ms"]).start();
+fn disconnect_ends_the_load() {
+    let server = Serve::with_own_scratch().args(["memory:1M", "--delay", "read=10ms"]).start();
     let client = started(&["-d", "4", "--runtime", "60s", &server.uri("memory")]);
     drop(server);
     let [_, said] = failed(client);
@@ -162,7 +162,7 @@ fn a_server_that_goes_ends_the_load() {
 }
 
 #[test]
-fn a_server_that_talks_nonsense_is_left() {
+fn invalid_reply_ends_the_load() {
     let scratch = Scratch::new();
     let socket = scratch.socket("odd.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -173,12 +173,12 @@ fn a_server_that_talks_nonsense_is_left() {
             std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.2p1\r\n").unwrap();
             let _ = stream.read(&mut [0; 100]);
         });
-        assert_says(&bench("", uri).fails(), &["does not speak NBD as it should"]);
+        assert_contains(&bench("", uri).fails(), &["does not speak NBD as it should"]);
     });
 }
 
 #[test]
-fn a_server_that_never_answers_can_be_left() {
+fn unresponsive_server_can_be_interrupted() {
     let scratch = Scratch::new();
     let socket = scratch.socket("silent.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -187,27 +187,27 @@ fn a_server_that_never_answers_can_be_left() {
         let client = spawned(&[&target]);
         let _connected = listener.accept().unwrap();
         let [printed, said] = interrupted(client);
-        assert_says(&said, &[&target, ": interrupted before anything was sent"]);
+        assert_contains(&said, &[&target, ": interrupted before anything was sent"]);
         assert_eq!(printed, "");
     }
 }
 
 #[test]
-fn a_server_that_lets_a_job_wait_can_be_left() {
+fn stalled_job_can_be_interrupted() {
     let scratch = Scratch::new();
     let socket = scratch.socket("busy.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     let client = spawned(&["--jobs", "2", &format!("nbd+unix:///a?socket={}", text(&socket))]);
     let (mut first, _) = listener.accept().unwrap();
-    std::io::Write::write_all(&mut first, &welcome()).unwrap();
+    std::io::Write::write_all(&mut first, &server_handshake()).unwrap();
     std::io::copy(&mut first, &mut std::io::sink()).unwrap();
     let _jobs = [listener.accept().unwrap(), listener.accept().unwrap()];
     let [_, said] = interrupted(client);
-    assert_says(&said, &[": interrupted after "]);
+    assert_contains(&said, &[": interrupted after "]);
 }
 
 /// All that a server says in a handshake.
-fn welcome() -> Vec<u8> {
+fn server_handshake() -> Vec<u8> {
     let reply = |option: u32, kind: u32, data: &[u8]| {
         let head = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
         let numbers = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
@@ -220,10 +220,10 @@ fn welcome() -> Vec<u8> {
 
 /// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so
 /// many bytes of them have come.
-fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
+fn serve_stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().unwrap();
-        std::io::Write::write_all(&mut stream, &welcome()).unwrap();
+        std::io::Write::write_all(&mut stream, &server_handshake()).unwrap();
         let mut taken = vec![0; enough];
         if std::io::Read::read_exact(&mut stream, &mut taken).is_ok() {
             told.send(()).unwrap();
@@ -233,34 +233,34 @@ fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
 }
 
 #[test]
-fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
+fn interrupt_does_not_wait_for_replies() {
     let scratch = Scratch::new();
     let (socket, file) = (scratch.socket("stalled.sock"), scratch.path("result.json"));
     let listener = UnixListener::bind(&socket).unwrap();
     let uri = format!("nbd+unix:///a?socket={}", text(&socket));
     std::thread::scope(|scope| {
         let (tell, told) = mpsc::channel();
-        scope.spawn(move || stalled(&listener, 4 * 4096, &tell));
+        scope.spawn(move || serve_stalled(&listener, 4 * 4096, &tell));
         let client = started(&["-w", "-d", "4", "--result", text(&file), &uri]);
         told.recv().unwrap();
         let [printed, said] = interrupted(client);
-        assert_says(&said, &[": interrupted after "]);
-        assert_says(&printed, &["Not answered when the run ended: 4"]);
+        assert_contains(&said, &[": interrupted after "]);
+        assert_contains(&printed, &["Not answered when the run ended: 4"]);
     });
     assert_eq!(kept(&file)["partial"], "interrupted");
 }
 
 #[test]
-fn the_keys_that_fio_has_are_there() {
+fn json_has_the_keys_of_fio() {
     let scratch = Scratch::new();
     let file = scratch.filled("disk.raw", MIB);
-    let theirs = Client::new("fio")
+    let theirs = TestClient::new("fio")
         .args(["--name=a", "--ioengine=psync", "--rw=randrw", "--bs=4k", "--size=1M", "--output-format=json"])
         .args(["--fsync=16", &format!("--filename={}", text(&file))])
         .arg(format!("--aux-path={}", scratch.path("").display()))
         .succeeds();
     let theirs: Value = serde_json::from_str(&theirs[theirs.find('{').unwrap()..]).unwrap();
-    let ours = told("-f raw -w --rwmixread 50 --random -c 500 -d 16 --flush-interval 16", &file);
+    let ours = bench_json("-f raw -w --rwmixread 50 --random -c 500 -d 16 --flush-interval 16", &file);
     let keys = |value: &Value| -> BTreeSet<String> { value.as_object().unwrap().keys().cloned().collect() };
     for way in ["read", "write", "trim"] {
         let [ours, theirs] = [&ours, &theirs].map(|told| &told["jobs"][0][way]);
@@ -277,24 +277,24 @@ fn the_keys_that_fio_has_are_there() {
 }
 
 #[test]
-fn a_rate_is_kept_and_latency_counts_from_when_a_request_was_due() {
+fn rate_holds_and_latency_counts_from_the_due_time() {
     // The disk does 25 a second, and 50 come: number n is due after 20·n ms, and not done before
     // 40·(n + 1).
-    let counted = told("-d 1 --rate-iops 50 --arrivals fixed -c 25 --delay read=40ms", "memory:1M");
+    let counted = bench_json("-d 1 --rate-iops 50 --arrivals fixed -c 25 --delay read=40ms", "memory:1M");
     let read = &counted["jobs"][0]["read"];
     assert_eq!(read["total_ios"], 25);
     let percentile = |name: &str| read["clat_ns"]["percentile"][name].as_u64().unwrap();
     assert!(percentile("50.000000") >= 260_000_000, "half of them waited less: {read:#}");
     assert!(percentile("99.000000") >= 500_000_000, "the last waited less: {read:#}");
     // After a second no more than 25 of 50 have been sent, and what is in flight then.
-    let timed = told("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");
+    let timed = bench_json("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");
     assert!(timed["jobs"][0]["read"]["total_ios"].as_u64() <= Some(51), "more than had come");
     let behind = timed["weir"]["behind-seconds"].as_f64().unwrap();
     assert!(behind >= 0.45, "it was {behind} s behind");
 }
 
 #[test]
-fn results_are_kept() {
+fn results_are_saved() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
     bench("-c 1000 -w --rwmixread 50 -q", "memory:1M").args(["--result", text(&file)]).succeeds();
@@ -306,13 +306,13 @@ fn results_are_kept() {
 }
 
 #[test]
-fn a_name_that_is_not_weir_s_is_refused_before_anything_is_measured() {
+fn unknown_result_name_is_rejected_before_measuring() {
     let scratch = Scratch::new();
     let image = scratch.filled("vm1.raw", MIB);
     let before = fs::read(&image).unwrap();
     for options in ["--result", "--report"] {
         let said = bench("--runtime 60s", "memory:1M").args([options, text(&image)]).fails();
-        assert_says(&said, &["vm1.raw: cannot be written: is there already"]);
+        assert_contains(&said, &["vm1.raw: cannot be written: is there already"]);
     }
     assert!(fs::read(&image).unwrap() == before);
     bench("-q -c 100", "memory:1M").args(["--result", "/dev/null"]).succeeds();
@@ -320,7 +320,7 @@ fn a_name_that_is_not_weir_s_is_refused_before_anything_is_measured() {
 }
 
 #[test]
-fn what_was_found_is_kept_where_it_cannot_be_printed() {
+fn results_are_saved_if_output_fails() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
     let mut command = Command::new(WEIR);
@@ -367,18 +367,18 @@ fn kept(file: &Path) -> Value {
 }
 
 #[test]
-fn an_interrupted_run_tells_what_it_measured() {
+fn interrupted_run_prints_its_results() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
     let options = ["--runtime", "60s", "--delay", "read=1ms", "--result", text(&file), "memory:1M"];
     let [printed, said] = interrupted(started(&options));
-    assert_says(&said, &["weir: memory:1048576: interrupted after "]);
+    assert_contains(&said, &["weir: memory:1048576: interrupted after "]);
     assert!(!printed.contains("Run completed"));
     assert_eq!(kept(&file)["partial"], "interrupted");
 }
 
 #[test]
-fn a_terminal_shows_how_far_it_is() {
+fn progress_is_shown_on_a_terminal() {
     let terminal =
         Terminal::weir(["bench", "-d", "4", "--runtime", "2s", "--delay", "read=1ms", "memory:1M"]);
     terminal.wait_for("Sending read requests");

@@ -38,7 +38,7 @@ fn opens_directly(weir: &Weir, path: &str) -> bool {
 }
 
 #[test]
-fn a_mode_bypasses_the_page_cache_or_not() {
+fn modes_use_or_bypass_the_page_cache() {
     let scratch = Scratch::new();
     let modes = MODES.map(|(mode, direct, ..)| (mode, direct));
     // `off` is another name of `none`.
@@ -50,7 +50,7 @@ fn a_mode_bypasses_the_page_cache_or_not() {
 }
 
 #[test]
-fn a_mode_flushes_as_often_as_it_promises() {
+fn modes_flush_as_documented() {
     let scratch = Scratch::new();
     let device = LoopDevice::attach(&scratch.sparse("device", 8 * MIB), 512);
     for (mode, _, by_writes, by_flush) in MODES {
@@ -102,7 +102,7 @@ fn any_offset_and_length_gives_the_bytes_of_a_plain_array() {
 }
 
 #[test]
-fn tmpfs_is_served_in_every_mode_or_the_message_names_those_that_work() {
+fn tmpfs_is_served_or_the_error_names_working_modes() {
     let scratch = Scratch::new();
     let directory =
         tempfile::Builder::new().prefix("weir.").tempdir_in("/dev/shm").expect("/dev/shm is a tmpfs");
@@ -113,7 +113,7 @@ fn tmpfs_is_served_in_every_mode_or_the_message_names_those_that_work() {
         // Whether tmpfs takes O_DIRECT depends on the kernel (6.6 and newer do).
         if direct && !takes_o_direct(&image) {
             let said = serve().fails();
-            crate::harness::assert_says(&said, &["disk.raw", "O_DIRECT", mode, "writeback"]);
+            crate::harness::assert_contains(&said, &["disk.raw", "O_DIRECT", mode, "writeback"]);
             continue;
         }
         let weir = serve().start();

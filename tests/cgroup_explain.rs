@@ -21,13 +21,13 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{BlkioGroup, Client, DEADLINE, MIB, Scratch, WEIR, assert_says, text, weir};
+use crate::harness::{BlkioGroup, TestClient, DEADLINE, MIB, Scratch, WEIR, assert_contains, text, weir};
 
 const LIMIT: u64 = 2 * MIB;
 
-struct Group(BlkioGroup);
+struct LimitedBlkioGroup(BlkioGroup);
 
-impl Group {
+impl LimitedBlkioGroup {
     /// `None` on a machine that has cgroup v2 alone.
     fn new(what: &str, scratch: &Scratch) -> Option<Self> {
         let group = BlkioGroup::new(&format!("explain-{what}"))?;
@@ -37,7 +37,7 @@ impl Group {
     }
 
     /// A `dd` in it, from a pipe that is to be filled, to a file.
-    fn dd(&self, output: &Path, options: &str) -> Dd {
+    fn dd(&self, output: &Path, options: &str) -> DdProcess {
         let script = format!(
             "echo $$ > {}/cgroup.procs && exec dd of={} bs=64K iflag=fullblock status=none {options}",
             self.0.directory.display(),
@@ -51,24 +51,24 @@ impl Group {
             .spawn()
             .expect("a shell");
         let input = child.stdin.take();
-        Dd { child, input }
+        DdProcess { child, input }
     }
 
     fn written(&self) -> u64 {
         written(&self.0.directory).expect("counted")
     }
 
-    fn explain(&self) -> Client {
+    fn explain(&self) -> TestClient {
         weir(&["cgroup", "explain", &self.0.name])
     }
 }
 
-struct Dd {
+struct DdProcess {
     child: Child,
     input: Option<ChildStdin>,
 }
 
-impl Dd {
+impl DdProcess {
     fn feed(&mut self, bytes: u64) {
         let zeros = vec![0; usize::try_from(bytes).expect("it fits into memory")];
         self.input.as_mut().expect("still open").write_all(&zeros).expect("`dd` reads");
@@ -80,7 +80,7 @@ impl Dd {
     }
 }
 
-impl Drop for Dd {
+impl Drop for DdProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -119,9 +119,9 @@ fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
 }
 
 #[test]
-fn a_limit_of_v1_that_a_buffered_dd_ignores_is_told_to_be_ignored() {
+fn v1_limit_that_buffered_writes_escape_is_reported() {
     let scratch = Scratch::new();
-    let Some(group) = Group::new("dd", &scratch) else { return };
+    let Some(group) = LimitedBlkioGroup::new("dd", &scratch) else { return };
     let bytes = 3 * LIMIT;
     let (buffered, direct) = (scratch.path("buffered"), scratch.path("direct"));
 
@@ -157,9 +157,9 @@ fn a_limit_of_v1_that_a_buffered_dd_ignores_is_told_to_be_ignored() {
 }
 
 #[test]
-fn measuring_shows_which_path_the_limit_is_kept_on() {
+fn measurement_shows_the_limited_paths() {
     let scratch = Scratch::new();
-    let Some(group) = Group::new("measure", &scratch) else { return };
+    let Some(group) = LimitedBlkioGroup::new("measure", &scratch) else { return };
     let directory = scratch.path("files");
     fs::create_dir(&directory).expect("a directory");
     let measure = ["--measure", "--directory", text(&directory), "--size", "4M", "--seconds", "2", "--json"];
@@ -197,9 +197,9 @@ fn measuring_shows_which_path_the_limit_is_kept_on() {
 }
 
 #[test]
-fn what_measuring_made_is_removed_on_a_signal() {
+fn measurement_files_are_removed_on_a_signal() {
     let scratch = Scratch::new();
-    let Some(group) = Group::new("signal", &scratch) else { return };
+    let Some(group) = LimitedBlkioGroup::new("signal", &scratch) else { return };
     let directory = scratch.path("");
     let options = ["--measure", "--directory", text(&directory), "--seconds", "60", "--size", "64M"];
     for (signal, least) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 1)] {
@@ -228,25 +228,25 @@ fn what_measuring_made_is_removed_on_a_signal() {
 }
 
 #[test]
-fn what_cannot_be_looked_at_is_an_error() {
+fn unreadable_cgroup_is_an_error() {
     let said = weir(&["cgroup", "explain", "no-such-thing"]).fails();
-    assert_says(&said, &["weir: cgroup \"no-such-thing\": "]);
+    assert_contains(&said, &["weir: cgroup \"no-such-thing\": "]);
     let outcome = weir(&["cgroup", "explain", "self", "--size", "1M"]).run();
-    assert_eq!(outcome.code(), 2, "{}", outcome.said());
-    assert_says(&outcome.said(), &["--measure"]);
+    assert_eq!(outcome.code(), 2, "{}", outcome.stderr());
+    assert_contains(&outcome.stderr(), &["--measure"]);
 
     let scratch = Scratch::new();
-    let Some(group) = Group::new("errors", &scratch) else { return };
+    let Some(group) = LimitedBlkioGroup::new("errors", &scratch) else { return };
     fs::write(
         group.0.directory.join("blkio.throttle.write_bps_device"),
         format!("{} 0", disk(&scratch.path(""))),
     )
     .expect("no limit");
     let printed = group.explain().succeeds();
-    assert_says(&printed, &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "fix: set a limit"]);
+    assert_contains(&printed, &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "fix: set a limit"]);
     let outcome = group.explain().args(["--measure", "--directory", text(&scratch.path(""))]).run();
     assert_eq!(outcome.code(), 1);
-    assert_says(&outcome.said(), &["nothing is limited on its disk ", "(set a limit"]);
+    assert_contains(&outcome.stderr(), &["nothing is limited on its disk ", "(set a limit"]);
     let outcome = group.explain().args(["--measure", "--directory", "/proc"]).run();
-    assert_eq!(outcome.code(), 1, "{}", outcome.said());
+    assert_eq!(outcome.code(), 1, "{}", outcome.stderr());
 }

@@ -16,7 +16,7 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{Client, Scratch, WEIR, assert_says, need_root, remove_emptied, text, weir};
+use crate::harness::{TestClient, Scratch, WEIR, assert_contains, need_root, remove_emptied, text, weir};
 
 /// Where the cgroups are that limit block I/O.
 pub(crate) fn root() -> PathBuf {
@@ -36,24 +36,24 @@ pub(crate) fn directory(name: &str) -> PathBuf {
     root().join("weir").join(name)
 }
 
-fn run(scratch: &Scratch, name: &str, options: &[&str]) -> Client {
+fn run(scratch: &Scratch, name: &str, options: &[&str]) -> TestClient {
     root();
     weir(&["cgroup", "run", "--name", name]).args(options).inside(&scratch.path(""))
 }
 
 #[test]
-fn status_streams_and_arguments_are_the_command_s() {
+fn status_streams_and_arguments_are_passed_through() {
     let scratch = Scratch::new();
     let name = name("status");
     let script = "cat; echo \"$1\"; echo to error >&2; cat /proc/self/cgroup; exit 3";
     let outcome =
-        run(&scratch, &name, &["--", "sh", "-c", script, "sh", "--json"]).reading("from input\n").run();
+        run(&scratch, &name, &["--", "sh", "-c", script, "sh", "--json"]).with_stdin("from input\n").run();
     assert_eq!(outcome.code(), 3);
-    assert!(outcome.printed().starts_with("from input\n--json\n"), "{}", outcome.printed());
-    assert_says(&outcome.printed(), &[&format!(":/weir/{name}\n")]);
-    let said = outcome.said();
+    assert!(outcome.stdout().starts_with("from input\n--json\n"), "{}", outcome.stdout());
+    assert_contains(&outcome.stdout(), &[&format!(":/weir/{name}\n")]);
+    let said = outcome.stderr();
     assert!(said.starts_with("to error\n"), "{said}");
-    assert_says(&said, &[&format!("weir: /weir/{name} in "), ", status 3\n", "\nwaited for I/O: "]);
+    assert_contains(&said, &[&format!("weir: /weir/{name} in "), ", status 3\n", "\nwaited for I/O: "]);
     assert!(!directory(&name).exists());
 
     for (command, status) in [("kill -TERM $$", 143), ("exit 0", 0)] {
@@ -61,13 +61,13 @@ fn status_streams_and_arguments_are_the_command_s() {
     }
     let missing = run(&scratch, &name, &["no-such-program"]).run();
     assert_eq!(missing.code(), 127);
-    assert_says(&missing.said(), &["weir: no-such-program: cannot be run: No such file"]);
+    assert_contains(&missing.stderr(), &["weir: no-such-program: cannot be run: No such file"]);
     assert_eq!(run(&scratch, &name, &["/"]).run().code(), 126);
     assert!(!directory(&name).exists());
 }
 
 #[test]
-fn a_limit_is_held_and_the_summary_counts() {
+fn limit_holds_and_summary_counts() {
     let scratch = Scratch::new();
     let (name, output) = (name("limit"), scratch.path("summary.json"));
     let dd = "dd if=/dev/zero of=data bs=64K count=64 oflag=direct";
@@ -90,12 +90,12 @@ fn a_limit_is_held_and_the_summary_counts() {
 }
 
 /// A shell that runs in a cgroup and waits for its input. Dropped, it is ended.
-pub(crate) struct Running<'a> {
+pub(crate) struct CgroupShell<'a> {
     child: Child,
     _scratch: &'a Scratch,
 }
 
-impl<'a> Running<'a> {
+impl<'a> CgroupShell<'a> {
     pub(crate) fn start(scratch: &'a Scratch, name: &str, options: &[&str], script: &str) -> Self {
         root();
         // A shell cannot trap what it was started to ignore, as whatever runs in the background of
@@ -131,7 +131,7 @@ impl<'a> Running<'a> {
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for CgroupShell<'_> {
     fn drop(&mut self) {
         // Where it has not ended, the test has failed.
         if let Ok(None) = self.child.try_wait() {
@@ -142,13 +142,13 @@ impl Drop for Running<'_> {
 }
 
 #[test]
-fn signals_are_passed_on_and_the_cgroup_goes() {
+fn signals_are_forwarded_and_the_cgroup_removed() {
     let scratch = Scratch::new();
     for (signal, trapped) in [(Signal::SIGTERM, "TERM"), (Signal::SIGINT, "INT"), (Signal::SIGHUP, "HUP")] {
         let name = name(trapped);
         // Built in: a child of the shell would not be told.
         let script = format!("trap 'exit 7' {trapped}; echo ready; read line");
-        let mut running = Running::start(&scratch, &name, &[], &script);
+        let mut running = CgroupShell::start(&scratch, &name, &[], &script);
         assert!(directory(&name).is_dir());
         kill(Pid::from_raw(running.child.id().cast_signed()), signal).unwrap();
         assert_eq!(running.status(), Some(7), "{signal}");
@@ -157,12 +157,12 @@ fn signals_are_passed_on_and_the_cgroup_goes() {
 }
 
 /// A process that is not the test's child. Dropped, it and the cgroup that stayed for it are gone.
-struct Outlived {
+struct SurvivingProcess {
     pid: Pid,
     directory: PathBuf,
 }
 
-impl Drop for Outlived {
+impl Drop for SurvivingProcess {
     fn drop(&mut self) {
         let _ = kill(self.pid, Signal::SIGKILL);
         // Gone already where the command's end took it along.
@@ -171,16 +171,16 @@ impl Drop for Outlived {
 }
 
 #[test]
-fn what_outlives_the_command_keeps_the_cgroup_or_is_killed() {
+fn surviving_processes_keep_the_cgroup_or_are_killed() {
     let scratch = Scratch::new();
     let command = ["--", "sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!"];
     let kept = name("kept");
     let outcome = run(&scratch, &kept, &[&["--bps-write", "1M"], &command[..]].concat()).run();
-    let pid = outcome.printed();
+    let pid = outcome.stdout();
     let directory = directory(&kept);
-    let outlived = Outlived { pid: Pid::from_raw(pid.trim().parse().unwrap()), directory: directory.clone() };
-    assert_says(
-        &outcome.said(),
+    let outlived = SurvivingProcess { pid: Pid::from_raw(pid.trim().parse().unwrap()), directory: directory.clone() };
+    assert_contains(
+        &outcome.stderr(),
         &["the cgroup stays with its limits for a process that", pid.trim(), "--kill"],
     );
     assert_eq!(fs::read_to_string(directory.join("cgroup.procs")).unwrap(), pid);
@@ -189,18 +189,18 @@ fn what_outlives_the_command_keeps_the_cgroup_or_is_killed() {
 
     let killed = name("killed");
     let outcome = run(&scratch, &killed, &[&["--kill"], &command[..]].concat()).run();
-    assert!(!outcome.said().contains("the cgroup stays"), "{}", outcome.said());
+    assert!(!outcome.stderr().contains("the cgroup stays"), "{}", outcome.stderr());
     assert!(!self::directory(&killed).exists());
 }
 
 #[test]
-fn what_cannot_be_is_said_and_leaves_nothing() {
+fn invalid_options_leave_nothing() {
     let scratch = Scratch::new();
     let name = name("wrong");
     let check = |options: &[&str], status, parts: &[&str]| {
         let outcome = run(&scratch, &name, &[options, &["--", "true"]].concat()).run();
-        assert_eq!(outcome.code(), status, "{}", outcome.said());
-        assert_says(&outcome.said(), parts);
+        assert_eq!(outcome.code(), status, "{}", outcome.stderr());
+        assert_contains(&outcome.stderr(), parts);
         assert!(!directory(&name).exists());
     };
     check(&["--bps-write-max", "2M"], 2, &["weir: --bps-write-max (2097152) is set without bps-write"]);
@@ -213,11 +213,11 @@ fn what_cannot_be_is_said_and_leaves_nothing() {
     }
     let without = weir(&["cgroup", "run", "--bps-write", "1M"]).run();
     assert_eq!(without.code(), 2);
-    assert_says(&without.said(), &["COMMAND"]);
+    assert_contains(&without.stderr(), &["COMMAND"]);
 
-    let denied = Client::new("setpriv")
+    let denied = TestClient::new("setpriv")
         .args(["--reuid=65534", "--clear-groups", WEIR, "cgroup", "run"])
         .args(["--name", &name, "--device", "/", "true"])
         .fails();
-    assert_says(&denied, &["weir: cgroup /weir", "cannot be made", "Permission denied", "run as root"]);
+    assert_contains(&denied, &["weir: cgroup /weir", "cannot be made", "Permission denied", "run as root"]);
 }

@@ -13,15 +13,15 @@ use std::{
 use serde_json::Value;
 
 use crate::{
-    cgroup_run::{Running, directory, name, root},
-    harness::{DEADLINE, Scratch, Terminal, assert_says, weir},
+    cgroup_run::{CgroupShell, directory, name, root},
+    harness::{DEADLINE, Scratch, Terminal, assert_contains, weir},
 };
 
 /// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input
 /// ends. It has begun to.
-fn writing<'a>(scratch: &'a Scratch, name: &str) -> Running<'a> {
+fn writing<'a>(scratch: &'a Scratch, name: &str) -> CgroupShell<'a> {
     let dd = "dd if=/dev/zero of=data bs=64K count=100000 oflag=direct conv=notrunc 2>/dev/null";
-    Running::start(
+    CgroupShell::start(
         scratch,
         name,
         &["--kill", "--bps-write", "1M"],
@@ -30,7 +30,7 @@ fn writing<'a>(scratch: &'a Scratch, name: &str) -> Running<'a> {
 }
 
 #[test]
-fn programs_are_told_of_cgroups_devices_and_tasks() {
+fn json_lists_cgroups_devices_and_tasks() {
     let scratch = Scratch::new();
     let name = name("show");
     let running = writing(&scratch, &name);
@@ -79,7 +79,7 @@ fn programs_are_told_of_cgroups_devices_and_tasks() {
 }
 
 #[test]
-fn people_see_those_with_limits_or_io_and_their_tasks() {
+fn table_shows_limited_or_active_cgroups() {
     let scratch = Scratch::new();
     let name = name("table");
     let running = writing(&scratch, &name);
@@ -88,18 +88,18 @@ fn people_see_those_with_limits_or_io_and_their_tasks() {
         .lines()
         .find(|line| line.starts_with(&format!("/weir/{name} ")))
         .unwrap_or_else(|| panic!("{printed}"));
-    assert_says(line, &["/dev/", "bps-w 1M"]);
+    assert_contains(line, &["/dev/", "bps-w 1M"]);
     assert!(
         printed.lines().any(|line| line.contains("  dd ") && line.ends_with(&format!("/weir/{name}"))),
         "{printed}"
     );
     running.stop();
     let said = weir(&["cgroup", "show", &format!("weir/{name}")]).fails();
-    assert_says(&said, &[&name]);
+    assert_contains(&said, &[&name]);
 }
 
 #[test]
-fn cgroups_that_come_and_go_are_no_error() {
+fn appearing_and_disappearing_cgroups_are_no_error() {
     let parent = root().join(name("churn"));
     fs::create_dir(&parent).unwrap();
     let is_over = AtomicBool::new(false);
@@ -119,26 +119,26 @@ fn cgroups_that_come_and_go_are_no_error() {
     });
     fs::remove_dir(&parent).unwrap();
     for look in looks {
-        assert_eq!((look.code(), look.said().as_str()), (0, ""));
+        assert_eq!((look.code(), look.stderr().as_str()), (0, ""));
     }
 }
 
 #[test]
-fn what_is_not_there_is_said() {
+fn missing_cgroup_is_reported() {
     root();
-    assert_says(&weir(&["cgroup", "show", "no-such-cgroup"]).fails(), &["weir: ", "no-such-cgroup"]);
-    assert_says(&weir(&["cgroup", "show", "--device", "/proc"]).fails(), &["weir: device \"/proc\""]);
-    assert_says(
+    assert_contains(&weir(&["cgroup", "show", "no-such-cgroup"]).fails(), &["weir: ", "no-such-cgroup"]);
+    assert_contains(&weir(&["cgroup", "show", "--device", "/proc"]).fails(), &["weir: device \"/proc\""]);
+    assert_contains(
         &weir(&["cgroup", "top"]).fails(),
         &["no terminal to draw on (`weir cgroup show` prints the same)"],
     );
     let usage = weir(&["cgroup", "top", "--interval", "10ms"]).run();
     assert_eq!(usage.code(), 2);
-    assert_says(&usage.said(), &["is too short; the minimum is 100ms"]);
+    assert_contains(&usage.stderr(), &["is too short; the minimum is 100ms"]);
 }
 
 #[test]
-fn top_shows_cgroups_and_their_tasks_and_gives_the_terminal_back() {
+fn top_shows_cgroups_and_restores_the_terminal() {
     let scratch = Scratch::new();
     let name = name("top");
     let running = writing(&scratch, &name);
@@ -150,7 +150,7 @@ fn top_shows_cgroups_and_their_tasks_and_gives_the_terminal_back() {
     running.stop();
     top.wait_for("removed meanwhile");
     top.press("\u{7f}q");
-    top.wait_until_given_back();
+    top.wait_until_restored();
     assert!(top.wait().success());
     assert!(!directory(&name).exists());
 }

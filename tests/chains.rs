@@ -12,7 +12,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{self, Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_io, text};
+use crate::harness::{self, TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, qemu_io, text};
 
 fn qemu_img(directory: &Path, arguments: &str) -> String {
     let directory = text(directory);
@@ -70,47 +70,47 @@ fn a_chain_is_served_and_only_its_top_is_written() {
 }
 
 #[test]
-fn a_backing_file_in_use_is_nobody_s_to_write() {
+fn backing_file_in_use_is_write_locked() {
     let scratch = Scratch::new();
     chain(&scratch);
     let weir = serve(&scratch, "top.qcow2").start();
     let middle = scratch.path("sub/middle.qcow2");
-    let said = Client::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", text(&middle)]).fails();
-    assert_says(&said, &["lock"]);
-    let said = Serve::new(&scratch).where_said().arg(&middle).args(["--format", "qcow2", "--nbd"]);
+    let said = TestClient::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", text(&middle)]).fails();
+    assert_contains(&said, &["lock"]);
+    let said = Serve::new(&scratch).at_given_addresses().arg(&middle).args(["--format", "qcow2", "--nbd"]);
     let said = said.arg(format!("unix:{}", text(&scratch.socket("other")))).fails();
-    assert_says(&said, &["middle.qcow2", "locked"]);
+    assert_contains(&said, &["middle.qcow2", "locked"]);
     weir.stop();
 }
 
 #[test]
-fn what_is_behind_an_image_is_said_when_it_cannot_be_had() {
+fn error_names_the_missing_backing_file() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
     let said = Serve::new(&scratch).arg(scratch.path("top.qcow2")).fails();
-    assert_says(&said, &["top.qcow2: looks like qcow2 and names other files", "--format qcow2"]);
+    assert_contains(&said, &["top.qcow2: looks like qcow2 and names other files", "--format qcow2"]);
     fs::rename(scratch.path("base.raw"), scratch.path("gone.raw")).unwrap();
     let said = serve(&scratch, "top.qcow2").fails();
-    assert_says(&said, &["middle.qcow2: its backing file", "base.raw: no such file"]);
+    assert_contains(&said, &["middle.qcow2: its backing file", "base.raw: no such file"]);
     qemu_img(&directory, "rebase -u -f qcow2 -b ../top.qcow2 -F qcow2 DIR/sub/middle.qcow2");
     let said = serve(&scratch, "top.qcow2").fails();
-    assert_says(&said, &["middle.qcow2: its backing file", "is already in the chain"]);
+    assert_contains(&said, &["middle.qcow2: its backing file", "is already in the chain"]);
 }
 
 #[test]
-fn an_image_root_keeps_names_inside() {
+fn image_root_confines_names_in_images() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
     let inside = |image: &str, root: &str| serve(&scratch, image).arg("--image-root").arg(scratch.path(root));
     inside("top.qcow2", "").start().stop();
     let said = inside("sub/middle.qcow2", "sub").fails();
-    assert_says(&said, &["middle.qcow2: its backing file", "lies outside of the image root"]);
+    assert_contains(&said, &["middle.qcow2: its backing file", "lies outside of the image root"]);
     let said = inside("top.qcow2", "sub").fails();
-    assert_says(&said, &["top.qcow2: lies outside of the image root"]);
+    assert_contains(&said, &["top.qcow2: lies outside of the image root"]);
     symlink(scratch.path("base.raw"), scratch.path("sub/link.raw")).unwrap();
     qemu_img(&directory, "rebase -u -f qcow2 -b link.raw -F raw DIR/sub/middle.qcow2");
     let said = inside("sub/middle.qcow2", "sub").fails();
-    assert_says(&said, &["sub/link.raw: lies outside of the image root"]);
+    assert_contains(&said, &["sub/link.raw: lies outside of the image root"]);
 }
 
 #[test]
@@ -163,11 +163,11 @@ fn encrypted_images_are_served_with_their_passphrase() {
     harness::qemu_img(["check", "--object", &secret, "--image-opts", &opened]).succeeds();
     encrypted(&scratch, &["read -P 6 100 70000", "read -P 5 1M 1M", "read -P 0 0 100"]);
     let said = serve(&scratch, "e.qcow2").fails();
-    assert_says(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
+    assert_contains(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
     let wrong = scratch.file("wrong", "geheim\n");
     fs::set_permissions(&wrong, Permissions::from_mode(0o600)).unwrap();
     let said = serve(&scratch, "e.qcow2").arg("--secret-file").arg(wrong).fails();
-    assert_says(&said, &["the passphrase does not unlock any of its 1 key slots", "line break"]);
+    assert_contains(&said, &["the passphrase does not unlock any of its 1 key slots", "line break"]);
     let file = fs::File::open(&key).unwrap();
     // A descriptor that the program inherits; the standard library's own are closed at exec.
     nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
@@ -207,11 +207,11 @@ fn caches_are_sized_counted_and_changed() {
         "{full}"
     );
     let (_, said) = qmp
-        .refused("x-weir-set", json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}));
-    assert_says(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
+        .command_error("x-weir-set", json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}));
+    assert_contains(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
     let shown = harness::weir(&["status", "--all", "--qmp"]);
     let shown = shown.arg(format!("unix:{}", text(&scratch.socket("qmp")))).succeeds();
-    assert_says(&shown, &["HITS", "COVERS", "100%"]);
+    assert_contains(&shown, &["HITS", "COVERS", "100%"]);
     weir.stop();
 }
 
@@ -245,8 +245,8 @@ fn nodes_over_qcow2_are_added_and_deleted() {
     assert_eq!(inserted["image"]["backing-filename"], "sub/middle.qcow2");
     assert_eq!(inserted["image"]["cluster-size"], 65536);
     assert_eq!(inserted["image"]["format-specific"]["data"]["refcount-bits"], 16);
-    let (_, said) = qmp.refused("blockdev-add", node("e", "e.qcow2"));
-    assert_says(&said, &["Could not open", "is encrypted with LUKS"]);
+    let (_, said) = qmp.command_error("blockdev-add", node("e", "e.qcow2"));
+    assert_contains(&said, &["Could not open", "is encrypted with LUKS"]);
     qmp.command("object-add", json!({"qom-type": "secret", "id": "s0", "file": key}));
     let mut e = node("e", "e.qcow2");
     e["encrypt"] = json!({"format": "luks", "key-secret": "s0"});
@@ -262,7 +262,7 @@ fn nodes_over_qcow2_are_added_and_deleted() {
 }
 
 #[test]
-fn bitmaps_are_shown_to_clients() {
+fn bitmaps_are_metadata_contexts() {
     let scratch = Scratch::new();
     let directory = scratch.path("");
     qemu_img(&directory, "create -q -f qcow2 DIR/disk.qcow2 4M");
@@ -270,11 +270,11 @@ fn bitmaps_are_shown_to_clients() {
     let image = text(&scratch.path("disk.qcow2")).to_owned();
     qemu_io(["-f", "qcow2"], ["write -P 1 1M 128k", "write -P 1 3M 1"], &image);
     let said = serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "other"]).fails();
-    assert_says(&said, &["there is no bitmap \"other\""]);
+    assert_contains(&said, &["there is no bitmap \"other\""]);
     let (weir, mut qmp) =
         controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]));
     let extents = |export: &str| -> Vec<(u64, u64)> {
-        let map = Client::new("nbdinfo")
+        let map = TestClient::new("nbdinfo")
             .args(["--json", "--map=qemu:dirty-bitmap:backup", &weir.uri(export)])
             .json();
         let extent =
@@ -282,39 +282,39 @@ fn bitmaps_are_shown_to_clients() {
         map.as_array().unwrap().iter().map(extent).collect()
     };
     assert_eq!(extents("disk"), [(16, 0), (2, 1), (30, 0), (1, 1), (15, 0)]);
-    let listed = Client::new("nbdinfo").arg(weir.uri("disk")).succeeds();
-    assert_says(&listed, &["base:allocation", "qemu:dirty-bitmap:backup"]);
+    let listed = TestClient::new("nbdinfo").arg(weir.uri("disk")).succeeds();
+    assert_contains(&listed, &["base:allocation", "qemu:dirty-bitmap:backup"]);
     let export =
         json!({"type": "nbd", "id": "e", "node-name": "disk", "name": "again", "bitmaps": ["backup"]});
     qmp.command("block-export-add", export);
     assert_eq!(extents("again").len(), 5);
     let export = json!({"type": "nbd", "id": "f", "node-name": "disk", "name": "f", "bitmaps": ["none"]});
-    let (_, said) = qmp.refused("block-export-add", export);
-    assert_says(&said, &["there is no bitmap \"none\""]);
+    let (_, said) = qmp.command_error("block-export-add", export);
+    assert_contains(&said, &["there is no bitmap \"none\""]);
     weir.stop();
     // Opened read-only, the bitmap is as good as before.
     qemu_img(&directory, "bitmap --disable DIR/disk.qcow2 backup");
 }
 
 #[test]
-fn settings_of_qcow2_are_refused_where_they_mean_nothing() {
+fn qcow2_settings_are_rejected_for_raw() {
     let scratch = Scratch::new();
     let raw = scratch.sparse("disk.raw", MIB);
     let said =
         Serve::new(&scratch).arg(&raw).args(["--format", "raw", "--l2-cache-size", "1M"]).rejects_usage();
-    assert_says(&said, &["--l2-cache-size", "is for qcow2 images"]);
+    assert_contains(&said, &["--l2-cache-size", "is for qcow2 images"]);
     let said = Serve::new(&scratch).arg(&raw).args(["--cache-size", "1M"]).fails();
-    assert_says(&said, &["--cache-size", "is for qcow2 images"]);
+    assert_contains(&said, &["--cache-size", "is for qcow2 images"]);
     let config = scratch.file(
         "weir.toml",
         "[disk.d]\nimage = \"disk.raw\"\nl2-cache-size = \"full\"\nrefcount-cache-size = 1\ncache-size = \"1M\"\n",
     );
     let said = Serve::new(&scratch).arg("--config").arg(config).fails();
-    assert_says(&said, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);
+    assert_contains(&said, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);
 }
 
 #[test]
-fn a_backing_file_that_somebody_writes_to_all_the_same_is_read_no_more() {
+fn modified_backing_file_is_not_read() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
     let weir = serve(&scratch, "top.qcow2").start();
@@ -323,10 +323,10 @@ fn a_backing_file_that_somebody_writes_to_all_the_same_is_read_no_more() {
     let base = fs::OpenOptions::new().write(true).open(scratch.path("base.raw")).unwrap();
     std::os::unix::fs::FileExt::write_at(&base, b"other", 512 << 10).unwrap();
     let said = weir.wait_for_log("was changed by another process");
-    assert_says(&said, &["base.raw"]);
+    assert_contains(&said, &["base.raw"]);
     let uri = weir.uri("top");
-    let refused = Client::new("qemu-io").args(["-f", "raw", "-c", "read 512k 64k", &uri]).run();
-    assert_says(&refused.printed(), &["read failed: Input/output error"]);
+    let refused = TestClient::new("qemu-io").args(["-f", "raw", "-c", "read 512k 64k", &uri]).run();
+    assert_contains(&refused.stdout(), &["read failed: Input/output error"]);
     qemu_io(["-f", "raw"], ["read -P 4 0 64k", "write -P 5 5M 64k", "read -P 5 5M 64k", "flush"], &uri);
     weir.stop();
     qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");

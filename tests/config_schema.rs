@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::json;
 
-use crate::harness::Client;
+use crate::harness::TestClient;
 
 /// Reads config files from standard input, as a list of texts, and prints for each an empty line if
 /// the schema accepts it, else its complaint.
@@ -31,8 +31,8 @@ fn repository() -> PathBuf {
 fn complaints(files: &[&str]) -> Vec<String> {
     let schema = repository().join("docs/reference/config.schema.json");
     let schema = schema.to_str().expect("UTF-8");
-    let client = Client::new("/usr/bin/python3").args(["-c", VALIDATE, schema]);
-    let printed = client.reading(&json!(files).to_string()).succeeds();
+    let client = TestClient::new("/usr/bin/python3").args(["-c", VALIDATE, schema]);
+    let printed = client.with_stdin(&json!(files).to_string()).succeeds();
     let complaints: Vec<_> = printed.lines().map(str::to_owned).collect();
     assert_eq!(complaints.len(), files.len(), "{printed}");
     complaints
@@ -47,7 +47,7 @@ fn examples(document: &str) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn the_examples_of_documents_and_packages_pass() {
+fn examples_are_valid() {
     let mut files = Vec::new();
     for directory in ["docs", "docs/reference"] {
         for entry in fs::read_dir(repository().join(directory)).unwrap() {
@@ -74,7 +74,7 @@ fn the_examples_of_documents_and_packages_pass() {
 }
 
 #[test]
-fn the_schema_accepts_and_refuses_as_the_reader_does() {
+fn schema_agrees_with_the_parser() {
     let cases = [
         ("[disk.a]\nimage = \"a\"\nread-only = true\niops-total = \"5\"\nbps-total = \"1.5G\"\n", true),
         (

@@ -7,18 +7,18 @@ use std::fs;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    MIB, Qmp, Scratch, Serve, Weir, Wire, operator, qemu_img, text,
-    wire::{CMD_WRITE, EINVAL, ENOSPC, EPERM, OPT_GO, REP_ERR_UNKNOWN, Request, go_data},
+    MIB, Qmp, Scratch, Serve, Weir, RawNbdClient, operator, qemu_img, text,
+    wire::{CMD_WRITE, EINVAL, ENOSPC, EPERM, OPT_GO, REP_ERR_UNKNOWN, RawNbdRequest, go_data},
 };
 
 /// A daemon with a disk and a group, and a client of its control socket.
-struct Party {
+struct ControlledDaemon {
     scratch: Scratch,
     weir: Weir,
     control: Qmp,
 }
 
-impl Party {
+impl ControlledDaemon {
     fn new() -> Self {
         let scratch = Scratch::new();
         let limits = ["--group", "gold", "--iops-total", "100000"];
@@ -31,43 +31,43 @@ impl Party {
     }
 
     #[track_caller]
-    fn done(&mut self, command: &str, arguments: Value) {
+    fn command(&mut self, command: &str, arguments: Value) {
         assert_eq!(self.control.command(command, arguments), json!({}), "{command}");
     }
 
     #[track_caller]
     fn refused(&mut self, command: &str, arguments: Value, description: &str) {
-        assert_eq!(self.control.refused(command, arguments).1, description);
+        assert_eq!(self.control.command_error(command, arguments).1, description);
     }
 
     #[track_caller]
-    fn go(&self, export: &str) -> (Wire, u64) {
-        Wire::go(self.weir.socket(), export)
+    fn go(&self, export: &str) -> (RawNbdClient, u64) {
+        RawNbdClient::negotiated(self.weir.socket(), export)
     }
 
     #[track_caller]
     fn choosing(&self, export: &str) -> u32 {
-        let replies = Wire::greet(self.weir.socket()).option(OPT_GO, &go_data(export));
+        let replies = RawNbdClient::greet(self.weir.socket()).option(OPT_GO, &go_data(export));
         replies.last().expect("an option has an answer").0
     }
 }
 
 /// The error of a write of 512 zeroes; 0 is none.
 #[track_caller]
-fn write(client: &mut Wire, offset: u64) -> u32 {
-    client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 7, offset, length: 512 }, &[0; 512]);
+fn write(client: &mut RawNbdClient, offset: u64) -> u32 {
+    client.request(RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 7, offset, length: 512 }, &[0; 512]);
     client.simple_reply().0
 }
 
 #[test]
-fn a_disk_comes_is_served_and_goes() {
-    let mut party = Party::new();
+fn disk_is_added_served_and_removed() {
+    let mut party = ControlledDaemon::new();
     assert_eq!(party.choosing("vm2"), REP_ERR_UNKNOWN);
     let memory = json!({"driver": "x-weir-memory", "node-name": "vm2", "size": 1 << 20});
-    party.done("blockdev-add", memory.clone());
+    party.command("blockdev-add", memory.clone());
     party.refused("blockdev-add", memory, "Duplicate nodes with node-name='vm2'");
     let export = json!({"type": "nbd", "id": "e", "node-name": "vm2", "writable": true});
-    party.done("block-export-add", export.clone());
+    party.command("block-export-add", export.clone());
     party.refused("block-export-add", export, "Block export id 'e' is already in use");
     let (mut client, size) = party.go("vm2");
     assert_eq!(size, MIB);
@@ -79,30 +79,30 @@ fn a_disk_comes_is_served_and_goes() {
         &format!("export 'e' still in use: client 2 of {us} (use mode 'hard' to remove it all the same)"),
     );
     party.refused("blockdev-del", json!({"node-name": "vm2"}), "Node vm2 is in use (it is exported as 'e')");
-    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
-    client.is_closed();
+    party.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+    client.wait_for_close();
     assert_eq!(party.control.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
     assert_eq!(party.choosing("vm2"), REP_ERR_UNKNOWN);
-    party.done("blockdev-del", json!({"node-name": "vm2"}));
+    party.command("blockdev-del", json!({"node-name": "vm2"}));
     party.refused("blockdev-del", json!({"node-name": "vm2"}), "Failed to find node with node-name='vm2'");
     party.go("null");
 }
 
 #[test]
 fn a_disk_is_resized_under_its_clients() {
-    let mut party = Party::new();
+    let mut party = ControlledDaemon::new();
     let image = party.scratch.sparse("image.raw", MIB);
-    party.done("blockdev-add", json!({"driver": "file", "node-name": "vm", "filename": image}));
-    party.done("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "vm", "writable": true}));
+    party.command("blockdev-add", json!({"driver": "file", "node-name": "vm", "filename": image}));
+    party.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "vm", "writable": true}));
     let (mut client, _) = party.go("vm");
     assert_eq!(write(&mut client, MIB - 512), 0);
-    party.done("block_resize", json!({"node-name": "vm", "size": 65536}));
+    party.command("block_resize", json!({"node-name": "vm", "size": 65536}));
     assert_eq!(fs::metadata(&image).unwrap().len(), 65536);
     assert_eq!(client.read(65536, 512), Err(EINVAL));
     assert_eq!(write(&mut client, 65536), ENOSPC);
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]), "it is served on");
     assert_eq!(party.go("vm").1, 65536);
-    party.done("block_resize", json!({"device": "vm", "size": 1 << 20}));
+    party.command("block_resize", json!({"device": "vm", "size": 1 << 20}));
     assert_eq!(client.read(MIB - 512, 512), Ok(vec![0; 512]));
     party.refused(
         "block_resize",
@@ -121,80 +121,80 @@ fn a_disk_is_resized_under_its_clients() {
 
 #[test]
 fn a_chain_of_nodes_is_one_disk() {
-    let mut party = Party::new();
+    let mut party = ControlledDaemon::new();
     let image = party.scratch.sparse("image.raw", MIB);
-    party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
-    party.done("blockdev-add", json!({"driver": "raw", "node-name": "r0", "file": "f0"}));
+    party.command("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+    party.command("blockdev-add", json!({"driver": "raw", "node-name": "r0", "file": "f0"}));
     let throttle =
         |group: &str| json!({"driver": "throttle", "node-name": "t0", "throttle-group": group, "file": "r0"});
     party.refused("blockdev-add", throttle("tin"), "Throttle group 'tin' does not exist");
-    party.done("blockdev-add", throttle("gold"));
+    party.command("blockdev-add", throttle("gold"));
     party.refused("blockdev-del", json!({"node-name": "f0"}), "Block device f0 is in use");
-    party.done("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "t0"}));
+    party.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "t0"}));
     let exports = party.control.command("query-block-exports", json!({}));
     let expected = json!({"id": "e", "type": "nbd", "node-name": "t0", "shutting-down": false});
     assert_eq!(exports[0], expected);
     let (mut client, _) = party.go("t0");
     assert_eq!(write(&mut client, 0), EPERM, "writable is false unless asked for");
     drop(client);
-    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     party.control.event("BLOCK_EXPORT_DELETED");
     for node in ["t0", "r0", "f0"] {
-        party.done("blockdev-del", json!({"node-name": node}));
+        party.command("blockdev-del", json!({"node-name": node}));
     }
-    party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+    party.command("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
 }
 
 #[test]
-fn a_format_lies_over_a_node_and_leaves_it_as_it_was() {
-    let mut party = Party::new();
+fn format_node_over_a_node_is_reversible() {
+    let mut party = ControlledDaemon::new();
     let image = party.scratch.path("image.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "64M"]).succeeds();
-    party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+    party.command("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
     let of = |node: &str| json!({"type": "nbd", "id": "e", "node-name": node, "writable": true});
     let over = |file: &str| json!({"driver": "qcow2", "node-name": "q0", "file": file});
-    let sizes = |party: &Party, name: &str| party.go(name).1;
+    let sizes = |party: &ControlledDaemon, name: &str| party.go(name).1;
 
-    party.done("block-export-add", of("f0"));
+    party.command("block-export-add", of("f0"));
     party.refused("blockdev-add", over("f0"), "Node f0 is in use (it is exported as 'e')");
     assert!(sizes(&party, "f0") < MIB, "the file's own length");
-    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     party.control.event("BLOCK_EXPORT_DELETED");
 
-    party.done("blockdev-add", over("f0"));
+    party.command("blockdev-add", over("f0"));
     party.refused("blockdev-del", json!({"node-name": "f0"}), "Block device f0 is in use");
     party.refused("blockdev-add", over("f0"), "Duplicate nodes with node-name='q0'");
-    party.done("block-export-add", of("q0"));
+    party.command("block-export-add", of("q0"));
     assert_eq!(sizes(&party, "q0"), 64 * MIB);
-    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     party.control.event("BLOCK_EXPORT_DELETED");
     party.refused(
         "blockdev-add",
         json!({"driver": "qcow2", "node-name": "q1", "file": "q0"}),
         "Parameter 'file' must be a file; the node 'q0' has a format or is a device",
     );
-    party.done("blockdev-del", json!({"node-name": "q0"}));
-    party.done("block-export-add", of("f0"));
+    party.command("blockdev-del", json!({"node-name": "q0"}));
+    party.command("block-export-add", of("f0"));
     assert!(sizes(&party, "f0") < MIB, "it is a file again");
-    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     party.control.event("BLOCK_EXPORT_DELETED");
 
     // What is no image leaves the node as it was.
     let plain = party.scratch.sparse("plain.raw", MIB);
-    party.done("blockdev-add", json!({"driver": "file", "node-name": "p0", "filename": plain}));
+    party.command("blockdev-add", json!({"driver": "file", "node-name": "p0", "filename": plain}));
     let (_, said) =
-        party.control.refused("blockdev-add", json!({"driver": "qcow2", "node-name": "q1", "file": "p0"}));
+        party.control.command_error("blockdev-add", json!({"driver": "qcow2", "node-name": "q1", "file": "p0"}));
     assert!(said.contains("plain.raw"), "{said}");
-    party.done("block-export-add", of("p0"));
+    party.command("block-export-add", of("p0"));
     assert_eq!(sizes(&party, "p0"), MIB);
 }
 
 #[test]
-fn quit_is_as_orderly_as_a_signal() {
-    let mut party = Party::new();
-    party.done("quit", json!({}));
+fn quit_ends_cleanly() {
+    let mut party = ControlledDaemon::new();
+    party.command("quit", json!({}));
     assert_eq!(party.control.event("SHUTDOWN"), json!({"guest": false, "reason": "host-qmp-quit"}));
-    let Party { scratch, weir, .. } = party;
+    let ControlledDaemon { scratch, weir, .. } = party;
     let (status, log) = weir.wait();
     assert!(status.success(), "{status}: {log}");
     assert!(!scratch.socket("qmp").exists() && !scratch.socket("nbd").exists());

@@ -8,11 +8,11 @@ use std::{
 
 use serde_json::json;
 
-use crate::harness::{Client, Qmp, Scratch, Serve, WEIR, assert_says, need_root, text};
+use crate::harness::{TestClient, Qmp, Scratch, Serve, WEIR, assert_contains, need_root, text};
 
 /// A daemon that is told of no control socket, where `socket` is the usual place.
 fn serve(socket: &Path) -> Serve {
-    Serve::alone().arg("memory:1M").env("WEIR_QMP", format!("unix:{}", text(socket)))
+    Serve::with_own_scratch().arg("memory:1M").env("WEIR_QMP", format!("unix:{}", text(socket)))
 }
 
 #[track_caller]
@@ -22,7 +22,7 @@ fn disks(socket: &Path) -> usize {
 }
 
 #[test]
-fn a_user_s_daemon_is_found_with_nothing_said() {
+fn default_socket_of_a_user_is_found() {
     need_root("other users");
     let scratch = Scratch::new();
     let runtime = scratch.socket("runtime");
@@ -31,27 +31,27 @@ fn a_user_s_daemon_is_found_with_nothing_said() {
     chown(&runtime, Some(65534), Some(65534)).unwrap();
     fs::set_permissions(runtime.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     let user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
-    let _weir = Serve::alone()
-        .behind(user)
+    let _weir = Serve::with_own_scratch()
+        .wrapped_by(user)
         .args(["memory:1M", "--name", "a", "--nbd", "127.0.0.1:0"])
-        .where_said()
+        .at_given_addresses()
         .env("WEIR_QMP", "")
         .env("XDG_RUNTIME_DIR", &runtime)
         .start();
     let directory = runtime.join("weir");
     assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o700);
-    let status = Client::new("setpriv").args(&user[1..]).args([WEIR, "status", "--interval", "0"]);
+    let status = TestClient::new("setpriv").args(&user[1..]).args([WEIR, "status", "--interval", "0"]);
     let printed = status.env("WEIR_QMP", "").env("XDG_RUNTIME_DIR", &runtime).succeeds();
-    assert_says(&printed, &["DISK", "a "]);
+    assert_contains(&printed, &["DISK", "a "]);
 }
 
 #[test]
-fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
+fn second_daemon_leaves_the_default_socket_to_the_first() {
     let scratch = Scratch::new();
     let socket = scratch.socket("usual");
     let first = serve(&socket).start();
     let second = serve(&socket).args(["memory:1M", "--name", "a", "--name", "b"]).start();
-    assert_says(
+    assert_contains(
         &second.wait_for_log("control"),
         &[
             "in use: another process listens there",
@@ -61,7 +61,7 @@ fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
     assert_eq!(disks(&socket), 1, "it is the first's");
     second.stop();
     assert_eq!(disks(&socket), 1, "and stays so");
-    assert_says(
+    assert_contains(
         &serve(&socket).args(["--qmp", "default"]).fails(),
         &["in use: another process listens there"],
     );
@@ -75,11 +75,11 @@ fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
 }
 
 #[test]
-fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
+fn unavailable_default_socket_is_a_warning_unless_required() {
     let nowhere = Path::new("/nonexistent/qmp.sock");
     let weir = serve(nowhere).start();
-    assert_says(&weir.wait_for_log("control"), &["WARN", "the directory /nonexistent does not exist"]);
-    assert_says(
+    assert_contains(&weir.wait_for_log("control"), &["WARN", "the directory /nonexistent does not exist"]);
+    assert_contains(
         &serve(nowhere).args(["--qmp", "default"]).fails(),
         &["the directory /nonexistent does not exist (create it)"],
     );
@@ -90,14 +90,14 @@ fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
     weir.stop();
     // The former options, for one release.
     let weir = serve(&socket).arg("--no-control").start();
-    assert_says(&weir.wait_for_log("deprecated"), &["WARN", "--qmp none"]);
+    assert_contains(&weir.wait_for_log("deprecated"), &["WARN", "--qmp none"]);
     assert!(!socket.exists());
     weir.stop();
-    let (status, said) = serve(nowhere).arg("--control").begin().wait();
+    let (status, said) = serve(nowhere).arg("--control").spawn_unready().wait();
     assert_eq!(status.code(), Some(1), "{said}");
-    assert_says(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
+    assert_contains(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
     let both = ["--qmp", "none", "--qmp", "unix:s"];
-    assert_says(&serve(&socket).args(both).rejects_usage(), &["--qmp none: none, and another value names"]);
+    assert_contains(&serve(&socket).args(both).rejects_usage(), &["--qmp none: none, and another value names"]);
     // One that is named is all there is.
     let named = scratch.socket("named");
     let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();
@@ -105,7 +105,7 @@ fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
 }
 
 #[test]
-fn one_that_is_asked_for_is_beside_those_of_the_file() {
+fn socket_option_adds_to_those_of_the_config() {
     let scratch = Scratch::new();
     let (usual, named) = (scratch.socket("usual"), scratch.socket("named"));
     let content = format!("[daemon]\nqmp = \"unix:{}\"\n[disk.a]\nimage = \"memory:1M\"\n", text(&named));
@@ -113,7 +113,7 @@ fn one_that_is_asked_for_is_beside_those_of_the_file() {
     let at = format!("unix:{}", text(&usual));
     let serve = || Serve::new(&scratch).args(["--config", text(&config)]).env("WEIR_QMP", &at);
     let weir = serve().arg("--control").start();
-    assert_says(&weir.wait_for_log("deprecated"), &["WARN", "--qmp default"]);
+    assert_contains(&weir.wait_for_log("deprecated"), &["WARN", "--qmp default"]);
     assert_eq!((disks(&named), disks(&usual)), (1, 1));
     weir.stop();
     // In the file.

@@ -15,21 +15,21 @@ use serde_json::{Value, json};
 
 use crate::{
     harness::{
-        Client, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says, need_root, operator, pattern, text,
+        TestClient, MIB, Qmp, Scratch, Serve, Weir, RawNbdClient, assert_contains, need_root, operator, pattern, text,
     },
     machines::{features, front_end},
 };
 
 /// A daemon without disks, as a user who may open nothing of root's, and a client of its socket.
-fn nobodys(scratch: &Scratch) -> (Weir, Qmp) {
+fn unprivileged_daemon(scratch: &Scratch) -> (Weir, Qmp) {
     need_root("daemons of another user");
     let sockets = scratch.socket("qmp");
     for directory in [scratch.path(""), sockets.parent().expect("it is in one").to_owned()] {
         fs::set_permissions(directory, fs::Permissions::from_mode(0o777)).expect("it is ours");
     }
     let weir = Serve::new(scratch)
-        .where_said()
-        .behind(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])
+        .at_given_addresses()
+        .wrapped_by(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])
         .args(["--object", "throttle-group,id=g", "--qmp", &operator::socket(scratch)])
         .start();
     let qmp = Qmp::negotiated(&scratch.socket("qmp"));
@@ -37,7 +37,7 @@ fn nobodys(scratch: &Scratch) -> (Weir, Qmp) {
 }
 
 #[test]
-fn a_socket_that_was_left_open_is_had_by_its_number() {
+fn inherited_socket_is_used_by_its_number() {
     // As whoever starts QEMU does: nothing says which descriptors there are.
     const STARTER: &str = "
 import os, socket, sys
@@ -52,13 +52,13 @@ os.execv(sys.argv[2], sys.argv[2:])
     let serve = |arguments: &[&str]| {
         let _ = fs::remove_file(&socket);
         let starter = ["python3", "-c", STARTER, text(&socket)];
-        Serve::new(&scratch).where_said().behind(starter).args(arguments)
+        Serve::new(&scratch).at_given_addresses().wrapped_by(starter).args(arguments)
     };
     let node = ["--blockdev", "null-co,node-name=a,size=1048576"];
     let server = |number: &str| format!("addr.type=fd,addr.str={number}");
     let export = ["--export", "nbd,id=e,node-name=a,name=a"];
     let weir = serve(&[&node[..], &["--nbd-server", &server("9")], &export].concat()).start();
-    assert_eq!(Wire::go(&socket, "a").1, MIB);
+    assert_eq!(RawNbdClient::negotiated(&socket, "a").1, MIB);
     weir.stop();
     assert!(socket.exists(), "the socket is its maker's");
     let machine = "vhost-user-blk,id=v,node-name=a,addr.type=fd,addr.str=9";
@@ -66,11 +66,11 @@ os.execv(sys.argv[2], sys.argv[2:])
     features(&mut front_end(&socket));
     weir.stop();
     let weir = serve(&["null:1M", "--name", "a", "--nbd", "fd:9"]).start();
-    assert_eq!(Wire::go(&socket, "a").1, MIB);
+    assert_eq!(RawNbdClient::negotiated(&socket, "a").1, MIB);
     weir.stop();
     for (number, why) in [("10", "fd:10: is no socket"), ("11", "fd:11: no such socket was passed")] {
         let said = serve(&[&node[..], &["--nbd-server", &server(number)]].concat()).fails();
-        assert_says(&said, &["--nbd-server addr.type=fd", why]);
+        assert_contains(&said, &["--nbd-server addr.type=fd", why]);
     }
 }
 
@@ -87,23 +87,23 @@ fn node(name: &str, set: &Value, more: &Value) -> Value {
 }
 
 #[test]
-fn an_image_is_served_that_the_daemon_may_not_open() {
+fn passed_image_is_served_without_access_to_its_path() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
     fs::set_permissions(&image, fs::Permissions::from_mode(0o600)).expect("it is ours");
-    let (weir, mut qmp) = nobodys(&scratch);
+    let (weir, mut qmp) = unprivileged_daemon(&scratch);
     let by_name =
         json!({ "driver": "raw", "node-name": "d", "file": { "driver": "file", "filename": text(&image) } });
-    let refused = qmp.refused("blockdev-add", by_name).1;
+    let refused = qmp.command_error("blockdev-add", by_name).1;
     // By the sandbox, or where the kernel has none for files by the file's own mode.
     let is_refused =
         refused.contains("the sandbox allows images only in ") || refused.contains("no permission");
     assert!(is_refused, "{refused}");
-    let added = qmp.ask_with(open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
+    let added = qmp.command_with_descriptor(open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
     let set = &added["return"]["fdset-id"];
     qmp.command("blockdev-add", node("d", set, &json!({})));
-    let said = qmp.refused("blockdev-add", node("again", set, &json!({}))).1;
-    assert_says(&said, &["in use by another disk"]);
+    let said = qmp.command_error("blockdev-add", node("again", set, &json!({}))).1;
+    assert_contains(&said, &["in use by another disk"]);
     let nbd = scratch.socket("nbd");
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     qmp.command("nbd-server-start", json!({ "addr": addr }));
@@ -113,11 +113,11 @@ fn an_image_is_served_that_the_daemon_may_not_open() {
     assert_eq!(sets[0]["fds"][0]["opaque"], "rdwr:disk.raw");
     qmp.command("remove-fd", json!({ "fdset-id": set, "fd": sets[0]["fds"][0]["fd"] }));
     assert_eq!(qmp.command("query-fdsets", json!({})), json!([]));
-    let mut client = Wire::go(&nbd, "d").0;
+    let mut client = RawNbdClient::negotiated(&nbd, "d").0;
     assert_eq!(client.read(512, 512).as_deref(), Ok(&pattern(1024)[512..]));
     drop(client);
     let uri = format!("nbd+unix:///d?socket={}", text(&nbd));
-    Client::new("nbdsh").args(["-u", &uri, "-c", "h.pwrite(b'x' * 512, 0)", "-c", "h.flush()"]).succeeds();
+    TestClient::new("nbdsh").args(["-u", &uri, "-c", "h.pwrite(b'x' * 512, 0)", "-c", "h.flush()"]).succeeds();
     assert_eq!(fs::read(&image).expect("root may")[..512], [b'x'; 512]);
     qmp.command("block-export-del", json!({ "id": "e", "mode": "hard" }));
     qmp.event("BLOCK_EXPORT_DELETED");
@@ -126,81 +126,81 @@ fn an_image_is_served_that_the_daemon_may_not_open() {
 }
 
 #[test]
-fn how_a_descriptor_was_opened_decides_what_it_is_good_for() {
+fn access_mode_of_a_descriptor_is_respected() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
-    let (_weir, mut qmp) = nobodys(&scratch);
-    let added = qmp.ask_with(open(&image, false), "add-fd", &json!({ "fdset-id": 7 }));
+    let (_weir, mut qmp) = unprivileged_daemon(&scratch);
+    let added = qmp.command_with_descriptor(open(&image, false), "add-fd", &json!({ "fdset-id": 7 }));
     assert_eq!(added["return"]["fdset-id"], 7);
     let seven = json!(7);
-    let said = qmp.refused("blockdev-add", node("w", &seven, &json!({}))).1;
-    assert_says(&said, &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"]);
+    let said = qmp.command_error("blockdev-add", node("w", &seven, &json!({}))).1;
+    assert_contains(&said, &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"]);
     qmp.command("blockdev-add", node("r", &seven, &json!({ "read-only": true })));
     qmp.command("blockdev-add", node("a", &seven, &json!({ "auto-read-only": true })));
-    let said = qmp.refused("blockdev-add", node("n", &json!(8), &json!({}))).1;
-    assert_says(&said, &["there is no such set"]);
+    let said = qmp.command_error("blockdev-add", node("n", &json!(8), &json!({}))).1;
+    assert_contains(&said, &["there is no such set"]);
     for command in [json!({ "fdset-id": 7, "fd": 9999 }), json!({ "fdset-id": 9 })] {
-        assert_says(&qmp.refused("remove-fd", command).1, &["File descriptor named 'fdset-id:", "not found"]);
+        assert_contains(&qmp.command_error("remove-fd", command).1, &["File descriptor named 'fdset-id:", "not found"]);
     }
     let directory = File::open(scratch.path("")).expect("it is there");
-    qmp.ask_with(directory, "add-fd", &json!({ "fdset-id": 3 }));
-    let said = qmp.refused("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
-    assert_says(&said, &["is a directory"]);
+    qmp.command_with_descriptor(directory, "add-fd", &json!({ "fdset-id": 3 }));
+    let said = qmp.command_error("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
+    assert_contains(&said, &["is a directory"]);
 }
 
 #[test]
-fn a_descriptor_without_a_command_or_a_command_without_one_does_no_harm() {
+fn missing_or_surplus_descriptors_are_harmless() {
     let scratch = Scratch::new();
     let _weir = operator::start(&scratch, &[]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let none = "No file descriptor supplied via SCM_RIGHTS";
-    assert_eq!(qmp.refused("getfd", json!({ "fdname": "a" })).1, none);
-    assert_eq!(qmp.refused("add-fd", json!({})).1, none);
+    assert_eq!(qmp.command_error("getfd", json!({ "fdname": "a" })).1, none);
+    assert_eq!(qmp.command_error("add-fd", json!({})).1, none);
     let pipe = std::io::pipe().expect("a pipe");
-    assert!(qmp.ask_with(&pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
-    assert!(qmp.ask_with(&pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
-    assert!(qmp.ask_with(&pipe.0, "query-status", &json!({}))["return"].is_object());
+    assert!(qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
+    assert!(qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
+    assert!(qmp.command_with_descriptor(&pipe.0, "query-status", &json!({}))["return"].is_object());
     // Names are their client's.
     let mut other = Qmp::negotiated(&scratch.socket("qmp"));
-    assert_eq!(other.refused("closefd", json!({ "fdname": "a" })).1, "File descriptor named 'a' not found");
+    assert_eq!(other.command_error("closefd", json!({ "fdname": "a" })).1, "File descriptor named 'a' not found");
     qmp.command("closefd", json!({ "fdname": "a" }));
-    qmp.refused("closefd", json!({ "fdname": "a" }));
+    qmp.command_error("closefd", json!({ "fdname": "a" }));
     // A pipe is no socket, and is closed for it.
-    qmp.ask_with(&pipe.0, "getfd", &json!({ "fdname": "p" }));
+    qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "p" }));
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "p" } });
-    assert_says(&qmp.refused("block-export-add", export).1, &["fd:p: is no socket"]);
-    qmp.refused("closefd", json!({ "fdname": "p" }));
+    assert_contains(&qmp.command_error("block-export-add", export).1, &["fd:p: is no socket"]);
+    qmp.command_error("closefd", json!({ "fdname": "p" }));
     // What a client leaves behind is closed.
-    qmp.ask_with(&pipe.1, "getfd", &json!({ "fdname": "w" }));
+    qmp.command_with_descriptor(&pipe.1, "getfd", &json!({ "fdname": "w" }));
     drop((qmp, pipe.1));
     let mut reader = pipe.0;
     assert_eq!(std::io::Read::read(&mut reader, &mut [0]).expect("the writers have gone"), 0);
 }
 
 #[test]
-fn sockets_are_listened_at_that_a_client_has_bound() {
+fn sockets_bound_by_a_client_are_used() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .args(["--blockdev", "null-co,node-name=a,size=1048576", "--qmp", &operator::socket(&scratch)])
         .start();
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = socket.local_addr().expect("it is bound").port();
-    qmp.ask_with(&socket, "getfd", &json!({ "fdname": "nbd" }));
+    qmp.command_with_descriptor(&socket, "getfd", &json!({ "fdname": "nbd" }));
     drop(socket);
     let addr = json!({ "type": "fd", "data": { "str": "nbd" } });
     qmp.command("nbd-server-start", json!({ "addr": addr }));
     qmp.command("block-export-add", json!({ "type": "nbd", "id": "e", "node-name": "a" }));
-    Client::new("nbdinfo").args(["--size", &format!("nbd://127.0.0.1:{port}/a")]).succeeds();
-    assert_says(&qmp.refused("nbd-server-start", json!({ "addr": addr })).1, &["already running"]);
+    TestClient::new("nbdinfo").args(["--size", &format!("nbd://127.0.0.1:{port}/a")]).succeeds();
+    assert_contains(&qmp.command_error("nbd-server-start", json!({ "addr": addr })).1, &["already running"]);
     qmp.command("nbd-server-stop", json!({}));
-    assert_says(
-        &qmp.refused("nbd-server-start", json!({ "addr": addr })).1,
+    assert_contains(
+        &qmp.command_error("nbd-server-start", json!({ "addr": addr })).1,
         &["fd:nbd: no such socket was passed"],
     );
     let machine = scratch.socket("machine");
-    qmp.ask_with(UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
+    qmp.command_with_descriptor(UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "v" } });
     qmp.command("block-export-add", export);
     UnixStream::connect(&machine).expect("somebody listens");

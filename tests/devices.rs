@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use crate::harness::{Client, LoopDevice, MIB, Scratch, Serve, Weir, export_size, text};
+use crate::harness::{TestClient, LoopDevice, MIB, Scratch, Serve, Weir, export_size, text};
 
 #[test]
-fn unaligned_writes_on_sectors_of_4096_bytes_keep_their_neighbours() {
+fn unaligned_writes_on_4k_sectors_keep_adjacent_data() {
     let scratch = Scratch::new();
     let file = scratch.filled("device", 4 * MIB);
     let mut expected = fs::read(&file).unwrap();
@@ -29,11 +29,11 @@ h.flush()
 }
 
 #[test]
-fn random_requests_on_sectors_of_4096_bytes_are_verified() {
+fn random_requests_on_4k_sectors_are_verified() {
     let scratch = Scratch::new();
     let device = LoopDevice::attach(&scratch.sparse("device", 16 * MIB), 4096);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--cache", "none", "--name", "disk"]).start();
-    Client::new("fio")
+    TestClient::new("fio")
         .args(["--name=verified", "--ioengine=nbd", "--rw=randwrite", "--size=16M", "--io_size=8M"])
         .arg("--bs=512")
         .args(["--iodepth=32", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--randseed=7"])
@@ -43,7 +43,7 @@ fn random_requests_on_sectors_of_4096_bytes_are_verified() {
 }
 
 #[test]
-fn a_device_or_a_file_that_grew_is_larger_for_the_next_client() {
+fn grown_device_or_file_is_larger_for_the_next_client() {
     let scratch = Scratch::new();
     let file = scratch.sparse("device", 4 * MIB);
     let device = LoopDevice::attach(&file, 512);
@@ -84,11 +84,11 @@ assert not any(h.pread(1 << 20, 6 << 20))
 }
 
 #[test]
-fn an_image_on_a_device_that_grew_goes_on_and_shows_nothing_of_what_was_there() {
+fn grown_device_exposes_no_old_data() {
     let scratch = Scratch::new();
     let file = scratch.filled("device", 4 * MIB);
     let device = LoopDevice::attach(&file, 512);
-    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(device.path()), "4G"]).succeeds();
+    TestClient::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(device.path()), "4G"]).succeeds();
     let weir = Serve::new(&scratch).args(["--format", "qcow2", "--name", "disk"]).arg(device.path()).start();
     let script = "
 full = False
@@ -119,5 +119,5 @@ h.flush()
 ";
     weir.nbdsh("disk", script);
     weir.stop();
-    Client::new("qemu-img").args(["check", "-f", "qcow2", text(device.path())]).succeeds();
+    TestClient::new("qemu-img").args(["check", "-f", "qcow2", text(device.path())]).succeeds();
 }

@@ -15,17 +15,17 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, Scratch, Serve, Weir, assert_says, need, need_root, text, wait_for_programs, weir,
+    TestClient, Scratch, Serve, Weir, assert_contains, need, need_root, text, wait_for_programs, weir,
 };
 
 /// A plugin, where it lies, and the name of its volume, which no other test has.
-struct Plugin {
+struct PluginDaemon {
     scratch: Scratch,
     volume: String,
     weir: Weir,
 }
 
-impl Plugin {
+impl PluginDaemon {
     fn start() -> Self {
         Self::at(Scratch::new())
     }
@@ -35,7 +35,7 @@ impl Plugin {
         Self { volume: volume_of(&scratch), scratch, weir }
     }
 
-    fn again(self, end: impl FnOnce(Weir)) -> Self {
+    fn restart(self, end: impl FnOnce(Weir)) -> Self {
         end(self.weir);
         Self::at(self.scratch)
     }
@@ -46,7 +46,7 @@ impl Plugin {
 
     /// The answer to these bytes: status and JSON.
     #[track_caller]
-    fn says(&self, bytes: &[u8]) -> (u16, Value) {
+    fn send(&self, bytes: &[u8]) -> (u16, Value) {
         let mut stream = self.connect();
         // Who is refused early does not read all of it.
         let _ = stream.write_all(bytes);
@@ -63,7 +63,7 @@ impl Plugin {
         let body = body.to_string();
         let length = body.len();
         let head = format!("POST /{what} HTTP/1.1\r\nHost: weir\r\nContent-Length: {length}\r\n\r\n");
-        self.says((head + &body).as_bytes())
+        self.send((head + &body).as_bytes())
     }
 
     #[track_caller]
@@ -74,7 +74,7 @@ impl Plugin {
     }
 
     #[track_caller]
-    fn refuses(&self, what: &str, body: &Value) -> String {
+    fn call_error(&self, what: &str, body: &Value) -> String {
         let (status, value) = self.call(&format!("VolumeDriver.{what}"), body);
         assert_ne!(status, 200, "{what} {body}: {value}");
         value["Err"].as_str().expect("it says why").to_owned()
@@ -108,7 +108,7 @@ impl Plugin {
 
 fn serve(scratch: &Scratch) -> Serve {
     let socket = format!("unix:{}", text(&scratch.socket("plugin")));
-    Serve::by("docker-plugin").arg("--socket").arg(socket).arg("--directory").arg(scratch.path("volumes"))
+    Serve::subcommand("docker-plugin").arg("--socket").arg(socket).arg("--directory").arg(scratch.path("volumes"))
 }
 
 /// As the directory of a test's files ends.
@@ -124,7 +124,7 @@ fn small() -> Value {
 
 #[test]
 fn a_volume_is_an_image_with_a_file_system() {
-    let plugin = Plugin::start();
+    let plugin = PluginDaemon::start();
     let (status, activated) = plugin.call("Plugin.Activate", &json!({}));
     assert_eq!((status, activated), (200, json!({ "Implements": ["VolumeDriver"] })));
     plugin.create();
@@ -133,7 +133,7 @@ fn a_volume_is_an_image_with_a_file_system() {
     assert_eq!((&info["format"], &info["virtual-size"]), (&json!("qcow2"), &json!(16 << 20)));
     let raw = plugin.scratch.path("raw");
     weir(&["image", "convert", text(&image), text(&raw)]).succeeds();
-    Client::new("e2fsck").args(["-f", "-n", text(&raw)]).succeeds();
+    TestClient::new("e2fsck").args(["-f", "-n", text(&raw)]).succeeds();
     let names: Vec<_> =
         fs::read_dir(image.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 3, "record, image and mount point, and nothing else: {names:?}");
@@ -143,15 +143,15 @@ fn a_volume_is_an_image_with_a_file_system() {
 }
 
 #[test]
-fn volumes_are_there_after_a_kill_and_after_an_end() {
-    let mut plugin = Plugin::start();
+fn volumes_survive_kill_and_restart_of_the_plugin() {
+    let mut plugin = PluginDaemon::start();
     plugin.create();
-    plugin = plugin.again(Weir::crash);
+    plugin = plugin.restart(Weir::crash);
     assert_eq!(
         plugin.does("List", &json!({}))["Volumes"],
         json!([{ "Name": plugin.volume, "Mountpoint": "" }])
     );
-    plugin = plugin.again(|weir| drop(weir.stop()));
+    plugin = plugin.restart(|weir| drop(weir.stop()));
     plugin.create();
     let volume = &plugin.does("Get", &plugin.named())["Volume"];
     assert_eq!(volume["Status"]["options"], small());
@@ -160,34 +160,34 @@ fn volumes_are_there_after_a_kill_and_after_an_end() {
 }
 
 #[test]
-fn a_volume_that_cannot_be_is_refused_when_it_is_made() {
-    let plugin = Plugin::start();
-    let create = |options: Value| plugin.refuses("Create", &plugin.created_with(options));
-    assert_says(&create(json!({})), &["size: is missing"]);
-    assert_says(&create(json!({ "size": "16M", "sise": "1" })), &["sise=1: ", "did you mean size?"]);
-    assert_says(
+fn invalid_volume_is_rejected_at_creation() {
+    let plugin = PluginDaemon::start();
+    let create = |options: Value| plugin.call_error("Create", &plugin.created_with(options));
+    assert_contains(&create(json!({})), &["size: is missing"]);
+    assert_contains(&create(json!({ "size": "16M", "sise": "1" })), &["sise=1: ", "did you mean size?"]);
+    assert_contains(
         &create(json!({ "size": "16M", "iops-total": "1000", "iops-total-max": "500" })),
         &["iops-total-max=500: ", "at least the rate"],
     );
     let user = json!({ "Name": plugin.volume, "ID": "a" });
-    assert_says(&plugin.refuses("Mount", &user), &["there is no volume db-"]);
-    assert_says(&plugin.refuses("Remove", &plugin.named()), &["there is no volume db-"]);
+    assert_contains(&plugin.call_error("Mount", &user), &["there is no volume db-"]);
+    assert_contains(&plugin.call_error("Remove", &plugin.named()), &["there is no volume db-"]);
     assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();
 }
 
 #[test]
-fn whatever_is_said_to_it_others_are_answered() {
-    let plugin = Plugin::start();
+fn hostile_requests_do_not_affect_others() {
+    let plugin = PluginDaemon::start();
     let silent: Vec<_> = (0..8).map(|_| plugin.connect()).collect();
     let endless = format!("POST / HTTP/1.1\r\nX: {}", "x".repeat(1 << 20));
-    assert_eq!(plugin.says(endless.as_bytes()).0, 431);
-    assert_eq!(plugin.says(b"POST / HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n").0, 413);
-    assert_eq!(plugin.says(b"GET /VolumeDriver.List HTTP/1.1\r\n\r\n").0, 405);
-    assert_eq!(plugin.says(b"\0\0\0\0\r\n\r\n").0, 400);
+    assert_eq!(plugin.send(endless.as_bytes()).0, 431);
+    assert_eq!(plugin.send(b"POST / HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n").0, 413);
+    assert_eq!(plugin.send(b"GET /VolumeDriver.List HTTP/1.1\r\n\r\n").0, 405);
+    assert_eq!(plugin.send(b"\0\0\0\0\r\n\r\n").0, 400);
     for name in ["../../../etc", "/etc/passwd", "a/../../b", "", "."] {
-        assert_says(
-            &plugin.refuses("Create", &json!({ "Name": name, "Opts": { "size": "16M" } })),
+        assert_contains(
+            &plugin.call_error("Create", &json!({ "Name": name, "Opts": { "size": "16M" } })),
             &["is not a volume name"],
         );
     }
@@ -201,45 +201,45 @@ fn whatever_is_said_to_it_others_are_answered() {
 }
 
 #[test]
-fn a_directory_and_a_socket_are_one_plugins() {
-    let plugin = Plugin::start();
-    assert_says(&serve(&plugin.scratch).fails(), &["another `weir docker-plugin` uses this directory"]);
+fn directory_and_socket_belong_to_one_plugin() {
+    let plugin = PluginDaemon::start();
+    assert_contains(&serve(&plugin.scratch).fails(), &["another `weir docker-plugin` uses this directory"]);
     let other = Scratch::new();
     let socket = format!("unix:{}", text(&plugin.scratch.socket("plugin")));
     let second =
-        Serve::by("docker-plugin").args(["--socket", &socket, "--directory", text(&other.path("v"))]);
-    assert_says(&second.fails(), &["in use: another process listens there"]);
+        Serve::subcommand("docker-plugin").args(["--socket", &socket, "--directory", text(&other.path("v"))]);
+    assert_contains(&second.fails(), &["in use: another process listens there"]);
     let socket = plugin.scratch.socket("plugin");
     plugin.weir.stop();
     assert!(!socket.exists());
 }
 
 #[test]
-fn the_service_managers_socket_is_taken_and_it_is_told() {
+fn socket_activation_and_readiness() {
     let scratch = Scratch::new();
     let (path, notify) = (scratch.socket("plugin"), scratch.socket("notify"));
     let listener = UnixListener::bind(&path).unwrap();
     let manager = UnixDatagram::bind(&notify).unwrap();
     let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
-    let weir = Serve::by("docker-plugin")
+    let weir = Serve::subcommand("docker-plugin")
         .args(["--directory", text(&scratch.path("volumes"))])
-        .behind(["sh", "-c", script])
+        .wrapped_by(["sh", "-c", script])
         .reading(listener)
         .env("NOTIFY_SOCKET", &notify)
         .start();
     let mut message = [0; 64];
     let length = manager.recv(&mut message).unwrap();
     assert_eq!(message[..length].trim_ascii(), b"READY=1");
-    let plugin = Plugin { volume: volume_of(&scratch), scratch, weir };
+    let plugin = PluginDaemon { volume: volume_of(&scratch), scratch, weir };
     assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.signal(Signal::SIGTERM);
     assert!(plugin.weir.wait().0.success());
 }
 
 /// Unmounts what a test that failed has left mounted.
-struct Mounted(PathBuf);
+struct UnmountOnPanic(PathBuf);
 
-impl Drop for Mounted {
+impl Drop for UnmountOnPanic {
     fn drop(&mut self) {
         if thread::panicking() {
             let _ = weir(&["detach", text(&self.0)]).run();
@@ -247,39 +247,39 @@ impl Drop for Mounted {
     }
 }
 
-fn mount(plugin: &Plugin, user: &str) -> Mounted {
+fn mount(plugin: &PluginDaemon, user: &str) -> UnmountOnPanic {
     let mounted = plugin.does("Mount", &json!({ "Name": plugin.volume, "ID": user }));
-    Mounted(mounted["Mountpoint"].as_str().expect("a path").into())
+    UnmountOnPanic(mounted["Mountpoint"].as_str().expect("a path").into())
 }
 
-fn unmount(plugin: &Plugin, user: &str) {
+fn unmount(plugin: &PluginDaemon, user: &str) {
     wait_for_programs();
     plugin.does("Unmount", &json!({ "Name": plugin.volume, "ID": user }));
 }
 
 fn is_mounted(path: &Path) -> bool {
-    Client::new("mountpoint").args(["-q", text(path)]).run().code() == 0
+    TestClient::new("mountpoint").args(["-q", text(path)]).run().code() == 0
 }
 
 #[test]
-fn what_is_written_into_a_volume_stays_in_it() {
+fn data_in_a_volume_persists() {
     need_root("mounts");
-    let mut plugin = Plugin::start();
+    let mut plugin = PluginDaemon::start();
     plugin.create();
     let at = mount(&plugin, "a");
     assert_eq!(fs::read_dir(&at.0).unwrap().count(), 0, "a new volume is empty");
     fs::write(at.0.join("file"), "kept").unwrap();
     mount(&plugin, "b");
-    assert_says(
-        &plugin.refuses("Remove", &plugin.named()),
+    assert_contains(
+        &plugin.call_error("Remove", &plugin.named()),
         &["is mounted: several containers are using it (a, b)"],
     );
     unmount(&plugin, "a");
     assert!(is_mounted(&at.0), "b has it");
     // Volumes stay mounted while the plugin is away, however it went.
-    plugin = plugin.again(Weir::crash);
+    plugin = plugin.restart(Weir::crash);
     assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
-    plugin = plugin.again(|weir| drop(weir.stop()));
+    plugin = plugin.restart(|weir| drop(weir.stop()));
     assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
     unmount(&plugin, "b");
     assert!(!is_mounted(&at.0));
@@ -291,9 +291,9 @@ fn what_is_written_into_a_volume_stays_in_it() {
 }
 
 #[test]
-fn a_mount_that_went_is_made_again() {
+fn lost_mount_is_restored() {
     need_root("mounts");
-    let plugin = Plugin::start();
+    let plugin = PluginDaemon::start();
     plugin.create();
     let at = mount(&plugin, "a");
     weir(&["detach", text(&at.0)]).succeeds();
@@ -307,7 +307,7 @@ fn a_mount_that_went_is_made_again() {
 
 /// A daemon that runs here, as it is by default: it makes no devices.
 #[test]
-fn volumes_are_mounted_beside_a_daemon_that_makes_no_devices() {
+fn volumes_mount_beside_a_daemon_without_devices() {
     need_root("mounts");
     let scratch = Scratch::new();
     let address = format!("unix:{}", text(&scratch.socket("qmp")));
@@ -315,7 +315,7 @@ fn volumes_are_mounted_beside_a_daemon_that_makes_no_devices() {
         .args(["memory:1M", "--group", "gold", "--iops-total", "5000", "--qmp", &address])
         .start();
     let weir = serve(&scratch).env("WEIR_QMP", &address).start();
-    let plugin = Plugin { volume: volume_of(&scratch), scratch, weir };
+    let plugin = PluginDaemon { volume: volume_of(&scratch), scratch, weir };
     plugin.create();
     let at = mount(&plugin, "a");
     fs::write(at.0.join("file"), "kept").unwrap();
@@ -323,8 +323,8 @@ fn volumes_are_mounted_beside_a_daemon_that_makes_no_devices() {
     plugin.remove();
     plugin.does("Create", &plugin.created_with(json!({ "size": "16M", "group": "gold" })));
     let user = json!({ "Name": plugin.volume, "ID": "a" });
-    let refused = plugin.refuses("Mount", &user);
-    assert_says(&refused, &["makes no devices", "it alone has group gold", "--sandbox off"]);
+    let refused = plugin.call_error("Mount", &user);
+    assert_contains(&refused, &["makes no devices", "it alone has group gold", "--sandbox off"]);
     plugin.remove();
     plugin.weir.stop();
     daemon.stop();
@@ -359,14 +359,14 @@ impl Podman {
         fs::create_dir_all(tree.join("bin")).unwrap();
         fs::copy("/bin/busybox", tree.join("bin/sh")).expect("busybox-static is there (run `make deps`)");
         let archive = scratch.path("tree.tar");
-        Client::new("tar").args(["-C", text(&tree), "-cf", text(&archive), "."]).succeeds();
+        TestClient::new("tar").args(["-C", text(&tree), "-cf", text(&archive), "."]).succeeds();
         podman.does(&["import", "--quiet", text(&archive), "shell"]);
         podman
     }
 
-    fn client(&self, arguments: &[&str]) -> Client {
+    fn client(&self, arguments: &[&str]) -> TestClient {
         need("podman");
-        Client::new("env").args(&self.settings).arg("podman").args(&self.arguments).args(arguments)
+        TestClient::new("env").args(&self.settings).arg("podman").args(&self.arguments).args(arguments)
     }
 
     #[track_caller]
@@ -386,9 +386,9 @@ impl Podman {
 }
 
 #[test]
-fn a_container_has_a_volume() {
+fn container_uses_a_volume() {
     need_root("containers");
-    let plugin = Plugin::start();
+    let plugin = PluginDaemon::start();
     let podman = Podman::new(&plugin.scratch);
     let volume = plugin.volume.as_str();
     podman.does(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", volume]);
@@ -399,7 +399,7 @@ fn a_container_has_a_volume() {
     // By its status: podman may hear nothing of a container that ends at once.
     podman.runs(volume, "read line < /data/file && [ \"$line\" = kept ]");
     let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();
-    assert_says(&refused, &["size=much: is not a size"]);
+    assert_contains(&refused, &["size=much: is not a size"]);
     podman.does(&["volume", "rm", volume]);
     assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();

@@ -12,7 +12,7 @@
 
 use std::{fmt::Write as _, fs, path::Path, path::PathBuf, thread};
 
-use crate::harness::{Client, Scratch, WEIR, alone, need, need_root, text};
+use crate::harness::{TestClient, Scratch, WEIR, script_without_foreign_mounts, need, need_root, text};
 
 /// What the shell of a document does before, between and after the blocks.
 const BEFORE: &str = r#"
@@ -56,7 +56,7 @@ block='at its end'
 ! jobs -r | grep .
 "#;
 
-struct Block {
+struct ShellBlock {
     line: usize,
     commands: String,
     /// Servers that it leaves in the background.
@@ -66,7 +66,7 @@ struct Block {
 }
 
 /// What follows a prompt is a command, and so are the lines that it is continued on.
-fn typed(lines: &[&str]) -> Vec<String> {
+fn typed_commands(lines: &[&str]) -> Vec<String> {
     let mut commands: Vec<String> = Vec::new();
     for line in lines {
         let continued = commands.last().is_some_and(|command| command.ends_with('\\'));
@@ -82,7 +82,7 @@ fn typed(lines: &[&str]) -> Vec<String> {
 }
 
 /// The blocks of `document` to run, and what is wrong with its fences.
-fn blocks(document: &str) -> (Vec<Block>, Vec<String>) {
+fn blocks(document: &str) -> (Vec<ShellBlock>, Vec<String>) {
     let (mut blocks, mut complaints) = (Vec::new(), Vec::new());
     let lines: Vec<&str> = document.lines().map(str::trim_start).collect();
     let fences: Vec<usize> = (0..lines.len()).filter(|&line| lines[line].starts_with("```")).collect();
@@ -93,7 +93,7 @@ fn blocks(document: &str) -> (Vec<Block>, Vec<String>) {
         let commands = match info.split_once(" no-run: ").unwrap_or((info, "")) {
             ("sh" | "console", reason) if !reason.is_empty() => continue,
             ("sh", _) => inside.join("\n"),
-            ("console", _) => typed(inside).join("\n"),
+            ("console", _) => typed_commands(inside).join("\n"),
             ("", _) => {
                 complaints.push(format!("{line}: the fence names no language (`text` is for answers)"));
                 continue;
@@ -113,14 +113,14 @@ fn blocks(document: &str) -> (Vec<Block>, Vec<String>) {
         let servers: Vec<&str> = one_line.lines().filter(begins).collect();
         let log = |line: &&str| line.split_once("2> ")?.1.split_whitespace().next().map(str::to_owned);
         let logs = servers.iter().filter_map(log).collect();
-        blocks.push(Block { line, servers: servers.len(), logs, commands });
+        blocks.push(ShellBlock { line, servers: servers.len(), logs, commands });
     }
     (blocks, complaints)
 }
 
-fn script(name: &str, blocks: &[Block]) -> String {
+fn script(name: &str, blocks: &[ShellBlock]) -> String {
     let mut script = BEFORE.to_owned();
-    for Block { line, commands, servers, logs } in blocks {
+    for ShellBlock { line, commands, servers, logs } in blocks {
         let _ = write!(script, "\nblock={name}:{line} were=$(ready)\n{commands}\n");
         for log in logs {
             let _ = writeln!(script, "logs+=(\"$PWD/{log}\")");
@@ -133,7 +133,7 @@ fn script(name: &str, blocks: &[Block]) -> String {
 }
 
 /// Why `document` does not hold what it says.
-fn wrong_with(root: &Path, document: &Path) -> Vec<String> {
+fn errors_of(root: &Path, document: &Path) -> Vec<String> {
     let name = text(document.strip_prefix(root).expect("it lies there"));
     let (blocks, mut complaints) = blocks(&fs::read_to_string(document).expect("it is a text"));
     complaints.iter_mut().for_each(|complaint| complaint.insert_str(0, &format!("{name}:")));
@@ -143,21 +143,21 @@ fn wrong_with(root: &Path, document: &Path) -> Vec<String> {
     let scratch = Scratch::new();
     let made = ["tmp", "empty"].map(|name| scratch.path(name));
     made.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
-    let (script, said) = (scratch.file("script", alone(&script(name, &blocks))), scratch.path("said"));
-    let outcome = Client::new("unshare")
+    let (script, said) = (scratch.file("script", script_without_foreign_mounts(&script(name, &blocks))), scratch.path("said"));
+    let outcome = TestClient::new("unshare")
         .args(["--mount", "--net", "--pid", "--mount-proc", "--kill-child", "bash", text(&script)])
         .args([text(&made[0]), text(&said), text(&made[1])])
-        .finding(Path::new(WEIR).parent().expect("it lies in a directory"))
+        .with_path(Path::new(WEIR).parent().expect("it lies in a directory"))
         .run();
-    if outcome.ended() != Some(0) {
+    if outcome.status() != Some(0) {
         let last = |text: &str| {
             text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n")
         };
         let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
         complaints.push(format!(
             "{name}: {}\n{}\nit ended at {}it said:\n{}",
-            last(&outcome.said()),
-            last(&outcome.printed()),
+            last(&outcome.stderr()),
+            last(&outcome.stdout()),
             read(&scratch.path("said.at")),
             last(&read(&said))
         ));
@@ -178,7 +178,7 @@ fn markdown_below(directory: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn every_command_of_the_documents_runs_as_it_is_written() {
+fn every_documented_command_runs() {
     need_root("namespaces");
     for program in ["ip", "fio", "nbdinfo", "nbdcopy", "qemu-img"] {
         need(program);
@@ -188,7 +188,7 @@ fn every_command_of_the_documents_runs_as_it_is_written() {
     documents.push(root.join("README.md"));
     let complaints: Vec<String> = thread::scope(|scope| {
         let run: Vec<_> =
-            documents.iter().map(|document| scope.spawn(|| wrong_with(&root, document))).collect();
+            documents.iter().map(|document| scope.spawn(|| errors_of(&root, document))).collect();
         run.into_iter().flat_map(|thread| thread.join().expect("it does not panic")).collect()
     });
     assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
@@ -210,7 +210,7 @@ fn sockets_of(document: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn sockets_for_machines_are_written_as_the_installed_qemu_reads_them() {
+fn documented_chardev_options_match_the_installed_qemu() {
     need("qemu-system-x86_64");
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut documents = markdown_below(&root.join("docs"));
@@ -223,8 +223,8 @@ fn sockets_for_machines_are_written_as_the_installed_qemu_reads_them() {
                 "{assignments}exec qemu-system-x86_64 -machine none -nodefaults -display none \
                  -chardev {option} -monitor stdio <<< quit"
             );
-            let outcome = Client::new("bash").args(["-c", &script]).run();
-            assert_eq!(outcome.ended(), Some(0), "{}: {option}: {}", document.display(), outcome.said());
+            let outcome = TestClient::new("bash").args(["-c", &script]).run();
+            assert_eq!(outcome.status(), Some(0), "{}: {option}: {}", document.display(), outcome.stderr());
             found += 1;
         }
     }
@@ -256,14 +256,14 @@ for one in yaml.load_all(sys.stdin, Loader=Strict):
 "#;
 
 #[test]
-fn objects_of_kubernetes_are_whole() {
+fn kubernetes_objects_are_complete() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let document = fs::read_to_string(root.join("docs/containers.md")).expect("it is a text");
     let blocks: Vec<_> =
         document.split("```yaml\n").skip(1).map(|rest| rest.split("```").next().expect("a part")).collect();
     let printed: Vec<String> = blocks
         .iter()
-        .map(|block| Client::new("/usr/bin/python3").args(["-c", OBJECTS]).reading(block).succeeds())
+        .map(|block| TestClient::new("/usr/bin/python3").args(["-c", OBJECTS]).with_stdin(block).succeeds())
         .collect();
     let kinds = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(
@@ -283,7 +283,7 @@ fn objects_of_kubernetes_are_whole() {
 }
 
 #[test]
-fn what_runs_of_a_document_is_fenced_so() {
+fn fences_select_executable_blocks() {
     let document = "a\n```sh\nweir serve a \\\n  b & # c\nweir serve d\n```\n  ```console\n  $ weir \\\n  status\n  DISK\n  ```\n```sh no-run: why\nfalse\n```\n```\nx\n```\n```text\n$ y\n```\n";
     let (blocks, complaints) = blocks(document);
     let found: Vec<_> =

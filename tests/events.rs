@@ -18,9 +18,9 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, children,
-    operator::{prints, socket, start},
-    qemu_img, text, until, weir,
+    TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, children,
+    operator::{run_ok, socket, start},
+    qemu_img, text, poll_until, weir,
 };
 
 fn qmp(scratch: &Scratch) -> Qmp {
@@ -39,15 +39,15 @@ fn next(client: &mut Qmp, kind: &str) -> Value {
 }
 
 fn limit(scratch: &Scratch, iops: u32) {
-    prints(scratch, &["throttle", "a", "--iops-total", &iops.to_string()]);
+    run_ok(scratch, &["throttle", "a", "--iops-total", &iops.to_string()]);
 }
 
-fn works(weir: &Weir) {
+fn serves(weir: &Weir) {
     weir.nbdsh("b", "h.pwrite(b'x' * 4096, 0)\nassert h.pread(4096, 0) == b'x' * 4096");
 }
 
 #[test]
-fn who_changes_what_is_told_and_kept() {
+fn changes_are_events_with_their_client() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let mut client = qmp(&scratch);
@@ -62,8 +62,8 @@ fn who_changes_what_is_told_and_kept() {
     client.command("x-weir-set", json!({"name": "a", "weight": 7}));
     let by = next(&mut client, "config_changed")["data"]["by"].clone();
     assert_eq!(by["pid"], std::process::id());
-    prints(&scratch, &["group", "add", "gold"]);
-    prints(&scratch, &["group", "remove", "gold"]);
+    run_ok(&scratch, &["group", "add", "gold"]);
+    run_ok(&scratch, &["group", "remove", "gold"]);
     assert_eq!(next(&mut client, "group_removed")["group"], "gold");
     let all = client.command("x-weir-query-events", json!({}));
     let kinds: Vec<_> = all.as_array().unwrap().iter().map(|event| event["kind"].clone()).collect();
@@ -73,11 +73,11 @@ fn who_changes_what_is_told_and_kept() {
     let rest = client.command("x-weir-query-events", json!({"since": id(2)}));
     assert_eq!(rest, json!([all[3]]));
     let line = weir.wait_for_log("kind=\"config_changed\"");
-    assert_says(&line, &["disk a was changed by process ", "over QMP: iops-total 500 (was 0)", "disk=\"a\""]);
+    assert_contains(&line, &["disk a was changed by process ", "over QMP: iops-total 500 (was 0)", "disk=\"a\""]);
 }
 
 #[test]
-fn a_reload_is_told_with_who_asked_for_it() {
+fn reload_event_names_its_client() {
     let scratch = Scratch::new();
     let config = |iops: u32| {
         let at = socket(&scratch);
@@ -90,7 +90,7 @@ fn a_reload_is_told_with_who_asked_for_it() {
     let weir = crate::harness::operator::serve(&scratch, &config(100));
     let mut client = qmp(&scratch);
     config(200);
-    prints(&scratch, &["reload"]);
+    run_ok(&scratch, &["reload"]);
     let by = next(&mut client, "config_changed")["data"]["by"].clone();
     assert_eq!((&by["kind"], &by["by"]["kind"]), (&json!("reload"), &json!("qmp")));
     config(300);
@@ -100,7 +100,7 @@ fn a_reload_is_told_with_who_asked_for_it() {
 }
 
 #[test]
-fn a_limit_that_is_hit_and_clients_that_come_and_go_are_events() {
+fn throttling_and_connections_are_events() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let mut client = qmp(&scratch);
@@ -136,7 +136,7 @@ fn a_limit_that_is_hit_and_clients_that_come_and_go_are_events() {
 }
 
 #[test]
-fn a_disk_that_an_error_stops_and_that_goes_on_is_told() {
+fn stop_and_resume_of_a_disk_are_events() {
     let scratch = Scratch::new();
     let config = format!(
         "[daemon]\nnbd = \"unix:{}\"\nqmp = \"{}\"\n[disk.a]\nimage = \"memory:1M\"\n\
@@ -152,7 +152,7 @@ fn a_disk_that_an_error_stops_and_that_goes_on_is_told() {
     });
     assert_eq!(next(&mut client, "image_error")["data"]["operation"], "write");
     assert_eq!(next(&mut client, "disk_stopped")["disk"], "a");
-    prints(&scratch, &["resume"]);
+    run_ok(&scratch, &["resume"]);
     let resumed = next(&mut client, "disk_resumed");
     assert_eq!((&resumed["disk"], &resumed["data"]["by"]["kind"]), (&json!("a"), &json!("qmp")));
     writer.join().unwrap();
@@ -160,7 +160,7 @@ fn a_disk_that_an_error_stops_and_that_goes_on_is_told() {
 }
 
 #[test]
-fn a_reservation_that_is_missed_is_told() {
+fn missed_reservation_is_an_event() {
     let scratch = Scratch::new();
     // So few bytes are not as many operations as are promised.
     let config = format!(
@@ -191,7 +191,7 @@ fn a_reservation_that_is_missed_is_told() {
 }
 
 #[test]
-fn a_backing_file_that_somebody_writes_to_is_told_once() {
+fn modified_backing_file_is_one_event() {
     let scratch = Scratch::new();
     let (base, top) = (scratch.sparse("base.raw", MIB), scratch.path("top.qcow2"));
     qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&top)]).succeeds();
@@ -225,8 +225,8 @@ fn with_command(scratch: &Scratch, content: &str) -> Weir {
 }
 
 /// The first line that a command has left.
-fn left(path: &Path) -> String {
-    until(|| fs::read_to_string(path).ok().filter(|text| text.ends_with('\n')))
+fn first_line(path: &Path) -> String {
+    poll_until(|| fs::read_to_string(path).ok().filter(|text| text.ends_with('\n')))
 }
 
 /// The events of the complete lines that a command has written.
@@ -242,11 +242,11 @@ fn limit_after(event: &Value) -> u64 {
 }
 
 #[test]
-fn a_command_has_the_event_on_standard_input_inside_the_sandbox() {
+fn hook_receives_the_event_on_stdin_inside_the_sandbox() {
     let scratch = Scratch::new();
     let weir = with_command(&scratch, "cat > $1.new && mv $1.new $1");
     limit(&scratch, 100);
-    let event: Value = serde_json::from_str(&left(&scratch.path("out"))).unwrap();
+    let event: Value = serde_json::from_str(&first_line(&scratch.path("out"))).unwrap();
     assert_eq!((&event["kind"], &event["disk"]), (&json!("config_changed"), &json!("a")));
     let runner = children(weir.pid()).next().expect("it has one beside it");
     let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
@@ -261,7 +261,7 @@ fn a_command_has_the_event_on_standard_input_inside_the_sandbox() {
 }
 
 #[test]
-fn a_command_has_none_of_what_was_passed_to_the_daemon() {
+fn hook_inherits_no_descriptors() {
     let scratch = Scratch::new();
     let passed = fs::File::open(scratch.file("passed", "geheim")).unwrap();
     // The standard library's own are closed at exec.
@@ -278,42 +278,42 @@ fn a_command_has_none_of_what_was_passed_to_the_daemon() {
     let runner = children(weir.pid()).next().expect("it has one beside it");
     assert!(!has(runner).contains("/passed"), "{}", has(runner));
     limit(&scratch, 100);
-    let open = left(&scratch.path("out"));
+    let open = first_line(&scratch.path("out"));
     assert!(open.contains("/dev/null") && !open.contains("/passed"), "{open}");
 }
 
 #[test]
-fn a_command_that_fails_has_a_line_in_the_log_and_a_line_once_it_succeeds() {
+fn failing_and_recovered_hook_are_logged_once_each() {
     let scratch = Scratch::new();
     let weir = with_command(&scratch, "cat >> $1; test -e $1.ok || exit 3");
     limit(&scratch, 100);
     let line = weir.wait_for_log("an event was not delivered");
-    assert_says(&line, &["it has ended with exit status: 3", "hook.sh"]);
+    assert_contains(&line, &["it has ended with exit status: 3", "hook.sh"]);
     assert!(!line.contains("/out"), "an argument may be a secret: {line}");
     scratch.file("out.ok", "");
     limit(&scratch, 200);
-    assert_says(&weir.wait_for_log("events are delivered again"), &["lost=1"]);
+    assert_contains(&weir.wait_for_log("events are delivered again"), &["lost=1"]);
     let limits: Vec<_> = events_in(&scratch.path("out")).iter().map(limit_after).collect();
     assert_eq!(limits, [100, 200]);
-    works(&weir);
+    serves(&weir);
 }
 
 #[test]
-fn a_command_that_hangs_blocks_nothing_and_older_events_are_skipped() {
+fn hanging_hook_blocks_nothing_and_skips_old_events() {
     let scratch = Scratch::new();
     let weir = with_command(&scratch, "cat >> $1; while ! test -e $1.ok; do sleep 0.05; done");
     limit(&scratch, 100);
-    left(&scratch.path("out"));
+    first_line(&scratch.path("out"));
     let mut client = qmp(&scratch);
     for iops in 101..=200 {
         client.command("x-weir-set", json!({"name": "a", "iops-total": iops}));
     }
-    works(&weir);
+    serves(&weir);
     let line = weir.wait_for_log("an event was not delivered");
-    assert_says(&line, &["it did not end within 10 s"]);
+    assert_contains(&line, &["it did not end within 10 s"]);
     scratch.file("out.ok", "");
     // 64 of the hundred can wait.
-    let arrived = until(|| {
+    let arrived = poll_until(|| {
         let events = events_in(&scratch.path("out"));
         events.iter().any(|event| limit_after(event) == 200).then_some(events)
     });
@@ -323,7 +323,7 @@ fn a_command_that_hangs_blocks_nothing_and_older_events_are_skipped() {
 }
 
 #[test]
-fn a_command_that_was_removed_is_logged_once() {
+fn missing_hook_is_logged_once() {
     let scratch = Scratch::new();
     let weir = with_command(&scratch, "true");
     fs::remove_file(scratch.path("hook.sh")).unwrap();
@@ -331,25 +331,25 @@ fn a_command_that_was_removed_is_logged_once() {
         limit(&scratch, 100 + iops);
     }
     weir.wait_for_log("it cannot be started: No such file");
-    works(&weir);
+    serves(&weir);
     let said = weir.stop();
     assert_eq!(said.matches("an event was not delivered").count(), 1, "{said}");
 }
 
 #[test]
-fn a_command_that_never_ends_is_ended() {
+fn endless_hook_is_killed() {
     let scratch = Scratch::new();
     let weir = with_command(&scratch, "echo $$ > $1; trap '' TERM; while :; do sleep 1; done");
     limit(&scratch, 100);
-    let pid = Pid::from_raw(left(&scratch.path("out")).trim().parse().unwrap());
-    works(&weir);
+    let pid = Pid::from_raw(first_line(&scratch.path("out")).trim().parse().unwrap());
+    serves(&weir);
     let line = weir.wait_for_log("an event was not delivered");
-    assert_says(&line, &["it did not end within 10 s, and was killed"]);
+    assert_contains(&line, &["it did not end within 10 s, and was killed"]);
     assert!(kill(pid, None).is_err(), "it is gone");
 }
 
 #[test]
-fn what_a_command_leaves_behind_is_ended_and_a_status_is_told() {
+fn children_of_a_hook_are_killed_and_its_status_logged() {
     let scratch = Scratch::new();
     // One in its process group, and one that has left it and holds its standard input.
     let content = "sleep 1000 & echo $! > $1.a\nsetsid sh -c 'echo $$ > '$1'.b; exec sleep 1000' &\n\
@@ -357,43 +357,43 @@ fn what_a_command_leaves_behind_is_ended_and_a_status_is_told() {
     let weir = with_command(&scratch, content);
     limit(&scratch, 100);
     let line = weir.wait_for_log("an event was not delivered");
-    assert_says(&line, &["it has ended with exit status: 3"]);
+    assert_contains(&line, &["it has ended with exit status: 3"]);
     for name in ["out.a", "out.b"] {
-        let pid = Pid::from_raw(left(&scratch.path(name)).trim().parse().unwrap());
-        until(|| kill(pid, None).err());
+        let pid = Pid::from_raw(first_line(&scratch.path(name)).trim().parse().unwrap());
+        poll_until(|| kill(pid, None).err());
     }
 }
 
 #[test]
-fn a_daemon_in_the_background_that_hands_events_on_lets_go_of_who_started_it() {
+fn background_daemon_with_a_hook_releases_its_parent() {
     let scratch = Scratch::new();
     let (script, control) = (script(&scratch, "cat > /dev/null"), socket(&scratch));
     let nbd = format!("unix:{}", text(&scratch.socket("nbd")));
     let arguments = ["serve", "memory:1M", "--nbd", &nbd, "--qmp", &control, "--on-event", text(&script)];
     weir(&arguments).arg("--daemonize").succeeds();
-    let quit = qmp(&scratch).ask("quit", json!({}));
+    let quit = qmp(&scratch).command_reply("quit", json!({}));
     assert!(quit.get("return").is_some(), "{quit}");
 }
 
 #[test]
-fn what_cannot_be_handed_to_is_refused_at_the_start() {
+fn invalid_hook_is_rejected_at_the_start() {
     let scratch = Scratch::new();
     let serve = |target: &str| Serve::new(&scratch).args(["memory:1M", "--on-event", target]);
-    assert_says(&serve("/nowhere/hook").fails(), &["on-event: /nowhere/hook: ", "no such program"]);
-    assert_says(&serve("hook.sh").rejects_usage(), &["--on-event", "absolute path"]);
-    assert_says(&serve("http://host/").rejects_usage(), &["--on-event", "is a URL", "/usr/bin/curl"]);
+    assert_contains(&serve("/nowhere/hook").fails(), &["on-event: /nowhere/hook: ", "no such program"]);
+    assert_contains(&serve("hook.sh").rejects_usage(), &["--on-event", "absolute path"]);
+    assert_contains(&serve("http://host/").rejects_usage(), &["--on-event", "is a URL", "/usr/bin/curl"]);
 }
 
 /// A server of TLS that answers every POST, and leaves the event in a file.
-struct TlsServer {
+struct HttpsHookServer {
     process: Child,
     port: u16,
 }
 
-impl TlsServer {
+impl HttpsHookServer {
     fn start(scratch: &Scratch) -> Self {
         let (key, certificate) = (scratch.path("key.pem"), scratch.path("cert.pem"));
-        Client::new("openssl")
+        TestClient::new("openssl")
             .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
             .args(["-addext", "subjectAltName=IP:127.0.0.1"])
             .args(["-keyout", text(&key), "-out", text(&certificate)])
@@ -422,7 +422,7 @@ impl TlsServer {
     }
 }
 
-impl Drop for TlsServer {
+impl Drop for HttpsHookServer {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -432,7 +432,7 @@ impl Drop for TlsServer {
 #[test]
 fn curl_as_in_the_guide_posts_an_event_over_tls() {
     let scratch = Scratch::new();
-    let server = TlsServer::start(&scratch);
+    let server = HttpsHookServer::start(&scratch);
     let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/events.md");
     let guide = fs::read_to_string(guide).unwrap();
     let command = guide.lines().find_map(|line| line.strip_prefix("on-event = \"/usr/bin/curl "));
@@ -445,17 +445,17 @@ fn curl_as_in_the_guide_posts_an_event_over_tls() {
     let weir = serve("");
     limit(&scratch, 100);
     // 60: the certificate cannot be verified.
-    assert_says(&weir.wait_for_log("an event was not delivered"), &["it has ended with exit status: 60"]);
+    assert_contains(&weir.wait_for_log("an event was not delivered"), &["it has ended with exit status: 60"]);
     weir.stop();
     let weir = serve(&format!("--cacert {}", text(&scratch.path("cert.pem"))));
     limit(&scratch, 200);
-    let event: Value = serde_json::from_str(&left(&scratch.path("body"))).unwrap();
+    let event: Value = serde_json::from_str(&first_line(&scratch.path("body"))).unwrap();
     assert_eq!(limit_after(&event), 200);
     weir.stop();
 }
 
 /// How often its threads have woken up.
-fn wakes(weir: &Weir) -> u64 {
+fn voluntary_switches(weir: &Weir) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{}/task", weir.pid())).unwrap();
     let statuses = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("status")).ok());
     let count = |status: &str| {
@@ -466,16 +466,16 @@ fn wakes(weir: &Weir) -> u64 {
 }
 
 #[test]
-fn while_nobody_does_anything_nobody_looks_whether_something_happens() {
+fn idle_daemon_does_not_wake() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     // Once there was something to look at.
-    works(&weir);
+    serves(&weir);
     limit(&scratch, 500);
     // Threads that have done what they were for end a moment later. Looks come each second.
-    until(|| {
-        let before = wakes(&weir);
+    poll_until(|| {
+        let before = voluntary_switches(&weir);
         thread::sleep(std::time::Duration::from_millis(2500));
-        (wakes(&weir) == before).then_some(())
+        (voluntary_switches(&weir) == before).then_some(())
     });
 }

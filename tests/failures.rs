@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, Weir, alone, assert_says, nbdsh, nbdsh_command, need_root,
+    TestClient, MIB, Qmp, Scratch, Serve, WEIR, Weir, script_without_foreign_mounts, assert_contains, nbdsh, nbdsh_command, need_root,
     qemu_io, text, weir as weir_command,
 };
 
@@ -19,13 +19,13 @@ const ON_A_SMALL_FILE_SYSTEM: &str =
     r#"mount -t tmpfs -o size=2M tmpfs "$0" && truncate -s 8M "$0/disk.raw" && exec "$@""#;
 
 #[test]
-fn a_full_file_system_is_no_space_for_the_client() {
+fn full_file_system_is_enospc_for_the_client() {
     let scratch = Scratch::new();
     need_root("mounts");
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
     let weir = Serve::new(&scratch)
-        .behind(["unshare", "--mount", "sh", "-c", &alone(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
         .arg(mount.join("disk.raw"))
         .start();
     let script = "
@@ -63,17 +63,17 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
     let address = format!("unix:{}", control.display());
     for disks in [&["disk"][..], &[]] {
         let said = weir_command(&[&["resume", "--qmp", &address], disks].concat()).fails();
-        assert_says(&said, &["disk: stopped again: No space left on device"]);
+        assert_contains(&said, &["disk: stopped again: No space left on device"]);
         qmp.event("RESUME");
         await_stop(qmp);
     }
     // The mount is the daemon's own, and is reached as it sees it.
     let inside =
         ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(mount)];
-    Client::new("nsenter").args(inside).succeeds();
+    TestClient::new("nsenter").args(inside).succeeds();
     let control = format!("unix:{}", control.display());
     let resume = |disks: &[&str]| weir_command(&[&["resume", "--qmp", &control], disks].concat());
-    assert_says(&resume(&["other"]).fails(), &["other: no disk has this name"]);
+    assert_contains(&resume(&["other"]).fails(), &["other: no disk has this name"]);
     let resumed: Value = serde_json::from_str(&resume(&["disk", "--json"]).succeeds()).expect("JSON");
     assert_eq!(resumed, json!([{ "name": "disk" }]));
     qmp.event("RESUME");
@@ -83,19 +83,19 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
 }
 
 #[test]
-fn a_full_file_system_stops_the_disk_until_there_is_room() {
+fn full_file_system_stops_the_disk_until_there_is_space() {
     let scratch = Scratch::new();
     need_root("mounts");
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
     let control = scratch.path("qmp.sock");
     let weir = Serve::new(&scratch)
-        .behind(["unshare", "--mount", "sh", "-c", &alone(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
         .arg(mount.join("disk.raw"))
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
         .start();
     let mut qmp = Qmp::negotiated(&control);
-    let blocks = qmp.ask("query-block", json!({}));
+    let blocks = qmp.command_reply("query-block", json!({}));
     assert_eq!(blocks["return"][0]["io-status"], "ok", "{blocks}");
     let script = format!(
         "
@@ -111,25 +111,25 @@ print('done')
     );
     let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
     await_stop(&mut qmp);
-    assert_eq!(qmp.ask("query-status", json!({}))["return"], json!({"running": false, "status": "io-error"}));
-    assert_eq!(qmp.ask("query-block", json!({}))["return"][0]["io-status"], "nospace");
-    let stats = qmp.ask("query-blockstats", json!({}));
+    assert_eq!(qmp.command_reply("query-status", json!({}))["return"], json!({"running": false, "status": "io-error"}));
+    assert_eq!(qmp.command_reply("query-block", json!({}))["return"][0]["io-status"], "nospace");
+    let stats = qmp.command_reply("query-blockstats", json!({}));
     assert_eq!(stats["return"][0]["stats"]["failed_wr_operations"], 1, "{stats}");
     make_room_and_resume(&weir, &mount, &control, &mut qmp);
     let output = client.wait_with_output().expect("it is ours");
     assert!(output.status.success() && output.stdout == b"done\n", "the client has seen no error");
-    assert_eq!(qmp.ask("query-status", json!({}))["return"]["running"], true);
+    assert_eq!(qmp.command_reply("query-status", json!({}))["return"]["running"], true);
 }
 
 #[test]
-fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
+fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
     let scratch = Scratch::new();
     need_root("mounts");
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
     let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
     let weir = Serve::new(&scratch)
-        .behind(["unshare", "--mount", "sh", "-c", &alone(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
         .arg(mount.join("disk.raw"))
         .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
@@ -144,7 +144,7 @@ fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
         .spawn()
         .expect("weir can be run");
     await_stop(&mut qmp);
-    assert_eq!(qmp.ask("query-block", json!({}))["return"][0]["io-status"], "nospace");
+    assert_eq!(qmp.command_reply("query-block", json!({}))["return"][0]["io-status"], "nospace");
     make_room_and_resume(&weir, &mount, &control, &mut qmp);
     let output = client.wait_with_output().expect("it is ours");
     assert!(output.status.success(), "the machine has seen no error: {output:?}");
@@ -153,7 +153,7 @@ fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
 
 /// A machine's disk, with what is done about its writes, none of which succeeds; and its name for
 /// `weir bench`.
-fn whose_writes_fail(scratch: &Scratch, policy: &str) -> (Weir, Qmp, String) {
+fn disk_with_failing_writes(scratch: &Scratch, policy: &str) -> (Weir, Qmp, String) {
     let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
     let weir = Serve::new(scratch)
         .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", policy])
@@ -164,9 +164,9 @@ fn whose_writes_fail(scratch: &Scratch, policy: &str) -> (Weir, Qmp, String) {
 }
 
 #[test]
-fn what_a_stopped_disk_holds_of_a_machine_is_not_answered_at_the_end() {
+fn held_requests_of_a_stopped_disk_stay_unanswered_at_the_end() {
     let scratch = Scratch::new();
-    let (weir, mut qmp, target) = whose_writes_fail(&scratch, "stop");
+    let (weir, mut qmp, target) = disk_with_failing_writes(&scratch, "stop");
     let client = Command::new(WEIR)
         .args(["bench", "-q", "-w", "-c", "1", "-d", "1", "-f", "raw", &target])
         .stderr(Stdio::piped())
@@ -182,11 +182,11 @@ fn what_a_stopped_disk_holds_of_a_machine_is_not_answered_at_the_end() {
 }
 
 #[test]
-fn an_error_that_a_machine_is_told_of_is_an_event_too() {
+fn error_reported_to_a_guest_is_an_event() {
     let scratch = Scratch::new();
-    let (weir, mut qmp, target) = whose_writes_fail(&scratch, "report");
+    let (weir, mut qmp, target) = disk_with_failing_writes(&scratch, "report");
     let said = weir_command(&["bench", "-w", "-c", "1", "-d", "1", "-f", "raw", &target]).fails();
-    assert_says(&said, &["vhost-user:"]);
+    assert_contains(&said, &["vhost-user:"]);
     let told = qmp.event("BLOCK_IO_ERROR");
     assert_eq!(
         (&told["node-name"], &told["operation"], &told["action"], &told["nospace"]),
@@ -221,7 +221,7 @@ print('told')
     let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
     qmp.event("STOP");
     // As a service manager does when a client has asked for the end already.
-    assert_eq!(qmp.ask("quit", json!({}))["return"], json!({}));
+    assert_eq!(qmp.command_reply("quit", json!({}))["return"], json!({}));
     weir.wait_for_log("stopping");
     weir.signal(Signal::SIGTERM);
     let (status, log) = weir.wait();
@@ -231,7 +231,7 @@ print('told')
 }
 
 #[test]
-fn a_file_that_was_truncated_is_an_error_and_never_old_memory() {
+fn truncated_image_is_an_error_and_not_old_memory() {
     let scratch = Scratch::new();
     for cache in ["writeback", "none"] {
         let image = scratch.filled("disk.raw", 4 * MIB);
@@ -255,10 +255,10 @@ assert any(h.pread(4096, 0)), 'the rest is still served'
 }
 
 #[test]
-fn a_client_that_is_killed_in_the_middle_of_its_writes_harms_nobody() {
+fn client_killed_during_writes_affects_no_other() {
     use std::io::{BufRead as _, BufReader};
 
-    let weir = Serve::alone().args(["memory:64M", "--delay", "write=20ms"]).start();
+    let weir = Serve::with_own_scratch().args(["memory:64M", "--delay", "write=20ms"]).start();
     let script = format!(
         "
 h.connect_uri({:?})

@@ -3,7 +3,7 @@
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
-use crate::harness::{Client, MIB, Scratch, Serve, WEIR, assert_says, qemu_img, text};
+use crate::harness::{TestClient, MIB, Scratch, Serve, WEIR, assert_contains, qemu_img, text};
 
 /// Starts the program in the background with what is to be tried, and ends it again.
 const TRY: &str = r#"
@@ -13,13 +13,13 @@ true
 "#;
 
 /// The options of a row, the long one last, and what becomes of them.
-struct Row {
+struct OptionRow {
     options: Vec<String>,
     fate: String,
 }
 
 /// The rows of the table below a heading.
-fn table(heading: &str) -> Vec<Row> {
+fn table(heading: &str) -> Vec<OptionRow> {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/from-qemu.md");
     let document = fs::read_to_string(document).expect("it is a text");
     let (_, below) = document.split_once(&format!("\n## `{heading}`\n")).expect("the heading is there");
@@ -28,14 +28,14 @@ fn table(heading: &str) -> Vec<Row> {
         let mut cells = line.trim_matches('|').split('|').map(str::trim);
         let options =
             cells.next().unwrap_or_default().split(", ").map(|option| option.trim_matches('`').to_owned());
-        Row { options: options.collect(), fate: cells.next().unwrap_or_default().to_owned() }
+        OptionRow { options: options.collect(), fate: cells.next().unwrap_or_default().to_owned() }
     });
     rows.collect()
 }
 
 /// What QEMU's program lists in its help.
 fn listed(program: &str) -> Vec<String> {
-    let help = Client::new(program).arg("--help").succeeds();
+    let help = TestClient::new(program).arg("--help").succeeds();
     let words = help.lines().filter(|line| line.trim_start().starts_with('-')).flat_map(|line| {
         // Of an option only what is before its own options and its description.
         line.trim_start().split("  ").next().unwrap_or_default().split(", ").collect::<Vec<_>>()
@@ -49,7 +49,7 @@ fn listed(program: &str) -> Vec<String> {
 
 /// Tries each row of a program's table with the words of `trials`, which has each once.
 #[track_caller]
-fn walk(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device: &[&str]) {
+fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device: &[&str]) {
     let rows = table(program);
     let all: Vec<&String> = rows.iter().flat_map(|row| &row.options).collect();
     for option in listed(program) {
@@ -82,13 +82,13 @@ fn walk(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device:
                 .replace("$N", text(listed.socket()))
                 .replace("$PWD", text(&scratch.path("")))
         });
-        let outcome = Client::new("env")
+        let outcome = TestClient::new("env")
             .arg(format!("S={}", text(&socket)))
             .args(["bash", "-c", TRY, "bash", text(&link)])
             .args(words)
             .inside(&scratch.path(""))
             .run();
-        let said = outcome.said();
+        let said = outcome.stderr();
         let refusal = ["is not to be had", ": not supported (", "unexpected argument"]
             .iter()
             .any(|word| said.contains(word));
@@ -96,7 +96,7 @@ fn walk(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device:
             "refused" => {
                 assert_eq!(outcome.code(), 1, "{option}: {said}");
                 assert!(refusal, "{option}: {said}");
-                assert_says(&said, &[option]);
+                assert_contains(&said, &[option]);
             }
             "works" | "differs" | "no difference" => {
                 assert!(!refusal, "{option}: {said}");
@@ -157,7 +157,7 @@ fn options_of_qemu_nbd_do_what_the_table_says() {
     ];
     let trials: Vec<_> = trials.iter().map(|(option, words)| (*option, &**words)).collect();
     // This kernel may have no NBD client: tests/guest has one.
-    walk("qemu-nbd", &serve, &trials, &["--connect", "--disconnect"]);
+    try_rows("qemu-nbd", &serve, &trials, &["--connect", "--disconnect"]);
 }
 
 #[test]
@@ -178,5 +178,5 @@ fn options_of_qemu_storage_daemon_do_what_the_table_says() {
         ("--help", &["--help"]),
         ("--version", &["--version"]),
     ];
-    walk("qemu-storage-daemon", &serve, &trials, &[]);
+    try_rows("qemu-storage-daemon", &serve, &trials, &[]);
 }

@@ -7,8 +7,8 @@
 use std::{fs, path::Path};
 
 use crate::{
-    fuse::{can_mount, spot},
-    harness::{Client, MIB, Scratch, Serve, qemu_img, text},
+    fuse::{can_mount, mount_point},
+    harness::{TestClient, MIB, Scratch, Serve, qemu_img, text},
 };
 
 const EXERCISE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fsx/exercise.py");
@@ -30,7 +30,7 @@ fn exercise(scratch: &Scratch, file: &Path) -> Vec<u8> {
     let mut left = number("WEIR_FSX_OPERATIONS", 2500);
     for part in 0.. {
         let operations = left.min(SLICE);
-        Client::new("python3")
+        TestClient::new("python3")
             .args([EXERCISE, text(file), "--model-to", text(&model)])
             .args(["--seed", &(seed + part).to_string(), "--largest", &LARGEST.to_string()])
             .args(["--operations", &operations.to_string()])
@@ -48,7 +48,7 @@ fn file_and_image_are_the_model(format: &str, cache: &str) {
         return;
     }
     let scratch = Scratch::new();
-    let (image, file) = (scratch.path(&format!("disk.{format}")), spot(&scratch, "file"));
+    let (image, file) = (scratch.path(&format!("disk.{format}")), mount_point(&scratch, "file"));
     qemu_img(["create", "-q", "-f", format]).arg(&image).arg("64K").succeeds();
     let weir = Serve::new(&scratch)
         .arg(&image)

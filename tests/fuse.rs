@@ -21,7 +21,7 @@ use nix::{
 use serde_json::json;
 
 use crate::harness::{
-    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root, pattern,
+    TestClient, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_contains, children, need_root, pattern,
     qemu_img, text, wait_for_programs,
 };
 
@@ -48,7 +48,7 @@ pub(crate) fn can_mount() -> bool {
 }
 
 /// An empty file to mount over.
-pub(crate) fn spot(scratch: &Scratch, name: &str) -> PathBuf {
+pub(crate) fn mount_point(scratch: &Scratch, name: &str) -> PathBuf {
     scratch.file(name, "")
 }
 
@@ -76,7 +76,7 @@ pub(crate) fn wait_until_unmounted(file: &Path) {
 }
 
 pub(crate) fn python(script: &str, arguments: &[&str]) -> String {
-    Client::new("python3").args(["-c", script]).args(arguments).succeeds()
+    TestClient::new("python3").args(["-c", script]).args(arguments).succeeds()
 }
 
 fn direct() -> OpenOptions {
@@ -92,7 +92,7 @@ fn the_file_is_the_disk() {
     let content = scratch.filled("content.raw", 8 * MIB + 4096);
     for format in ["raw", "qcow2"] {
         let (image, file) =
-            (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
+            (scratch.path(&format!("disk.{format}")), mount_point(&scratch, &format!("{format}.file")));
         qemu_img(["convert", "-O", format]).arg(&content).arg(&image).succeeds();
         let weir = serve(&scratch, &image, &file, "").arg("--format").arg(format).start();
         assert_eq!(fs::metadata(&file).expect("it is there").len(), 8 * MIB + 4096);
@@ -115,10 +115,10 @@ fn the_file_is_the_disk() {
 }
 
 #[test]
-fn what_is_written_is_read_again() {
+fn writes_are_read_back() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.sparse("disk.raw", 32 * MIB);
     let _weir = serve(&scratch, &image, &file, "").args(["--cache", "none"]).start();
     for (name, options) in [
@@ -137,7 +137,7 @@ fn what_is_written_is_read_again() {
         ),
         ("mapped", &["--ioengine=mmap", "--bs=4k"]),
     ] {
-        Client::new("fio")
+        TestClient::new("fio")
             .arg(format!("--name={name}"))
             .args(options)
             .args(["--rw=randwrite", "--io_size=24M", "--verify=crc32c", "--verify_fatal=1"])
@@ -150,21 +150,21 @@ fn what_is_written_is_read_again() {
 }
 
 #[test]
-fn a_file_system_lives_in_it() {
+fn file_system_on_the_exported_file() {
     need_fuse!();
     need_root("loop devices");
     let scratch = Scratch::new();
-    let (image, file) = (scratch.path("disk.qcow2"), spot(&scratch, "file"));
+    let (image, file) = (scratch.path("disk.qcow2"), mount_point(&scratch, "file"));
     qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("64M").succeeds();
     let weir = serve(&scratch, &image, &file, "").start();
     let device = LoopDevice::attach(&file, 512);
-    Client::new("mkfs.ext4").args(["-q", text(device.path())]).succeeds();
+    TestClient::new("mkfs.ext4").args(["-q", text(device.path())]).succeeds();
     let directory = scratch.path("mount");
     fs::create_dir(&directory).expect("the directory is ours");
-    let mount = || Client::new("mount").args([text(device.path()), text(&directory)]).succeeds();
+    let mount = || TestClient::new("mount").args([text(device.path()), text(&directory)]).succeeds();
     let umount = || {
         wait_for_programs();
-        Client::new("umount").args([text(&directory)]).succeeds()
+        TestClient::new("umount").args([text(&directory)]).succeeds()
     };
     mount();
     let content = pattern(20 * MIB as usize);
@@ -174,9 +174,9 @@ fn a_file_system_lives_in_it() {
     mount();
     assert!(fs::read(directory.join("one")).expect("it is there") == content);
     fs::remove_file(directory.join("two")).expect("it is there");
-    Client::new("fstrim").args([text(&directory)]).succeeds();
+    TestClient::new("fstrim").args([text(&directory)]).succeeds();
     umount();
-    Client::new("e2fsck").args(["-fn", text(device.path())]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(device.path())]).succeeds();
     drop(device);
     weir.stop();
     qemu_img(["check"]).arg(&image).succeeds();
@@ -185,10 +185,10 @@ fn a_file_system_lives_in_it() {
 /// What a program may do with any file, and what comes of it here.
 /// Under a loop device, they would else wait for memory that they alone can free.
 #[test]
-fn its_threads_tell_the_kernel_that_they_serve_writeback() {
+fn threads_set_io_flusher() {
     need_fuse!();
     let scratch = Scratch::new();
-    let (image, file) = (scratch.sparse("disk.raw", 8 * MIB), spot(&scratch, "file"));
+    let (image, file) = (scratch.sparse("disk.raw", 8 * MIB), mount_point(&scratch, "file"));
     let weir = serve(&scratch, &image, &file, "").args(["--log", "debug"]).start();
     // Who answers has told it before.
     assert_eq!(fs::read(&file).expect("it is served").len() as u64, 8 * MIB);
@@ -213,10 +213,10 @@ fn its_threads_tell_the_kernel_that_they_serve_writeback() {
 }
 
 #[test]
-fn it_behaves_as_the_guide_says() {
+fn file_behaves_as_documented() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     let weir = serve(&scratch, &image, &file, "").start();
     python(
@@ -324,12 +324,12 @@ assert space.f_blocks * space.f_frsize == mib and space.f_bavail == 0
 }
 
 #[test]
-fn it_grows_where_it_may() {
+fn file_grows_with_growable() {
     need_fuse!();
     let scratch = Scratch::new();
     for format in ["raw", "qcow2"] {
         let (image, file) =
-            (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
+            (scratch.path(&format!("disk.{format}")), mount_point(&scratch, &format!("{format}.file")));
         qemu_img(["create", "-q", "-f", format]).arg(&image).arg("1M").succeeds();
         let weir = serve(&scratch, &image, &file, ",growable").args(["--format", format]).start();
         python(
@@ -353,7 +353,7 @@ assert os.stat(path).st_size == 5 * mib
         // As a copy does: truncated, then written from the beginning on.
         let content = scratch.filled("content.raw", 3 * MIB);
         if format == "raw" {
-            Client::new("cp").arg(&content).arg(&file).succeeds();
+            TestClient::new("cp").arg(&content).arg(&file).succeeds();
             assert_eq!(fs::metadata(&file).expect("it is there").len(), 3 * MIB);
             qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&file).succeeds();
         }
@@ -363,10 +363,10 @@ assert os.stat(path).st_size == 5 * mib
 }
 
 #[test]
-fn a_length_of_any_bytes_and_one_that_changes() {
+fn any_length_in_bytes_and_its_changes() {
     need_fuse!();
     let scratch = Scratch::new();
-    let (file, control) = (spot(&scratch, "file"), scratch.socket("qmp"));
+    let (file, control) = (mount_point(&scratch, "file"), scratch.socket("qmp"));
     let content = pattern(100_003);
     let image = scratch.file("disk.raw", &content);
     let _weir = serve(&scratch, &image, &file, "")
@@ -386,10 +386,10 @@ fn a_length_of_any_bytes_and_one_that_changes() {
 }
 
 #[test]
-fn nobody_writes_where_it_is_read_only() {
+fn read_only_file_rejects_writes() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     for options in [&["--read-only"][..], &[]] {
         let suffix = if options.is_empty() { ",read-only" } else { "" };
@@ -402,11 +402,11 @@ fn nobody_writes_where_it_is_read_only() {
 }
 
 #[test]
-fn several_open_it_and_there_are_several() {
+fn several_openers_and_several_exports() {
     need_fuse!();
     let scratch = Scratch::new();
     let control = scratch.socket("qmp");
-    let files = ["one", "two"].map(|name| spot(&scratch, &format!("{name}.file")));
+    let files = ["one", "two"].map(|name| mount_point(&scratch, &format!("{name}.file")));
     let config = scratch.path("weir.toml");
     let disks = ["one", "two"].iter().zip(&files).map(|(name, file)| {
         let image = scratch.sparse(&format!("{name}.raw"), 16 * MIB);
@@ -418,7 +418,7 @@ fn several_open_it_and_there_are_several() {
     });
     fs::write(&config, disks.collect::<String>()).expect("the directory is ours");
     let weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .args(["--config", text(&config), "--qmp", &format!("unix:{}", text(&control)), "--workers", "2"])
         .start();
     let jobs: Vec<_> = files
@@ -450,7 +450,7 @@ fn several_open_it_and_there_are_several() {
     assert!(export["requests"].as_u64() > Some(1000), "{export}");
     // Removed only when nobody has it open.
     let id = export["id"].clone();
-    qmp.refused("block-export-del", json!({ "id": id }));
+    qmp.command_error("block-export-del", json!({ "id": id }));
     drop(opened);
     python("import sys, os\nos.close(os.open(sys.argv[1], os.O_RDONLY))", &[text(&files[1])]);
     qmp.command("block-export-del", json!({ "id": id, "mode": "hard" }));
@@ -459,8 +459,8 @@ fn several_open_it_and_there_are_several() {
     // As QEMU is told.
     let mut again = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
         "writable": true, "growable": true, "allow-other": "off", "io-uring": true });
-    let (_, refused) = qmp.refused("block-export-add", again.clone());
-    assert_says(&refused, &["'io-uring'", "was removed"]);
+    let (_, refused) = qmp.command_error("block-export-add", again.clone());
+    assert_contains(&refused, &["'io-uring'", "was removed"]);
     again.as_object_mut().expect("an object").remove("io-uring");
     qmp.command("block-export-add", again);
     assert_eq!(fs::metadata(&files[0]).expect("it is there").len(), 16 * MIB);
@@ -469,10 +469,10 @@ fn several_open_it_and_there_are_several() {
 }
 
 #[test]
-fn a_machine_is_told_that_a_program_has_lengthened_its_disk() {
+fn growth_by_a_program_notifies_the_front_end() {
     need_fuse!();
     let scratch = Scratch::new();
-    let (file, machine) = (spot(&scratch, "file"), scratch.socket("machine"));
+    let (file, machine) = (mount_point(&scratch, "file"), scratch.socket("machine"));
     let image = scratch.sparse("disk.raw", MIB);
     let door = format!("unix:{}", text(&machine));
     let _weir =
@@ -511,10 +511,10 @@ assert capacity() == 2 << 20
 }
 
 #[test]
-fn limits_hold_and_waiting_can_be_ended() {
+fn limits_hold_and_waiting_clients_can_be_killed() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     let _weir = serve(&scratch, &image, &file, "").args(["--iops-total", "20"]).start();
     let seen = direct().open(&file).expect("it is ours");
@@ -542,10 +542,10 @@ fn limits_hold_and_waiting_can_be_ended() {
 
 /// A cut discards what it cuts off, and the log tells of it once a second.
 #[test]
-fn another_length_passes_the_limits_too() {
+fn size_changes_are_throttled() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.sparse("disk.raw", MIB);
     let weir = serve(&scratch, &image, &file, ",growable").args(["--iops-total", "20"]).start();
     let began = Instant::now();
@@ -561,10 +561,10 @@ fn another_length_passes_the_limits_too() {
 }
 
 #[test]
-fn what_a_killed_daemon_leaves_is_removed() {
+fn leftovers_of_a_killed_daemon_are_removed() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     for round in 0..4 {
         let weir = serve(&scratch, &image, &file, "").start();
@@ -583,10 +583,10 @@ fn what_a_killed_daemon_leaves_is_removed() {
 }
 
 #[test]
-fn a_mount_that_nobody_watches_is_removed_by_the_next() {
+fn stale_mount_is_removed_by_the_next_daemon() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     let weir = serve(&scratch, &image, &file, "").start();
     kill_watchers(&weir);
@@ -608,19 +608,19 @@ fn kill_watchers(weir: &Weir) {
 }
 
 #[test]
-fn unmounted_from_outside_it_ends() {
+fn external_unmount_ends_the_export() {
     need_fuse!();
     let scratch = Scratch::new();
-    let (file, control) = (spot(&scratch, "file"), scratch.socket("qmp"));
+    let (file, control) = (mount_point(&scratch, "file"), scratch.socket("qmp"));
     let image = scratch.filled("disk.raw", MIB);
     let weir =
         serve(&scratch, &image, &file, "").args(["--qmp", &format!("unix:{}", text(&control))]).start();
     let mut qmp = Qmp::negotiated(&control);
     let opened = File::open(&file).expect("it is there");
-    Client::new("umount").args([text(&file)]).fails();
+    TestClient::new("umount").args([text(&file)]).fails();
     drop(opened);
     wait_for_programs();
-    Client::new("umount").args([text(&file)]).succeeds();
+    TestClient::new("umount").args([text(&file)]).succeeds();
     weir.wait_for_log("unmounted from outside");
     qmp.event("BLOCK_EXPORT_DELETED");
     // The disk is served on.
@@ -629,25 +629,25 @@ fn unmounted_from_outside_it_ends() {
 }
 
 #[test]
-fn users_who_are_not_root_have_it_for_themselves() {
+fn file_of_an_unprivileged_user_is_private() {
     need_fuse!();
     need_root("other users");
     let scratch = Scratch::new();
-    let (file, image) = (spot(&scratch, "file"), scratch.filled("disk.raw", MIB));
+    let (file, image) = (mount_point(&scratch, "file"), scratch.filled("disk.raw", MIB));
     const NOBODY: u32 = 65_534;
     for path in [&scratch.path(""), &file, &image] {
         chown(path, Some(NOBODY), Some(NOBODY)).expect("root may");
     }
     fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root may");
     chown(scratch.socket(""), Some(NOBODY), Some(NOBODY)).expect("root may");
-    let _open = OpenDevice::new();
+    let _open = WorldAccessibleFuseDevice::new();
     let as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
     let serve = |scratch: &Scratch, image: &Path, file: &Path, options| {
-        serve(scratch, image, file, options).env("HOME", scratch.path("")).behind(as_nobody)
+        serve(scratch, image, file, options).env("HOME", scratch.path("")).wrapped_by(as_nobody)
     };
     for (options, others) in [(",allow-other=off", false), ("", false)] {
         let weir = serve(&scratch, &image, &file, options).start();
-        let read = Client::new("setpriv").args(&as_nobody[1..]).args(["cmp", text(&file), text(&image)]);
+        let read = TestClient::new("setpriv").args(&as_nobody[1..]).args(["cmp", text(&file), text(&image)]);
         read.succeeds();
         assert_eq!(fs::metadata(&file).is_ok(), others, "root is another user");
         weir.stop();
@@ -658,13 +658,13 @@ fn users_who_are_not_root_have_it_for_themselves() {
     weir.crash();
     wait_until_unmounted(&file);
     let said = serve(&scratch, &image, &file, ",allow-other=on").fails();
-    assert_says(&said, &["user_allow_other", "/etc/fuse.conf"]);
+    assert_contains(&said, &["user_allow_other", "/etc/fuse.conf"]);
 }
 
 /// The device as udev makes it: everybody may open it. In a container it may be root's.
-struct OpenDevice(Permissions);
+struct WorldAccessibleFuseDevice(Permissions);
 
-impl OpenDevice {
+impl WorldAccessibleFuseDevice {
     fn new() -> Self {
         let before = fs::metadata("/dev/fuse").expect("it is there").permissions();
         fs::set_permissions("/dev/fuse", Permissions::from_mode(0o666)).expect("root may");
@@ -672,24 +672,24 @@ impl OpenDevice {
     }
 }
 
-impl Drop for OpenDevice {
+impl Drop for WorldAccessibleFuseDevice {
     fn drop(&mut self) {
         fs::set_permissions("/dev/fuse", self.0.clone()).expect("root may");
     }
 }
 
 #[test]
-fn others_may_what_the_files_mode_says() {
+fn file_mode_applies_to_other_users() {
     need_fuse!();
     need_root("other users");
     let scratch = Scratch::new();
-    let (file, image) = (spot(&scratch, "file"), scratch.filled("disk.raw", MIB));
+    let (file, image) = (mount_point(&scratch, "file"), scratch.filled("disk.raw", MIB));
     fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root may");
     fs::set_permissions(&file, Permissions::from_mode(0o604)).expect("root may");
     let weir = serve(&scratch, &image, &file, "").start();
     let status = fs::metadata(&file).expect("it is there");
     assert_eq!((status.mode() & 0o7777, status.uid()), (0o604, 0));
-    let as_nobody = || Client::new("setpriv").args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    let as_nobody = || TestClient::new("setpriv").args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
     as_nobody().args(["cmp", text(&file), text(&image)]).succeeds();
     as_nobody()
         .args(["dd", "if=/dev/zero", &format!("of={}", text(&file)), "count=1", "conv=notrunc"])
@@ -700,32 +700,32 @@ fn others_may_what_the_files_mode_says() {
 }
 
 #[test]
-fn what_cannot_be_mounted_over_is_named() {
+fn invalid_mount_points_are_named() {
     need_fuse!();
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let fifo = scratch.path("fifo");
-    Client::new("mkfifo").arg(&fifo).succeeds();
+    TestClient::new("mkfifo").arg(&fifo).succeeds();
     for (path, wrong) in [
         (scratch.path("missing"), "there is no such file"),
         ("/usr/bin".into(), "is no regular file"),
         (fifo, "is no regular file"),
         ("/dev/null".into(), "is no regular file"),
     ] {
-        assert_says(&serve(&scratch, &image, &path, "").fails(), &[text(&path), wrong]);
+        assert_contains(&serve(&scratch, &image, &path, "").fails(), &[text(&path), wrong]);
     }
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let _weir = serve(&scratch, &image, &file, "").start();
     let other = Scratch::new();
     let said = serve(&other, &other.sparse("other.raw", MIB), &file, "").fails();
-    assert_says(&said, &["is mounted over it already"]);
+    assert_contains(&said, &["is mounted over it already"]);
 }
 
 #[test]
 fn a_daemon_ends_while_the_file_is_in_use() {
     need_fuse!();
     let scratch = Scratch::new();
-    let file = spot(&scratch, "file");
+    let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     let weir = serve(&scratch, &image, &file, "").args(["--iops-total", "100"]).start();
     let (begun, has_begun) = mpsc::channel();

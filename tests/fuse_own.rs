@@ -9,37 +9,37 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
-    fuse::{can_mount, spot, wait_until_unmounted},
+    fuse::{can_mount, mount_point, wait_until_unmounted},
     harness::{
-        Client, LoopDevice, MIB, Qmp, Scratch, Serve, assert_says, need_root, pattern, qemu_img, text, weir,
+        TestClient, LoopDevice, MIB, Qmp, Scratch, Serve, assert_contains, need_root, pattern, qemu_img, text, weir,
     },
 };
 
 /// Adds the disk `b` of this image.
 fn add(qmp: &mut Qmp, format: &str, image: &Path) -> Value {
     let keys = json!({ "image": text(image), "format": format });
-    qmp.ask("x-weir-add-disk", json!({ "name": "b", "keys": keys, "exports": [] }))
+    qmp.command_reply("x-weir-add-disk", json!({ "name": "b", "keys": keys, "exports": [] }))
 }
 
 /// A second name of the mount.
-struct Bound(PathBuf);
+struct BindMount(PathBuf);
 
-impl Bound {
+impl BindMount {
     fn new(scratch: &Scratch, file: &Path) -> Self {
-        let name = spot(scratch, "bound");
-        Client::new("mount").args(["--bind", text(file), text(&name)]).succeeds();
+        let name = mount_point(scratch, "bound");
+        TestClient::new("mount").args(["--bind", text(file), text(&name)]).succeeds();
         Self(name)
     }
 }
 
-impl Drop for Bound {
+impl Drop for BindMount {
     fn drop(&mut self) {
-        Client::new("umount").args(["-l", text(&self.0)]).run();
+        TestClient::new("umount").args(["-l", text(&self.0)]).run();
     }
 }
 
 #[test]
-fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
+fn image_on_own_export_is_rejected_under_any_name() {
     if !can_mount() {
         return;
     }
@@ -57,7 +57,7 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
 
     let link = scratch.path("link");
     symlink(&file, &link).expect("it is new");
-    let bound = Bound::new(&scratch, &file);
+    let bound = BindMount::new(&scratch, &file);
     let elsewhere = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), open.as_raw_fd()));
     let overlay = scratch.path("overlay.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&link)]).arg(&overlay).succeeds();
@@ -68,7 +68,7 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
     fs::remove_file(&data).expect("it was made");
     symlink(&bound.0, &data).expect("it has gone");
     let device = LoopDevice::attach(&file, 512);
-    qmp.ask_with(&open, "add-fd", &json!({ "fdset-id": 7 }));
+    qmp.command_with_descriptor(&open, "add-fd", &json!({ "fdset-id": 7 }));
     let set = PathBuf::from("/dev/fdset/7");
 
     for (format, path) in [
@@ -81,9 +81,9 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
         ("qcow2", &split),
     ] {
         let said = add(&mut qmp, format, path).to_string();
-        assert_says(&said, &["itself serves", "requests would deadlock"]);
+        assert_contains(&said, &["itself serves", "requests would deadlock"]);
     }
-    assert_says(&add(&mut qmp, "raw", device.path()).to_string(), &["itself serves"]);
+    assert_contains(&add(&mut qmp, "raw", device.path()).to_string(), &["itself serves"]);
     drop((device, bound));
 
     // The daemon and its disk are as before, and another process may have the file.
@@ -104,12 +104,12 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
 }
 
 #[test]
-fn a_process_that_takes_over_refuses_an_image_on_a_file_that_it_will_serve() {
+fn upgrade_rejects_an_image_on_its_own_export() {
     if !can_mount() {
         return;
     }
     let scratch = Scratch::new();
-    let (image, file) = (scratch.filled("a.raw", MIB), spot(&scratch, "shown"));
+    let (image, file) = (scratch.filled("a.raw", MIB), mount_point(&scratch, "shown"));
     let first = format!(
         "[disk.a]\nimage = {:?}\nformat = \"raw\"\nexport = [{{ type = \"fuse\", file = {:?} }}]\n",
         text(&image),
@@ -123,10 +123,10 @@ fn a_process_that_takes_over_refuses_an_image_on_a_file_that_it_will_serve() {
     let control = format!("unix:{}", text(&scratch.socket("the-control")));
     let serve = |config: &str| {
         let config = scratch.file("weir.toml", config);
-        Serve::new(&scratch).where_said().args(["--config", text(&config)]).env("WEIR_QMP", &control)
+        Serve::new(&scratch).at_given_addresses().args(["--config", text(&config)]).env("WEIR_QMP", &control)
     };
     let old = serve(&first).start();
-    assert_says(&serve(&second).arg("--takeover").fails(), &[text(&file), "itself serves"]);
+    assert_contains(&serve(&second).arg("--takeover").fails(), &[text(&file), "itself serves"]);
     assert!(fs::read(&file).expect("it is served") == pattern(MIB as usize));
     old.stop();
 }

@@ -9,7 +9,7 @@ use std::{
 use serde_json::json;
 
 use crate::{
-    fuse::{can_mount, python, spot},
+    fuse::{can_mount, python, mount_point},
     harness::{MIB, Qmp, Scratch, Serve, Weir, pattern, qemu_img, text},
 };
 
@@ -33,7 +33,7 @@ def refused(number, *arguments):
 
 /// A new image of this size, and the file that it is served as.
 fn serve(scratch: &Scratch, format: &str, size: &str, options: &[&str]) -> (Weir, PathBuf, PathBuf) {
-    let (image, file) = (scratch.path(&format!("disk.{format}")), spot(scratch, &format!("{format}.file")));
+    let (image, file) = (scratch.path(&format!("disk.{format}")), mount_point(scratch, &format!("{format}.file")));
     qemu_img(["create", "-q", "-f", format]).arg(&image).arg(size).succeeds();
     let weir = Serve::new(scratch)
         .arg(&image)
@@ -44,7 +44,7 @@ fn serve(scratch: &Scratch, format: &str, size: &str, options: &[&str]) -> (Weir
 }
 
 #[test]
-fn a_file_ends_at_any_byte_and_reads_zeroes_where_it_grows_again() {
+fn file_ends_at_any_byte_and_grows_with_zeroes() {
     if !can_mount() {
         return;
     }
@@ -102,7 +102,7 @@ assert size() == 7
 }
 
 #[test]
-fn another_export_sees_whole_sectors_of_an_image_that_has_no_others() {
+fn other_exports_see_whole_sectors() {
     if !can_mount() {
         return;
     }
@@ -124,7 +124,7 @@ fn another_export_sees_whole_sectors_of_an_image_that_has_no_others() {
     let mut found = [1; 7192];
     seen.read_exact_at(&mut found, 1000).expect("inside");
     assert_eq!(found, [0; 7192]);
-    let (_, refused) = qmp.refused("block_resize", json!({ "node-name": "disk", "size": 1000 }));
+    let (_, refused) = qmp.command_error("block_resize", json!({ "node-name": "disk", "size": 1000 }));
     assert!(refused.contains("multiple of 512"), "{refused}");
 }
 
@@ -134,7 +134,7 @@ fn space(path: &Path) -> u64 {
 }
 
 #[test]
-fn the_file_takes_the_space_that_its_image_takes() {
+fn file_reports_the_allocated_space_of_its_image() {
     if !can_mount() {
         return;
     }
@@ -156,7 +156,7 @@ fn the_file_takes_the_space_that_its_image_takes() {
     let base = scratch.filled("base.raw", 3 * MIB);
     let overlay = scratch.path("overlay.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base)]).arg(&overlay).succeeds();
-    let file = spot(&scratch, "overlay.file");
+    let file = mount_point(&scratch, "overlay.file");
     let _weir = Serve::new(&scratch).arg(&overlay).args(["--format", "qcow2", "--fuse", text(&file)]).start();
     assert_eq!(space(&file), 3 * MIB, "no more than the disk's size");
 }
@@ -232,12 +232,12 @@ assert os.fstat(fd).st_size == 2 * mib + 993 and not any(os.pread(fd, 4 * mib, 1
 }
 
 #[test]
-fn a_disk_of_one_size_reserves_inside_of_it() {
+fn fixed_size_disk_reserves_within_its_size() {
     if !can_mount() {
         return;
     }
     let scratch = Scratch::new();
-    let (image, file) = (scratch.sparse("disk.raw", MIB), spot(&scratch, "file"));
+    let (image, file) = (scratch.sparse("disk.raw", MIB), mount_point(&scratch, "file"));
     let _weir = Serve::new(&scratch).arg(&image).args(["--fuse", text(&file)]).start();
     let script = r#"
 mib, fd = 1 << 20, os.open(sys.argv[1], os.O_RDWR)
@@ -252,12 +252,12 @@ assert os.fstat(fd).st_blocks * 512 >= mib and os.fstat(fd).st_size == mib
 }
 
 #[test]
-fn a_process_that_takes_over_keeps_the_end_of_the_file() {
+fn upgrade_keeps_the_size_in_bytes() {
     if !can_mount() {
         return;
     }
     let scratch = Scratch::new();
-    let (image, file) = (scratch.path("disk.qcow2"), spot(&scratch, "file"));
+    let (image, file) = (scratch.path("disk.qcow2"), mount_point(&scratch, "file"));
     qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").succeeds();
     let control = format!("unix:{}", text(&scratch.socket("the-control")));
     let serve = || {

@@ -37,7 +37,7 @@ use nix::unistd::Pid;
 
 pub(crate) use blkio_group::{BlkioGroup, remove_emptied};
 pub(crate) use client::{
-    Client, Outcome, WEIR, create_encrypted, export_size, nbdsh, nbdsh_command, need, qemu_img, qemu_io,
+    TestClient, TestOutcome, WEIR, create_encrypted, export_size, nbdsh, nbdsh_command, need, qemu_img, qemu_io,
     search_path, weir, weir_image,
 };
 pub(crate) use daemon::{Serve, Weir};
@@ -45,7 +45,7 @@ pub(crate) use loop_device::LoopDevice;
 pub(crate) use qmp::Qmp;
 pub(crate) use scratch::{Scratch, pattern, text};
 pub(crate) use terminal::Terminal;
-pub(crate) use wire::Wire;
+pub(crate) use wire::RawNbdClient;
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -60,7 +60,7 @@ pub(crate) fn pause() {
 
 /// What there is once it is there; asks again and again, and fails at the deadline.
 #[track_caller]
-pub(crate) fn until<T>(look: impl Fn() -> Option<T>) -> T {
+pub(crate) fn poll_until<T>(look: impl Fn() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
         match look() {
@@ -73,7 +73,7 @@ pub(crate) fn until<T>(look: impl Fn() -> Option<T>) -> T {
 
 /// A script for a mount namespace of its own, where it first lets go of what tests beside it have
 /// mounted: a copy of a mount keeps its device in use when it was unmounted outside.
-pub(crate) fn alone(script: &str) -> String {
+pub(crate) fn script_without_foreign_mounts(script: &str) -> String {
     let mounts = r"grep -oE ' /[^ ]*(/e2e[.]|/weir/attached/)[^ ]* ' /proc/self/mountinfo";
     format!("for at in $({mounts}); do umount -l $at 2>&1 || true; done >/dev/null\n{script}")
 }
@@ -112,7 +112,7 @@ pub(crate) fn need_root(what: &str) {
 
 /// Fails unless `text` contains each of `parts`, and shows all of it.
 #[track_caller]
-pub(crate) fn assert_says(text: &str, parts: &[&str]) {
+pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
     for part in parts {
         assert!(text.contains(part), "{part:?} is missing in:\n{text}");
     }

@@ -7,37 +7,37 @@ use std::{thread, time::Instant};
 use serde_json::Value;
 
 use crate::harness::{
-    DEADLINE, MIB, Scratch, Serve, Weir, Wire, operator, pattern, pause,
+    DEADLINE, MIB, Scratch, Serve, Weir, RawNbdClient, operator, pattern, pause,
     wire::{
         self, CMD_READ, CMD_WRITE, EINVAL, EPERM, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
         OPT_SET_META_CONTEXT, OPT_STARTTLS, OPTION_MAGIC, REP_ACK, REP_ERR_INVALID, REP_ERR_POLICY,
-        REP_ERR_TOO_BIG, REP_ERR_UNKNOWN, REP_ERR_UNSUP, Request,
+        REP_ERR_TOO_BIG, REP_ERR_UNKNOWN, REP_ERR_UNSUP, RawNbdRequest,
     },
 };
 
-struct Party {
+struct ServedFriend {
     weir: Weir,
-    friend: Wire,
+    friend: RawNbdClient,
 }
 
-impl Party {
+impl ServedFriend {
     fn new() -> Self {
         let weir = Serve::filled(4 * MIB).start();
-        let (friend, _) = Wire::go(weir.socket(), "disk");
+        let (friend, _) = RawNbdClient::negotiated(weir.socket(), "disk");
         Self { weir, friend }
     }
 
-    fn greet(&self) -> Wire {
-        Wire::greet(self.weir.socket())
+    fn greet(&self) -> RawNbdClient {
+        RawNbdClient::greet(self.weir.socket())
     }
 
-    fn go(&self) -> Wire {
-        Wire::go(self.weir.socket(), "disk").0
+    fn go(&self) -> RawNbdClient {
+        RawNbdClient::negotiated(self.weir.socket(), "disk").0
     }
 
     #[track_caller]
-    fn goes_on(&mut self) {
-        for client in [&mut self.friend, &mut Wire::go(self.weir.socket(), "disk").0] {
+    fn assert_served(&mut self) {
+        for client in [&mut self.friend, &mut RawNbdClient::negotiated(self.weir.socket(), "disk").0] {
             assert_eq!(client.read(4096, 4096).as_deref(), Ok(&pattern(8192)[4096..]));
         }
     }
@@ -45,32 +45,32 @@ impl Party {
 
 /// Sends it, and is hung up on; nobody else is.
 #[track_caller]
-fn is_shown_the_door(party: &mut Party, mut client: Wire, said: &[u8]) {
+fn assert_disconnected(party: &mut ServedFriend, mut client: RawNbdClient, said: &[u8]) {
     client.send(said);
-    client.is_closed();
-    party.goes_on();
+    client.wait_for_close();
+    party.assert_served();
 }
 
 #[test]
-fn something_else_than_nbd_is_shown_the_door() {
-    let mut party = Party::new();
+fn non_nbd_client_is_disconnected() {
+    let mut party = ServedFriend::new();
     for nonsense in [&b"GET / HTTP/1.1\r\nHost: weir\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4]] {
-        let client = Wire::connect(party.weir.socket());
-        is_shown_the_door(&mut party, client, nonsense);
+        let client = RawNbdClient::connect(party.weir.socket());
+        assert_disconnected(&mut party, client, nonsense);
     }
     let option = [&(OPTION_MAGIC + 1).to_be_bytes()[..], &[0; 8]].concat();
     let name = [&wire::option_header(OPT_EXPORT_NAME, 4)[..], b"nope"].concat();
     for wrong in [option, name] {
         let client = party.greet();
-        is_shown_the_door(&mut party, client, &wrong);
+        assert_disconnected(&mut party, client, &wrong);
     }
     let client = party.go();
-    is_shown_the_door(&mut party, client, &[0xaa; 28]);
+    assert_disconnected(&mut party, client, &[0xaa; 28]);
 }
 
 #[test]
-fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() {
-    let mut party = Party::new();
+fn invalid_options_are_rejected_and_the_handshake_continues() {
+    let mut party = ServedFriend::new();
     let mut client = party.greet();
     let refusals = [
         (4242, &b"what is this?"[..], REP_ERR_UNSUP),
@@ -88,60 +88,60 @@ fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() {
     }
     assert_eq!(client.option(OPT_GO, &wire::go_data("disk")).last().map(|(kind, _)| *kind), Some(REP_ACK));
     assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
-    party.goes_on();
+    party.assert_served();
 }
 
 #[test]
-fn a_huge_option_is_skipped_and_a_monstrous_one_ends_the_handshake() {
-    let mut party = Party::new();
+fn huge_option_is_skipped_or_ends_the_handshake() {
+    let mut party = ServedFriend::new();
     let mut client = party.greet();
     assert_eq!(client.option(OPT_GO, &vec![b'x'; 100_000])[0].0, REP_ERR_TOO_BIG);
     client.send(&wire::option_header(OPT_GO, u32::MAX));
-    client.is_closed();
-    party.goes_on();
+    client.wait_for_close();
+    party.assert_served();
 }
 
 #[test]
 fn an_abort_is_acknowledged() {
-    let party = Party::new();
+    let party = ServedFriend::new();
     let mut client = party.greet();
     assert_eq!(client.option(OPT_ABORT, &[]), [(REP_ACK, vec![])]);
-    client.is_closed();
+    client.wait_for_close();
 }
 
 #[test]
-fn a_handshake_that_takes_too_long_is_cut() {
-    let mut party = Party::new();
+fn slow_handshake_is_disconnected() {
+    let mut party = ServedFriend::new();
     let began = Instant::now();
-    let mut silent = Wire::connect(party.weir.socket());
+    let mut silent = RawNbdClient::connect(party.weir.socket());
     let mut slow = party.greet();
     slow.send(&wire::option_header(OPT_GO, 10)[..7]);
-    silent.is_closed();
-    slow.is_closed();
+    silent.wait_for_close();
+    slow.wait_for_close();
     let took = began.elapsed();
     assert!(took.as_secs() >= 10, "10 s are allowed for a handshake, cut after {took:?}");
-    party.goes_on();
+    party.assert_served();
 }
 
 #[test]
-fn an_unknown_command_is_refused_and_the_connection_goes_on() {
-    let mut party = Party::new();
+fn unknown_command_is_rejected_and_the_connection_continues() {
+    let mut party = ServedFriend::new();
     let mut client = party.go();
-    client.request(Request { flags: 0, kind: 1000, cookie: 5, offset: 0, length: 512 }, &[]);
+    client.request(RawNbdRequest { flags: 0, kind: 1000, cookie: 5, offset: 0, length: 512 }, &[]);
     assert_eq!(client.simple_reply(), (EINVAL, 5));
     assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
-    party.goes_on();
+    party.assert_served();
 }
 
 #[test]
 fn the_payload_of_a_refused_write_is_skipped() {
     let weir = Serve::filled(MIB).arg("--read-only").start();
-    let (mut client, _) = Wire::go(weir.socket(), "disk");
+    let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
     // The payload looks like requests: were it not skipped, they would be answered.
-    let bait = Request { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
+    let bait = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
     let payload = bait.repeat(1000);
     client.request(
-        Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: payload.len() as u64 },
+        RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: payload.len() as u64 },
         &payload,
     );
     assert_eq!(client.simple_reply(), (EPERM, 1));
@@ -149,10 +149,10 @@ fn the_payload_of_a_refused_write_is_skipped() {
 }
 
 #[test]
-fn a_client_that_leaves_in_the_middle_of_anything_is_forgotten() {
-    let mut party = Party::new();
-    let write = Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: MIB, length: 65_536 }.compact();
-    drop(Wire::connect(party.weir.socket()));
+fn disconnect_at_any_point_leaves_no_state() {
+    let mut party = ServedFriend::new();
+    let write = RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: MIB, length: 65_536 }.compact();
+    drop(RawNbdClient::connect(party.weir.socket()));
     drop(party.greet());
     drop(party.go());
     for bytes in [&write[..13], &write[..], &[&write[..], &[7; 1000]].concat()] {
@@ -163,17 +163,17 @@ fn a_client_that_leaves_in_the_middle_of_anything_is_forgotten() {
     // Half a payload is no write.
     let untouched = &pattern(MIB as usize + 65_536)[MIB as usize..];
     assert_eq!(party.friend.read(MIB, 65_536).as_deref(), Ok(untouched));
-    party.goes_on();
+    party.assert_served();
 }
 
 #[test]
-fn a_client_that_has_said_all_still_gets_its_replies() {
-    let party = Party::new();
+fn half_closed_client_receives_its_replies() {
+    let party = ServedFriend::new();
     let mut client = party.go();
     for cookie in 0..50 {
-        client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 }, &[]);
+        client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 }, &[]);
     }
-    client.finish();
+    client.shutdown_write();
     let mut answered: Vec<u64> = (0..50)
         .map(|_| {
             let (error, cookie) = client.simple_reply();
@@ -185,22 +185,22 @@ fn a_client_that_has_said_all_still_gets_its_replies() {
         .collect();
     answered.sort_unstable();
     assert_eq!(answered, (0..50).collect::<Vec<_>>());
-    client.is_closed();
+    client.wait_for_close();
 }
 
 #[test]
-fn a_client_that_never_reads_is_no_longer_read_from() {
-    let mut party = Party::new();
+fn client_that_never_reads_is_not_read_from() {
+    let mut party = ServedFriend::new();
     let mut deaf = party.go();
     let asked = thread::scope(|scope| {
         // Asks for far more than any queue may hold; the daemon must stop taking requests.
         let requests = scope.spawn(|| {
-            let read = Request { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
+            let read = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
             deaf.limit_writing();
             (0..1_000_000_u64).take_while(|_| deaf.try_send(&read)).count()
         });
         for _ in 0..20 {
-            party.goes_on();
+            party.assert_served();
         }
         requests.join().expect("the client only sends")
     });
@@ -208,17 +208,17 @@ fn a_client_that_never_reads_is_no_longer_read_from() {
     let resident = party.weir.resident_bytes();
     assert!(resident < 512 * MIB, "{} MiB for one client that does not read", resident / MIB);
     drop(deaf);
-    party.goes_on();
+    party.assert_served();
 }
 
 #[test]
-fn more_clients_than_allowed_wait_their_turn() {
-    let weir = Serve::alone().arg("memory:1M").args(["--max-connections", "2"]).start();
-    let first = Wire::go(weir.socket(), "memory").0;
-    let mut second = Wire::go(weir.socket(), "memory").0;
+fn surplus_clients_wait() {
+    let weir = Serve::with_own_scratch().arg("memory:1M").args(["--max-connections", "2"]).start();
+    let first = RawNbdClient::negotiated(weir.socket(), "memory").0;
+    let mut second = RawNbdClient::negotiated(weir.socket(), "memory").0;
     let third = thread::scope(|scope| {
         // The kernel's queue takes it at once; it is greeted when a place is free.
-        let third = scope.spawn(|| Wire::go(weir.socket(), "memory").0);
+        let third = scope.spawn(|| RawNbdClient::negotiated(weir.socket(), "memory").0);
         assert_eq!(second.read(0, 1).as_deref(), Ok(&[0][..]));
         assert!(!third.is_finished(), "a third client was served where two are allowed");
         drop(first);
@@ -228,14 +228,14 @@ fn more_clients_than_allowed_wait_their_turn() {
 }
 
 #[test]
-fn silent_clients_make_room_for_those_that_speak() {
+fn silent_clients_yield_to_active_ones() {
     for places in [1, 5, 20] {
         let most = places.to_string();
         let weir =
-            Serve::alone().arg("memory:1M").args(["--max-connections", &most, "--log", "debug"]).start();
-        let silent: Vec<_> = (0..3 * places).map(|_| Wire::connect(weir.socket())).collect();
+            Serve::with_own_scratch().arg("memory:1M").args(["--max-connections", &most, "--log", "debug"]).start();
+        let silent: Vec<_> = (0..3 * places).map(|_| RawNbdClient::connect(weir.socket())).collect();
         // Behind three cohorts of them: they would keep their places for ten seconds each.
-        assert_eq!(Wire::go(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
+        assert_eq!(RawNbdClient::negotiated(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
         drop(silent);
         let log = weir.stop();
         assert!(log.contains("others wait"), "nobody had to go before its time:\n{log}");
@@ -243,21 +243,21 @@ fn silent_clients_make_room_for_those_that_speak() {
 }
 
 #[test]
-fn a_client_that_asks_for_nothing_costs_little() {
+fn idle_client_costs_little() {
     const CLIENTS: u64 = 500;
-    let weir = Serve::alone().arg("memory:1M").args(["--max-connections", "0"]).start();
-    drop(Wire::go(weir.socket(), "memory"));
+    let weir = Serve::with_own_scratch().arg("memory:1M").args(["--max-connections", "0"]).start();
+    drop(RawNbdClient::negotiated(weir.socket(), "memory"));
     let growth = |since: u64| weir.resident_bytes().saturating_sub(since);
     let begin = weir.resident_bytes();
-    let silent: Vec<_> = (0..CLIENTS).map(|_| Wire::greet(weir.socket())).collect();
+    let silent: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::greet(weir.socket())).collect();
     let each = growth(begin) / CLIENTS;
     assert!(each <= 16 << 10, "{each} bytes for a client that has said nothing");
-    let idle: Vec<_> = (0..CLIENTS).map(|_| Wire::go(weir.socket(), "memory").0).collect();
+    let idle: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated(weir.socket(), "memory").0).collect();
     let each = growth(begin) / CLIENTS - each;
     assert!(each <= 16 << 10, "{each} bytes for an idle client");
     drop((silent, idle));
     for _ in 0..10_000 {
-        drop(Wire::connect(weir.socket()));
+        drop(RawNbdClient::connect(weir.socket()));
     }
     // It is given back a moment after the last has gone.
     let until = Instant::now() + DEADLINE;
@@ -269,13 +269,13 @@ fn a_client_that_asks_for_nothing_costs_little() {
 }
 
 #[test]
-fn clients_that_keep_memory_cost_no_other_disk_anything() {
+fn clients_that_hold_memory_delay_no_other_disk() {
     let scratch = Scratch::new();
     let more = ["memory:64M", "--name", "large", "--memory", "192M", "--workers", "1"];
     let weir = operator::start(&scratch, &more);
-    let mut other = Wire::go(weir.socket(), "b").0;
-    let mut rude: Vec<_> = (0..8).map(|_| Wire::go(weir.socket(), "large").0).collect();
-    let write = Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 32 << 20 };
+    let mut other = RawNbdClient::negotiated(weir.socket(), "b").0;
+    let mut rude: Vec<_> = (0..8).map(|_| RawNbdClient::negotiated(weir.socket(), "large").0).collect();
+    let write = RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 32 << 20 };
     rude[0].send(&[write.compact(), vec![1; 16 << 20]].concat());
     for client in &mut rude[1..] {
         client.send(&write.compact());
@@ -299,17 +299,17 @@ fn clients_that_hold_memory_delay_no_other_client_of_their_disk() {
     let scratch = Scratch::new();
     let more = ["memory:64M", "--name", "large", "--memory", "192M", "--max-connections", "0"];
     let weir = operator::start(&scratch, &more);
-    let write = Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 32 << 20 };
+    let write = RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 32 << 20 };
     let hostile: Vec<_> = (0..100)
         .map(|_| {
-            let mut client = Wire::go(weir.socket(), "large").0;
+            let mut client = RawNbdClient::negotiated(weir.socket(), "large").0;
             client.send(&[&write.compact()[..], &[1]].concat());
             client
         })
         .collect();
     let bytes = |status: &Value, name: &str| status["memory"][name].as_u64().expect("a number");
     operator::wait_until(&scratch, |status| bytes(status, "waiting") >= 50);
-    let mut client = Wire::go(weir.socket(), "large").0;
+    let mut client = RawNbdClient::negotiated(weir.socket(), "large").0;
     for _ in 0..3 {
         assert_eq!(client.read(0, 4096).map(|data| data.len()), Ok(4096));
     }
@@ -322,22 +322,22 @@ fn clients_that_hold_memory_delay_no_other_client_of_their_disk() {
 }
 
 /// A client whose reads take ten minutes at 1 operation a second: longer than anything here waits.
-fn ten_minutes(more: &[&str]) -> (Weir, Wire) {
+fn ten_minutes(more: &[&str]) -> (Weir, RawNbdClient) {
     let weir = Serve::filled(4 * MIB).args(["--iops-total", "1"]).args(more).start();
-    let (mut client, _) = Wire::go(weir.socket(), "disk");
+    let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
     for cookie in 0..600 {
-        client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: 0, length: 1 }, &[]);
+        client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset: 0, length: 1 }, &[]);
     }
     assert_eq!(client.simple_reply(), (0, 0), "the first of them is within the limit");
     (weir, client)
 }
 
 #[test]
-fn a_client_that_vanishes_takes_what_waits_for_its_limits_with_it() {
+fn disconnect_cancels_throttled_requests() {
     let (weir, client) = ten_minutes(&["--max-connections", "1"]);
     drop(client);
     // There is one place, so being let in says that the other has gone with all it left behind.
-    drop(Wire::go(weir.socket(), "disk"));
+    drop(RawNbdClient::negotiated(weir.socket(), "disk"));
     weir.stop();
 }
 

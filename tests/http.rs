@@ -15,11 +15,11 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, text, until};
+use crate::harness::{TestClient, DEADLINE, Qmp, Scratch, Serve, Weir, text, poll_until};
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
-struct Daemon {
+struct HttpDaemon {
     weir: Weir,
     /// `127.0.0.1` and the port.
     address: String,
@@ -27,13 +27,13 @@ struct Daemon {
 
 /// What came back.
 #[derive(Debug)]
-struct Answer {
+struct HttpResponse {
     status: u16,
     head: String,
     body: String,
 }
 
-impl Answer {
+impl HttpResponse {
     fn of(whole: &str) -> Self {
         let (head, body) = whole.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {whole:?}"));
         let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
@@ -47,7 +47,7 @@ impl Answer {
 
     /// Why it was refused, with that status.
     #[track_caller]
-    fn refused(&self, status: u16) -> String {
+    fn error(&self, status: u16) -> String {
         assert_eq!(self.status, status, "{self:?}");
         self.json()["error"].as_str().expect("a reason").to_owned()
     }
@@ -59,7 +59,7 @@ fn token_file(scratch: &Scratch) -> PathBuf {
     path
 }
 
-impl Daemon {
+impl HttpDaemon {
     fn start(serve: Serve) -> Self {
         let weir = serve.args(["--http", "127.0.0.1:0"]).start();
         let line = weir.wait_for_log("page at=");
@@ -79,7 +79,7 @@ impl Daemon {
     }
 
     /// With these lines of a head, each with its end.
-    fn send(&self, method: &str, path: &str, head: &str, body: &str) -> Answer {
+    fn send(&self, method: &str, path: &str, head: &str, body: &str) -> HttpResponse {
         let mut stream = self.connect();
         let host =
             if head.contains("Host: ") { String::new() } else { format!("Host: {}\r\n", self.address) };
@@ -90,14 +90,14 @@ impl Daemon {
         stream.write_all(request.as_bytes()).unwrap();
         let mut whole = String::new();
         stream.read_to_string(&mut whole).unwrap();
-        Answer::of(&whole)
+        HttpResponse::of(&whole)
     }
 
-    fn get(&self, path: &str) -> Answer {
+    fn get(&self, path: &str) -> HttpResponse {
         self.send("GET", path, "", "")
     }
 
-    fn change(&self, path: &str, token: &str, body: &Value) -> Answer {
+    fn change(&self, path: &str, token: &str, body: &Value) -> HttpResponse {
         let head = format!("Authorization: Bearer {token}\r\n");
         self.send("PATCH", path, &head, &body.to_string())
     }
@@ -109,18 +109,18 @@ impl Daemon {
         answer.json()
     }
 
-    fn listen(&self) -> Events {
+    fn listen(&self) -> EventStream {
         let mut stream = self.connect();
         let request = format!("GET /api/v1/stream HTTP/1.1\r\nHost: {}\r\n\r\n", self.address);
         stream.write_all(request.as_bytes()).unwrap();
-        Events(BufReader::new(stream))
+        EventStream(BufReader::new(stream))
     }
 }
 
 /// Server-sent events, in chunks of HTTP: a line of a chunk's length is no event's.
-struct Events(BufReader<TcpStream>);
+struct EventStream(BufReader<TcpStream>);
 
-impl Events {
+impl EventStream {
     fn line(&mut self) -> String {
         let mut line = String::new();
         assert!(self.0.read_line(&mut line).unwrap() > 0, "the stream has ended");
@@ -145,13 +145,13 @@ fn one<'a>(all: &'a Value, of: &str, name: &str) -> &'a Value {
 }
 
 #[test]
-fn what_runs_is_told_with_what_it_does() {
+fn overview_lists_the_running_state() {
     let scratch = Scratch::new();
     let arguments = ["memory:16M", "--iops-total", "1000000", "--weight", "300"];
-    let daemon = Daemon::start(Serve::new(&scratch).args(arguments));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).args(arguments));
     daemon.weir.nbdsh("memory", "for i in range(100): h.pread(4096, 4096 * i)");
     // What is told may be as old as the stream's last look.
-    let overview = until(|| {
+    let overview = poll_until(|| {
         let overview = daemon.overview();
         (one(&overview, "disks", "memory")["reads"]["requests"] == 100).then_some(overview)
     });
@@ -174,15 +174,15 @@ fn what_runs_is_told_with_what_it_does() {
     let history = daemon.get("/api/v1/disks/memory/history?span=2h").json();
     assert_eq!(history["step-ms"], 10_000);
     assert_eq!(
-        daemon.get("/api/v1/disks/memory/history?span=1y").refused(400),
+        daemon.get("/api/v1/disks/memory/history?span=1y").error(400),
         "weir: span: is not 10m, 2h or 2d"
     );
-    assert!(daemon.get("/api/v1/disks/other/history").refused(404).contains("disk other: does not exist"));
+    assert!(daemon.get("/api/v1/disks/other/history").error(404).contains("disk other: does not exist"));
     // What is refused before anybody looks for it has a reason in the same form.
-    assert!(daemon.get("/api/v1/disks/%ff/history").refused(400).contains("UTF-8"));
-    assert!(daemon.get("/api/v1/nothing").refused(404).contains("there is no such path"));
+    assert!(daemon.get("/api/v1/disks/%ff/history").error(400).contains("UTF-8"));
+    assert!(daemon.get("/api/v1/nothing").error(404).contains("there is no such path"));
     assert!(
-        daemon.send("DELETE", "/api/v1/overview", "", "").refused(405).contains("method is not supported")
+        daemon.send("DELETE", "/api/v1/overview", "", "").error(405).contains("method is not supported")
     );
     let described = daemon.get("/api/v1/openapi.json").json();
     assert_eq!(described["openapi"], "3.1.0");
@@ -191,7 +191,7 @@ fn what_runs_is_told_with_what_it_does() {
 
 /// Nobody has a limit here, so no limit counts anything.
 #[test]
-fn totals_without_limits_are_those_of_metrics_and_of_status() {
+fn totals_without_limits_equal_metrics_and_status() {
     let scratch = Scratch::new();
     let control = scratch.socket("the-control");
     let config = format!(
@@ -203,7 +203,7 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
     let file = scratch.file("weir.toml", config);
     let metrics = scratch.socket("metrics");
     let serve = Serve::new(&scratch).args(["--config", text(&file)]);
-    let daemon = Daemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
+    let daemon = HttpDaemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
     daemon.weir.nbdsh("a", "for i in range(25): h.pread(4096, 4096 * i)\nh.pwrite(b'x' * 512, 0)");
     daemon.weir.nbdsh("b", "for i in range(7): h.pread(512, 512 * i)");
     let counts = |all: &Value, of: &str, name: &str| {
@@ -212,14 +212,14 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
             .map(|[direction, what]| one[direction][what].as_u64().unwrap())
     };
     let both = [32, 25 * 4096 + 7 * 512, 1, 512];
-    let overview = until(|| Some(daemon.overview()).filter(|all| counts(all, "groups", "outer") == both));
+    let overview = poll_until(|| Some(daemon.overview()).filter(|all| counts(all, "groups", "outer") == both));
     let (a, b) = ([25, 25 * 4096, 1, 512], [7, 7 * 512, 0, 0]);
     assert_eq!([counts(&overview, "disks", "a"), counts(&overview, "disks", "b")], [a, b]);
     assert_eq!(counts(&overview, "groups", "inner"), a);
     let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
     assert_eq!([counts(&told, "disks", "a"), counts(&told, "disks", "b")], [a, b]);
     let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
-    let page = Client::new("curl").args(curl).succeeds();
+    let page = TestClient::new("curl").args(curl).succeeds();
     let families = ["reads", "read_bytes", "writes", "written_bytes"];
     for (name, all) in [("a", a), ("b", b)] {
         for (family, count) in families.into_iter().zip(all) {
@@ -229,7 +229,7 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
     }
     // Rates and latencies of a group are its disks', too.
     let history = |of: &str| daemon.get(&format!("/api/v1/{of}/history?span=10m")).json();
-    until(|| {
+    poll_until(|| {
         let rates = history("groups/outer")["series"]["read-iops"].as_array()?.clone();
         rates.iter().any(|rate| rate.as_f64() > Some(0.0)).then_some(())
     });
@@ -238,7 +238,7 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
         let all = history(of)["series"]["latency-p99-ns"].as_array()?.clone();
         Some(all.into_iter().filter(|latency| !latency.is_null()).collect())
     };
-    until(|| known("disks/b").filter(|all| !all.is_empty()));
+    poll_until(|| known("disks/b").filter(|all| !all.is_empty()));
     assert_eq!(known("groups/inner"), known("disks/a"));
     let [outer, inner] = ["groups/outer", "groups/inner"].map(|of| history(of)["latency-heat"].clone());
     let columns = |heat: &Value| heat["rows"].as_array().unwrap().iter().filter(|row| !row.is_null()).count();
@@ -247,13 +247,13 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
 }
 
 #[test]
-fn an_imitated_device_is_as_busy_as_its_rate_has_it() {
+fn imitated_device_utilization_follows_its_rate() {
     let scratch = Scratch::new();
     let metrics = scratch.socket("metrics");
     let serve = Serve::new(&scratch).args(["memory:1M", "--rate", "iops=40", "--prefetch", "off"]);
-    let daemon = Daemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
+    let daemon = HttpDaemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
     let reads = Cell::new(0);
-    until(|| {
+    poll_until(|| {
         daemon.weir.nbdsh("memory", "for i in range(20): h.pread(512, 1024 * i)");
         reads.set(reads.get() + 20);
         let overview = daemon.overview();
@@ -264,8 +264,8 @@ fn an_imitated_device_is_as_busy_as_its_rate_has_it() {
     let reads = reads.get();
     let expected = [f64::from(reads), 512.0 * f64::from(reads), f64::from(reads) / 40.0];
     // An answer is given again for a quarter of a second.
-    until(|| {
-        let page = Client::new("curl").args(curl).succeeds();
+    poll_until(|| {
+        let page = TestClient::new("curl").args(curl).succeeds();
         let of = |family: &str| -> Option<f64> {
             let name = format!("weir_device_{family}_total{{device=\"rate of memory\"}} ");
             page.lines().find_map(|line| line.strip_prefix(&name))?.parse().ok()
@@ -327,13 +327,13 @@ fn check(schema: &Value, all: &Value, value: &Value, at: &str) {
 }
 
 #[test]
-fn answers_are_as_they_are_described() {
+fn responses_match_the_description() {
     let scratch = Scratch::new();
     let file = scratch.sparse("disk.raw", 16 << 20);
     let arguments =
         [text(&file), "memory:16M", "--group", "gold", "--iops-total", "200", "--watermark", "50"];
     let daemon =
-        Daemon::with_token(&scratch, Serve::new(&scratch).args(arguments).args(["--prefetch", "on"]));
+        HttpDaemon::with_token(&scratch, Serve::new(&scratch).args(arguments).args(["--prefetch", "on"]));
     daemon.weir.nbdsh("memory", "for i in range(300): h.pread(4096, 4096 * i)");
     let described = daemon.get("/api/v1/openapi.json").json();
     let schemas = &described["components"]["schemas"];
@@ -342,7 +342,7 @@ fn answers_are_as_they_are_described() {
         check(&schemas["History"], schemas, &daemon.get(path).json(), path);
     }
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
-    let preview = until(|| {
+    let preview = poll_until(|| {
         let preview =
             daemon.send("POST", "/api/v1/groups/gold/preview", &head, "{\"iops-total\": 100}").json();
         (preview["requests"] == 300).then_some(preview)
@@ -354,11 +354,11 @@ fn answers_are_as_they_are_described() {
 }
 
 #[test]
-fn who_has_a_machine_s_export_is_told_with_its_rings() {
+fn vhost_user_export_lists_front_end_and_rings() {
     let scratch = Scratch::new();
     let socket = scratch.socket("vm");
     let machine = format!("unix:{}", text(&socket));
-    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--vhost-user-blk", &machine]));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--vhost-user-blk", &machine]));
     let exports = |overview: &Value| {
         let exports = one(overview, "disks", "memory")["exports"].as_array().unwrap();
         ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|one| one["type"] == kind).unwrap().clone())
@@ -366,7 +366,7 @@ fn who_has_a_machine_s_export_is_told_with_its_rings() {
     let [_, machine] = exports(&daemon.overview());
     assert_eq!((&machine["front-end"], &machine["queues"]), (&Value::Null, &json!(0)));
     let front_end = UnixStream::connect(&socket).unwrap();
-    let overview = until(|| {
+    let overview = poll_until(|| {
         let overview = daemon.overview();
         (exports(&overview)[1]["connections"] == 1).then_some(overview)
     });
@@ -379,14 +379,14 @@ fn who_has_a_machine_s_export_is_told_with_its_rings() {
         assert_eq!((&machine[count], &nbd[count]), (&json!(0), &Value::Null), "{count}");
     }
     drop(front_end);
-    until(|| exports(&daemon.overview())[1]["front-end"].is_null().then_some(()));
+    poll_until(|| exports(&daemon.overview())[1]["front-end"].is_null().then_some(()));
     daemon.weir.stop();
 }
 
 #[test]
-fn the_page_is_there_under_a_strict_policy() {
+fn page_is_served_with_a_strict_policy() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(Serve::new(&scratch).arg("memory:1M"));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).arg("memory:1M"));
     for (path, kind) in
         [("/", "text/html"), ("/assets/main.js", "text/javascript"), ("/api/v1/overview", "application/json")]
     {

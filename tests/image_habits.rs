@@ -3,10 +3,10 @@
 
 use std::{fs, os::unix::fs::MetadataExt as _};
 
-use crate::harness::{MIB, Scratch, assert_says, qemu_img, qemu_io, text, weir_image};
+use crate::harness::{MIB, Scratch, assert_contains, qemu_img, qemu_io, text, weir_image};
 
 #[test]
-fn what_scripts_say_is_taken_or_refused_as_by_qemu_img() {
+fn options_are_accepted_or_rejected_as_by_qemu_img() {
     let scratch = Scratch::new();
     scratch.sparse("empty.raw", 0);
     scratch.sparse("base.raw", MIB);
@@ -39,18 +39,18 @@ fn what_scripts_say_is_taken_or_refused_as_by_qemu_img() {
         let words: Vec<_> = line.split(' ').collect();
         assert_eq!(qemu_img(&words).inside(&inside).run().code() == 0, taken, "qemu-img {line}");
         let ours = weir_image(&words).inside(&inside).run();
-        assert_eq!(ours.code() == 0, taken, "weir image {line}: {}", ours.said());
+        assert_eq!(ours.code() == 0, taken, "weir image {line}: {}", ours.stderr());
     }
     assert_eq!(weir_image(&["info", "--json", "empty.raw"]).inside(&inside).json()["virtual-size"], 0);
-    assert_says(&weir_image(&["info", "--version"]).succeeds(), &[env!("CARGO_PKG_VERSION")]);
+    assert_contains(&weir_image(&["info", "--version"]).succeeds(), &[env!("CARGO_PKG_VERSION")]);
     let said = weir_image(&["create", "-f", "qcow2", "-b", "", "a.q", "1M"]).inside(&inside).fails();
-    assert_says(&said, &["the backing file has no name"]);
+    assert_contains(&said, &["the backing file has no name"]);
     // QEMU leaves what the source does not have to whatever is behind the target.
     let said = weir_image(&["convert", "-n", "-O", "qcow2", "-f", "qcow2", "-B", "empty.raw", "-F", "raw"])
         .args(["top.q", "top2.q"])
         .inside(&inside)
         .fails();
-    assert_says(&said, &["its backing file is"]);
+    assert_contains(&said, &["its backing file is"]);
 }
 
 /// A chain in a directory of its own, `top` on `middle` on `base`, and the disk that `top` is.
@@ -68,7 +68,7 @@ fn chain(scratch: &Scratch) {
 }
 
 #[test]
-fn what_lies_below_a_shorter_image_stays_hidden() {
+fn content_below_a_shorter_image_stays_hidden() {
     let scratch = Scratch::new();
     chain(&scratch);
     // From elsewhere: the base's name begins where the image is.
@@ -80,11 +80,11 @@ fn what_lies_below_a_shorter_image_stays_hidden() {
     }
     qemu_io(["-f", "qcow2"], ["read -P 1 2M 2M"], scratch.path("base"));
     let said = weir_image(&["commit", "-f", "qcow2", "-b", "../base", "top"]).inside(&inside).fails();
-    assert_says(&said, &["../base is not behind it"]);
+    assert_contains(&said, &["../base is not behind it"]);
 }
 
 #[test]
-fn a_copy_upon_a_backing_file_is_the_same_disk() {
+fn copy_with_a_backing_file_is_the_same_disk() {
     let scratch = Scratch::new();
     chain(&scratch);
     let inside = scratch.path("");
@@ -104,7 +104,7 @@ fn a_copy_upon_a_backing_file_is_the_same_disk() {
 }
 
 #[test]
-fn a_new_backing_file_is_hidden_by_zeroes_that_take_no_room() {
+fn rebase_hides_content_with_unallocated_zeroes() {
     let scratch = Scratch::new();
     let inside = scratch.path("");
     scratch.filled("full.raw", 64 * MIB);
@@ -126,7 +126,7 @@ fn a_new_backing_file_is_hidden_by_zeroes_that_take_no_room() {
 }
 
 #[test]
-fn the_map_tells_of_holes_below_clusters_that_have_a_place() {
+fn map_reports_holes_below_allocated_clusters() {
     let scratch = Scratch::new();
     let inside = scratch.path("");
     let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata", "image", "4M"];
@@ -144,7 +144,7 @@ fn the_map_tells_of_holes_below_clusters_that_have_a_place() {
 
 /// Programs look at the last entry.
 #[test]
-fn the_map_of_nothing_has_an_entry_of_no_length() {
+fn map_of_an_empty_image_has_one_entry() {
     let scratch = Scratch::new();
     let inside = scratch.path("");
     for format in ["raw", "qcow2"] {
@@ -159,7 +159,7 @@ fn the_map_of_nothing_has_an_entry_of_no_length() {
 }
 
 #[test]
-fn what_is_compressed_has_no_place_beforehand() {
+fn compressed_clusters_are_not_preallocated() {
     let scratch = Scratch::new();
     let inside = scratch.path("");
     scratch.filled("full.raw", MIB);
@@ -170,7 +170,7 @@ fn what_is_compressed_has_no_place_beforehand() {
     };
     for preallocation in ["metadata", "falloc", "full"] {
         let said = convert(preallocation).fails();
-        assert_says(&said, &["image: -c: compressed clusters cannot be preallocated (leave out"]);
+        assert_contains(&said, &["image: -c: compressed clusters cannot be preallocated (leave out"]);
         assert!(!scratch.path("image").exists());
     }
     convert("off").succeeds();

@@ -27,10 +27,10 @@ const TARGETS: [&[&str]; 11] = [
 fn measured_alike(target: &[&str], source: &[&str]) -> Value {
     let what = format!("{target:?} {source:?}");
     let words = [&["measure", "-O"][..], target, source].concat();
-    let theirs = qemu_img(&words).arg("--output=json").about(&what).json();
-    let ours = weir_image(&words).arg("--output=json").about(&what).json();
+    let theirs = qemu_img(&words).arg("--output=json").describing(&what).json();
+    let ours = weir_image(&words).arg("--output=json").describing(&what).json();
     assert_eq!(ours, theirs, "{what}");
-    let [theirs, ours] = [qemu_img(&words), weir_image(&words)].map(|tool| tool.about(&what).succeeds());
+    let [theirs, ours] = [qemu_img(&words), weir_image(&words)].map(|tool| tool.describing(&what).succeeds());
     assert_eq!(ours, theirs, "{what}");
     serde_json::from_str(&qemu_img(&words).arg("--output=json").succeeds()).unwrap()
 }

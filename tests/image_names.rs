@@ -3,10 +3,10 @@
 
 use std::{fs, process::Command};
 
-use crate::harness::{MIB, Scratch, Serve, assert_says, qemu_img, qemu_io, text, weir, weir_image};
+use crate::harness::{MIB, Scratch, Serve, assert_contains, qemu_img, qemu_io, text, weir, weir_image};
 
 #[test]
-fn the_prefix_of_a_file_is_no_part_of_its_name() {
+fn file_prefix_is_removed_from_names() {
     let scratch = Scratch::new();
     let inside = scratch.path(".");
     let image = |words: &[&str]| weir_image(words).inside(&inside);
@@ -41,7 +41,7 @@ fn the_prefix_of_a_file_is_no_part_of_its_name() {
 }
 
 #[test]
-fn a_name_in_an_image_reaches_no_server() {
+fn names_in_images_contact_no_server() {
     let scratch = Scratch::new();
     let inside = scratch.path(".");
     let server = Serve::new(&scratch).arg("memory:1M").start();
@@ -70,7 +70,7 @@ fn run(program: &str, words: &[&str], scratch: &Scratch) {
 }
 
 #[test]
-fn a_packed_image_is_reported_with_the_program_that_unpacks_it() {
+fn compressed_image_is_reported_with_its_unpacker() {
     let scratch = Scratch::new();
     let disk = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "1M"]).succeeds();
@@ -103,10 +103,10 @@ fn a_packed_image_is_reported_with_the_program_that_unpacks_it() {
         let path = scratch.path(name);
         for command in ["info", "map"] {
             let outcome = weir_image(&[command, text(&path)]).run();
-            assert_eq!(outcome.code() != 0, is_error, "{command} {name}: {}", outcome.said());
-            assert_says(&outcome.said(), &[name, what]);
+            assert_eq!(outcome.code() != 0, is_error, "{command} {name}: {}", outcome.stderr());
+            assert_contains(&outcome.stderr(), &[name, what]);
             let given = weir_image(&[command, "-f", "raw", text(&path)]).run();
-            assert_eq!((given.code(), given.said().matches(what).count()), (0, 1), "{}", given.said());
+            assert_eq!((given.code(), given.stderr().matches(what).count()), (0, 1), "{}", given.stderr());
         }
         // With a format given it is served as before.
         let weir = Serve::new(&scratch).arg(&path).args(["--format", "raw", "--read-only"]).start();
@@ -116,7 +116,7 @@ fn a_packed_image_is_reported_with_the_program_that_unpacks_it() {
         weir.stop();
     }
     let plain = weir_image(&["info", text(&disk)]).run();
-    assert!(!plain.said().contains("looks like"), "{}", plain.said());
+    assert!(!plain.stderr().contains("looks like"), "{}", plain.stderr());
 }
 
 #[test]

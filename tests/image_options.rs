@@ -56,7 +56,7 @@ const FORMS: [&[&str]; 10] = [
 ];
 
 #[test]
-fn descriptions_mean_what_they_mean_to_qemu_img() {
+fn image_options_match_qemu_img() {
     let scratch = images();
     let inside = scratch.path(".");
     for form in FORMS {
@@ -81,7 +81,7 @@ fn descriptions_mean_what_they_mean_to_qemu_img() {
 }
 
 #[test]
-fn mistakes_are_refused_with_the_key() {
+fn invalid_options_are_rejected_by_key() {
     let scratch = images();
     let inside = scratch.path(".");
     for (words, expect) in [
@@ -157,7 +157,7 @@ fn names_of_protocols_without_storage_here_are_refused() {
 }
 
 #[test]
-fn commands_that_write_take_descriptions() {
+fn writing_commands_accept_image_options() {
     let scratch = images();
     let inside = scratch.path(".");
     let image = |words: &[&str]| weir_image(words).inside(&inside);
@@ -309,7 +309,7 @@ fn a_damaged_image_keeps_its_version() {
 
 /// `PVE::QemuServer::QemuImage`: onto a qcow2 volume whose clusters keep their places.
 #[test]
-fn proxmox_copies_onto_volumes_that_keep_their_clusters() {
+fn proxmox_copies_onto_preallocated_volumes() {
     let scratch = images();
     let inside = scratch.path(".");
     qemu_img(["create", "-q", "-f", "qcow2", "volume.qcow2", "2M"]).inside(&inside).succeeds();
@@ -365,7 +365,7 @@ fn images_at_nbd_servers_are_described_as_nodes() {
 }
 
 #[test]
-fn an_image_is_created_at_an_nbd_server_that_has_its_size() {
+fn image_is_created_on_an_nbd_export_of_fixed_size() {
     let scratch = Scratch::new();
     fs::write(scratch.path("small.raw"), pattern(64 << 10)).unwrap();
     let small = scratch.path("small.raw");
@@ -394,7 +394,7 @@ fn an_image_is_created_at_an_nbd_server_that_has_its_size() {
 }
 
 #[test]
-fn a_part_beyond_the_end_is_refused_in_words_of_the_options_given() {
+fn range_beyond_the_end_is_rejected_in_terms_of_the_options() {
     let scratch = Scratch::new();
     let image = scratch.sparse("part.raw", MIB);
     let options = format!("driver=raw,offset=1M,file.filename={}", text(&image));

@@ -28,7 +28,7 @@ use std::{
 
 use fastrand::Rng;
 
-use crate::harness::{Client, Scratch, qemu_img, weir_image};
+use crate::harness::{TestClient, Scratch, qemu_img, weir_image};
 
 const STEPS: u32 = 14;
 /// What a history may need on the host's disk beyond a tenth more, and beyond a cluster, which one
@@ -43,7 +43,7 @@ fn number(name: &str, default: u64) -> u64 {
 }
 
 #[test]
-fn weir_and_qemu_img_come_to_the_same_disk() {
+fn weir_and_qemu_img_yield_the_same_disk() {
     let (first, many) = (number("WEIR_SEED", 1), number("WEIR_SEQUENCES", 6));
     let next = AtomicU64::new(first);
     let threads = thread::available_parallelism().map_or(1, usize::from);
@@ -55,7 +55,7 @@ fn weir_and_qemu_img_come_to_the_same_disk() {
                     if seed >= first + many {
                         return;
                     }
-                    History::new(seed).run();
+                    ImageHistory::new(seed).run();
                 }
             });
         }
@@ -63,26 +63,26 @@ fn weir_and_qemu_img_come_to_the_same_disk() {
 }
 
 /// One of the two: the commands of a history run in its directory, with the same names in both.
-struct Twin {
+struct ImageDirectory {
     directory: PathBuf,
 }
 
-impl Twin {
+impl ImageDirectory {
     fn new(scratch: &Scratch, name: &str) -> Self {
         let directory = scratch.path(name);
         fs::create_dir(&directory).expect("the directory is ours");
         Self { directory }
     }
 
-    fn does(&self, weir: bool, words: &[&str]) -> (bool, String) {
+    fn execute(&self, weir: bool, words: &[&str]) -> (bool, String) {
         let client = if weir { weir_image(words) } else { qemu_img(words) };
         let outcome = client.inside(&self.directory).run();
         let code = outcome.code();
-        (code == 0, format!("{}{}({code})", outcome.printed(), outcome.said()))
+        (code == 0, format!("{}{}({code})", outcome.stdout(), outcome.stderr()))
     }
 
     fn io(&self, format: &str, file: &str, commands: &[String]) {
-        Client::new("qemu-io").inside(&self.directory).args(["-f", format]).does(commands, file);
+        TestClient::new("qemu-io").inside(&self.directory).args(["-f", format]).run_qemu_io(commands, file);
     }
 
     /// All that its images take of the host's disk.
@@ -94,12 +94,12 @@ impl Twin {
     }
 }
 
-struct History {
+struct ImageHistory {
     seed: u64,
     random: Rng,
     _scratch: Scratch,
-    mixed: Twin,
-    qemu: Twin,
+    mixed: ImageDirectory,
+    qemu: ImageDirectory,
     said: String,
     /// What the generator knows of the image, so that most commands are possible.
     version: u32,
@@ -120,10 +120,10 @@ struct History {
     names: u32,
 }
 
-impl History {
+impl ImageHistory {
     fn new(seed: u64) -> Self {
         let scratch = Scratch::new();
-        let (mixed, qemu) = (Twin::new(&scratch, "mixed"), Twin::new(&scratch, "qemu"));
+        let (mixed, qemu) = (ImageDirectory::new(&scratch, "mixed"), ImageDirectory::new(&scratch, "qemu"));
         Self {
             seed,
             random: Rng::with_seed(seed),
@@ -161,7 +161,7 @@ impl History {
                 _ => self.bitmap(),
             }
             self.fresh = matches!(step, 8 | 9);
-            self.look();
+            self.check_images();
         }
     }
 
@@ -186,17 +186,17 @@ impl History {
     #[track_caller]
     fn both(&mut self, words: &[&str]) -> bool {
         let weir = self.random.bool();
-        let (mixed, said) = self.mixed.does(weir, words);
-        let (qemu, their) = self.qemu.does(false, words);
+        let (mixed, said) = self.mixed.execute(weir, words);
+        let (qemu, their) = self.qemu.execute(false, words);
         let program = if weir { "weir image" } else { "qemu-img" };
         // Writing to a string cannot fail.
         let _ =
             writeln!(self.said, "{program} {}: {}", words.join(" "), if mixed { "done" } else { "failed" });
-        assert!(mixed == qemu, "{}{program} said:\n{said}\nqemu-img said:\n{their}", self.story());
+        assert!(mixed == qemu, "{}{program} said:\n{said}\nqemu-img said:\n{their}", self.transcript());
         mixed
     }
 
-    fn story(&self) -> String {
+    fn transcript(&self) -> String {
         format!("seed {} (WEIR_SEED={} WEIR_SEQUENCES=1), so far:\n{}", self.seed, self.seed, self.said)
     }
 
@@ -211,7 +211,7 @@ impl History {
         for base in BASES {
             let format = format_of(base);
             let size = self.some_size();
-            assert!(self.both(&["create", "-f", format, base, &size.to_string()]), "{}", self.story());
+            assert!(self.both(&["create", "-f", format, base, &size.to_string()]), "{}", self.transcript());
             let commands: Vec<String> = (0..3).map(|_| self.pattern(size)).collect();
             self.io(format, base, &commands);
         }
@@ -270,7 +270,7 @@ impl History {
             words.extend(["-b", base, "-F", format_of(base)]);
         }
         words.extend(["image", &size]);
-        assert!(self.both(&words), "{}", self.story());
+        assert!(self.both(&words), "{}", self.transcript());
     }
 
     fn write(&mut self) {
@@ -308,16 +308,16 @@ impl History {
                 }
             }
         }
-        self.learn();
+        self.update_model();
     }
 
     /// What a command may have changed.
-    fn learn(&mut self) {
+    fn update_model(&mut self) {
         let [mixed, qemu] = [&self.mixed, &self.qemu].map(|twin| {
             let info = qemu_img(["info", "--output=json", "-f", "qcow2", "image"]);
             info.inside(&twin.directory).json()["virtual-size"].as_u64().expect("a size")
         });
-        assert_eq!(mixed, qemu, "{}", self.story());
+        assert_eq!(mixed, qemu, "{}", self.transcript());
         self.size = qemu;
     }
 
@@ -334,7 +334,7 @@ impl History {
         } else {
             self.both(&["resize", "-f", "qcow2", "--shrink", "image", &size]);
         }
-        self.learn();
+        self.update_model();
     }
 
     fn convert(&mut self) {
@@ -382,7 +382,7 @@ impl History {
         (self.resized, self.spilled) = (false, false);
         self.snapshots.clear();
         self.bitmaps.clear();
-        self.learn();
+        self.update_model();
     }
 
     fn rebase(&mut self) {
@@ -439,23 +439,23 @@ impl History {
     }
 
     /// Both have the same disk, nothing is wrong, and the mixed one is not much larger.
-    fn look(&mut self) {
+    fn check_images(&mut self) {
         let (mixed, qemu) = (self.mixed.directory.join("image"), self.qemu.directory.join("image"));
         let (mixed, qemu) = (mixed.to_str().expect("UTF-8"), qemu.to_str().expect("UTF-8"));
         let mut commands = vec![vec!["compare", "-f", "qcow2", "-F", "qcow2", mixed, qemu]];
         commands.push(vec!["check", "-f", "qcow2", mixed]);
         for weir in [false, true] {
             for words in &commands {
-                let (right, said) = self.mixed.does(weir, words);
+                let (right, said) = self.mixed.execute(weir, words);
                 let program = if weir { "weir image" } else { "qemu-img" };
-                assert!(right, "{}{program} {} said:\n{said}", self.story(), words.join(" "));
+                assert!(right, "{}{program} {} said:\n{said}", self.transcript(), words.join(" "));
             }
         }
         let (ours, theirs) = (self.mixed.bytes(), self.qemu.bytes());
         assert!(
             self.leaner || ours <= theirs + theirs / 10 + self.cluster + SPARE_BYTES,
             "{}{ours} bytes on the host's disk, and {theirs} by qemu-img alone",
-            self.story()
+            self.transcript()
         );
     }
 }

@@ -5,7 +5,7 @@
 
 use std::fs;
 
-use crate::harness::{Client, MIB, Scratch, Serve, nbdsh, pattern};
+use crate::harness::{TestClient, MIB, Scratch, Serve, nbdsh, pattern};
 
 const REFUSED: &str = r#"
 import errno
@@ -36,7 +36,7 @@ fn unchecked(uri: &str, body: &str) {
 }
 
 #[test]
-fn what_is_written_is_read_back_at_any_offset() {
+fn writes_are_read_back_at_any_offset() {
     let weir = Serve::sparse(4 * MIB).args(["--cache", "none"]).start();
     let body = "
 data = bytes(range(256)) * 257
@@ -84,7 +84,7 @@ assert not flags_at(M + 65536) & nbd.STATE_HOLE, 'NO_HOLE leaves it allocated'
 }
 
 #[test]
-fn fast_zero_is_fast_or_refused_and_never_slow() {
+fn fast_zero_is_fast_or_rejected() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch)
         .args([scratch.filled("disk.raw", 4 * MIB).to_str().unwrap(), "memory:4M"])
@@ -105,7 +105,7 @@ except nbd.Error as error:
 }
 
 #[test]
-fn a_trim_is_taken_and_frees() {
+fn trim_frees_space() {
     let weir = Serve::filled(4 * MIB).start();
     let body = "
 M = 1048576
@@ -120,7 +120,7 @@ assert found == [M, nbd.STATE_HOLE | nbd.STATE_ZERO], found
 }
 
 #[test]
-fn block_status_covers_what_was_asked() {
+fn block_status_covers_the_request() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch)
         .args([scratch.sparse("disk.raw", 4 * MIB).to_str().unwrap(), "memory:4M"])
@@ -150,7 +150,7 @@ assert status(1, 4 * M - 1, nbd.CMD_FLAG_REQ_ONE) == [(1, HOLE)]
 }
 
 #[test]
-fn cache_is_taken_and_changes_nothing() {
+fn cache_command_is_accepted() {
     let weir = Serve::filled(MIB).start();
     let body = "before = h.pread(1 << 20, 0)\nh.cache(1 << 20, 0)\nassert h.pread(1 << 20, 0) == before";
     script(&weir.uri("disk"), body);
@@ -173,7 +173,7 @@ assert data[1 << 20:(1 << 20) + 4096] == b'y' * 4096 and not any(data[:1 << 20])
 
 #[test]
 fn the_largest_request_is_served_and_a_larger_one_refused() {
-    let weir = Serve::alone().arg("memory:80M").start();
+    let weir = Serve::with_own_scratch().arg("memory:80M").start();
     let body = "
 most = h.get_block_size(nbd.SIZE_MAXIMUM)
 assert most == 32 << 20, most
@@ -187,7 +187,7 @@ assert h.pread(5, 12345) == data[:5], 'the connection goes on'
 }
 
 #[test]
-fn past_the_end_is_refused_as_the_specification_says() {
+fn requests_beyond_the_end_fail_as_specified() {
     let weir = Serve::filled(MIB).start();
     let body = "
 end = h.get_size()
@@ -243,7 +243,7 @@ h.flush()
 }
 
 #[test]
-fn requests_of_no_bytes_touch_nothing() {
+fn empty_requests_do_nothing() {
     let weir = Serve::filled(MIB).start();
     let body = "
 before = h.pread(1 << 20, 0)
@@ -295,7 +295,7 @@ assert h.pread(3, 3) == b'old'
 }
 
 #[test]
-fn what_one_connection_flushed_another_sees() {
+fn flushed_writes_are_visible_to_other_connections() {
     let weir = Serve::sparse(MIB).args(["--cache", "none"]).start();
     let body = "
 other = nbd.NBD()
@@ -341,8 +341,8 @@ assert answered == total, answered
 }
 
 #[test]
-fn the_daemon_s_reasons_reach_the_client() {
+fn error_messages_reach_the_client() {
     let weir = Serve::filled(MIB).start();
-    let said = Client::new("nbdsh").args(["--connect", &weir.uri("nothing")]).arg("-c").arg("pass").fails();
+    let said = TestClient::new("nbdsh").args(["--connect", &weir.uri("nothing")]).arg("-c").arg("pass").fails();
     assert!(said.contains("nothing"), "{said}");
 }

@@ -8,14 +8,14 @@
 use serde_json::Value;
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Weir, Wire, nbdsh,
-    operator::{find, prints, serve, socket, status, wait_until},
+    TestClient, MIB, Scratch, Serve, Weir, RawNbdClient, nbdsh,
+    operator::{find, run_ok, serve, socket, status, wait_until},
     text,
-    wire::{CMD_READ, Request},
+    wire::{CMD_READ, RawNbdRequest},
 };
 
 /// Without a burst: the rate, a tenth of a second's worth at once, and one request more.
-fn most(rate: f64, seconds: f64, request: f64) -> f64 {
+fn max_admitted(rate: f64, seconds: f64, request: f64) -> f64 {
     rate * seconds + rate / 10.0 + request
 }
 
@@ -27,7 +27,7 @@ fn assert_at_most(passed: f64, most: f64, seconds: f64) {
 /// So many random reads by fio; the seconds that they took on its clock.
 #[track_caller]
 fn fio(uri: &str, block_bytes: u64, depth: u32, count: u64) -> f64 {
-    let report = Client::new("fio")
+    let report = TestClient::new("fio")
         .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--norandommap", "--output-format=json"])
         .arg(format!("--number_ios={count}"))
         .arg(format!("--io_size={}", count * block_bytes))
@@ -78,20 +78,20 @@ assert answered == sum(count for handle, count in handles)
 
 #[test]
 fn operations_per_second_are_limited_at_any_depth() {
-    let weir = Serve::alone().args(["memory:16M", "--iops-total", "1000"]).start();
+    let weir = Serve::with_own_scratch().args(["memory:16M", "--iops-total", "1000"]).start();
     for depth in [1, 32] {
         let seconds = fio(&weir.uri("memory"), 4096, depth, 400);
-        assert_at_most(400.0, most(1000.0, seconds, 1.0), seconds);
+        assert_at_most(400.0, max_admitted(1000.0, seconds, 1.0), seconds);
     }
 }
 
 #[test]
 fn bytes_per_second_are_limited_at_any_size() {
     let rate = 10.0 * MIB as f64;
-    let weir = Serve::alone().args(["memory:16M", "--bps-total", "10M"]).start();
+    let weir = Serve::with_own_scratch().args(["memory:16M", "--bps-total", "10M"]).start();
     for (size, depth) in [(4096, 16), (262_144, 4)] {
         let seconds = fio(&weir.uri("memory"), size, depth, 4 * MIB / size);
-        assert_at_most(4.0 * MIB as f64, most(rate, seconds, size as f64), seconds);
+        assert_at_most(4.0 * MIB as f64, max_admitted(rate, seconds, size as f64), seconds);
     }
 }
 
@@ -110,7 +110,7 @@ fn throttled(scratch: &Scratch, disk: &str) -> u64 {
 }
 
 #[test]
-fn a_burst_passes_at_once_and_then_the_rate_holds() {
+fn burst_is_admitted_at_once_then_the_rate_holds() {
     let scratch = Scratch::new();
     let limits = "iops-total = 1000\niops-total-max = 2000\n";
     let _weir = configured(&scratch, &format!("[disk.a]\nimage = \"memory:16M\"\n{limits}"));
@@ -122,16 +122,16 @@ fn a_burst_passes_at_once_and_then_the_rate_holds() {
 }
 
 #[test]
-fn disks_of_a_group_have_one_limit_together() {
+fn disks_of_a_group_share_one_limit() {
     let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
-    let weir = Serve::alone().args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
+    let weir = Serve::with_own_scratch().args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
     let seconds = read_at_once(["a", "b"].map(|disk| (weir.uri(disk), 200)));
     let last = seconds.into_iter().fold(0.0, f64::max);
-    assert_at_most(400.0, most(1000.0, last, 1.0), last);
+    assert_at_most(400.0, max_admitted(1000.0, last, 1.0), last);
 }
 
 #[test]
-fn disks_without_a_group_have_a_limit_each() {
+fn disks_without_a_group_have_separate_limits() {
     let scratch = Scratch::new();
     let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b", "--qmp", &socket(&scratch)];
     let limits = ["--iops-total", "300", "--iops-total-max", "300"];
@@ -173,9 +173,9 @@ fn the_limits_of_every_level_hold() {
     let [limited, free, neighbour] = read_at_once(counts.map(|(disk, count)| (uri(&scratch, disk), count)));
     let tenant = limited.max(free);
     let host = tenant.max(neighbour);
-    assert_at_most(130.0, most(300.0, limited, 1.0), limited);
-    assert_at_most(430.0, most(1200.0, tenant, 1.0), tenant);
-    assert_at_most(930.0, most(2000.0, host, 1.0), host);
+    assert_at_most(130.0, max_admitted(300.0, limited, 1.0), limited);
+    assert_at_most(430.0, max_admitted(1200.0, tenant, 1.0), tenant);
+    assert_at_most(930.0, max_admitted(2000.0, host, 1.0), host);
 }
 
 /// A daemon of a group that has this limit, and two disks in it, each with a setting or none.
@@ -206,13 +206,13 @@ fn passed_from_now(scratch: &Scratch) -> impl Fn(&Value) -> [u64; 2] + use<> {
 }
 
 /// Clients with so many reads of so many bytes in flight, which the daemon has taken in.
-fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [Wire; 2] {
+fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [RawNbdClient; 2] {
     let client = |disk: &str, (count, length): (u64, u64)| {
-        let (mut client, _) = Wire::go(&scratch.socket("nbd"), disk);
+        let (mut client, _) = RawNbdClient::negotiated(&scratch.socket("nbd"), disk);
         for cookie in 0..count {
             // Apart, so that none are merged.
             let offset = cookie * 2 * length % (8 * MIB);
-            client.request(Request { flags: 0, kind: CMD_READ, cookie, offset, length }, &[]);
+            client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset, length }, &[]);
         }
         client
     };
@@ -225,7 +225,7 @@ fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [Wire; 2] {
 }
 
 /// What the disks `a` and `b` have of a burst that comes when both have much waiting.
-struct Sharing<'a> {
+struct SharedBurst<'a> {
     /// `iops-total` or `bps-total`, of which next to nothing passes, and the burst.
     limit: &'a str,
     rate: u64,
@@ -235,7 +235,7 @@ struct Sharing<'a> {
     queued: [(u64, u64); 2],
 }
 
-impl Sharing<'_> {
+impl SharedBurst<'_> {
     /// The requests that passed of each: the burst. What passes later is as good as nothing.
     #[track_caller]
     fn passed(&self) -> [u64; 2] {
@@ -244,7 +244,7 @@ impl Sharing<'_> {
         let _weir = tenant(&scratch, &format!("{limit} = {rate}"), *settings);
         let _clients = queue(&scratch, *queued);
         let passed = passed_from_now(&scratch);
-        prints(&scratch, &["throttle", "tenant", &format!("--{limit}-max"), &burst.to_string()]);
+        run_ok(&scratch, &["throttle", "tenant", &format!("--{limit}-max"), &burst.to_string()]);
         let units = |[a, b]: [u64; 2]| match *limit {
             "iops-total" => a + b,
             _ => a * queued[0].1 + b * queued[1].1,
@@ -261,23 +261,23 @@ fn assert_part([a, b]: [u64; 2], part: f64, slack: f64) {
 }
 
 #[test]
-fn disks_of_a_group_take_turns() {
+fn disks_of_a_group_alternate() {
     let sharing =
-        Sharing { limit: "iops-total", rate: 1, burst: 300, settings: ["", ""], queued: [(500, 512); 2] };
+        SharedBurst { limit: "iops-total", rate: 1, burst: 300, settings: ["", ""], queued: [(500, 512); 2] };
     assert_part(sharing.passed(), 1.0 / 2.0, 4.0);
 }
 
 #[test]
 fn weights_decide_the_shares_of_a_group() {
     let settings = ["", "weight = 300"];
-    let sharing = Sharing { limit: "iops-total", rate: 1, burst: 400, settings, queued: [(500, 512); 2] };
+    let sharing = SharedBurst { limit: "iops-total", rate: 1, burst: 400, settings, queued: [(500, 512); 2] };
     assert_part(sharing.passed(), 1.0 / 4.0, 4.0);
 }
 
 #[test]
 fn small_reads_get_as_many_bytes_as_large_ones() {
     let queued = [(500, 4096), (100, 32_768)];
-    let sharing = Sharing { limit: "bps-total", rate: 4096, burst: 2 << 20, settings: ["", ""], queued };
+    let sharing = SharedBurst { limit: "bps-total", rate: 4096, burst: 2 << 20, settings: ["", ""], queued };
     let [small, large] = sharing.passed();
     assert_part([small, large * 8], 1.0 / 2.0, 32.0);
 }

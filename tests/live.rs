@@ -6,14 +6,14 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{
-    Client, Scratch, Terminal, assert_says,
-    operator::{self, fails, find, misuses, prints, serve, socket, start, status, wait_until},
+    TestClient, Scratch, Terminal, assert_contains,
+    operator::{self, run_failing, find, run_misused, run_ok, serve, socket, start, status, wait_until},
     text,
 };
 
 /// What a disk did in half a second, at most its limit and a tenth of a second's worth at once.
 #[track_caller]
-fn limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
+fn assert_limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
     let began = Instant::now();
     let status = status(scratch, "500ms");
     let seconds = began.elapsed().as_secs_f64();
@@ -28,21 +28,21 @@ fn limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
 }
 
 #[test]
-fn a_limit_changes_under_load_and_the_status_says_what_binds() {
+fn limit_changes_under_load_and_status_shows_the_cause() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "500"]);
     let uri = weir.uri("a");
     thread::scope(|scope| {
-        let load = Client::new("fio")
+        let load = TestClient::new("fio")
             .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--iodepth=64"])
             .args(["--time_based", "--runtime=10m"])
             .arg(format!("--uri={uri}"));
         let load = scope.spawn(|| load.run());
         wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["throttle-cause"] == "iops-total");
-        while !prints(&scratch, &["status"]).contains("iops-total\n") {
+        while !run_ok(&scratch, &["status"]).contains("iops-total\n") {
             assert!(!load.is_finished(), "what binds is not said as long as the load runs");
         }
-        let status = limited(&scratch, "a", 500.0);
+        let status = assert_limited(&scratch, "a", 500.0);
         let disk = find(&status, "disks", "a");
         assert_eq!(disk["connections"], 1);
         let [p50, p99, max] =
@@ -57,17 +57,17 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
         assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "a wait is a part of the latency: {disk:#}");
         let idle = find(&status, "disks", "b");
         assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["throttle-cause"]), (&0.0.into(), &Value::Null));
-        assert_says(&prints(&scratch, &["status"]), &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"]);
+        assert_contains(&run_ok(&scratch, &["status"]), &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"]);
 
-        let said = prints(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
+        let said = run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
         assert_eq!(said, "a: iops-total: 500 → 1500\n");
-        limited(&scratch, "a", 1500.0);
+        assert_limited(&scratch, "a", 1500.0);
         // As good as stopped, and as good as free: what waits is held at once, and let go at once.
-        prints(&scratch, &["throttle", "a", "--total-iops-sec", "1"]);
+        run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1"]);
         let reads = |status: &Value| find(status, "disks", "a")["throttle"]["reads"]["requests"].as_u64();
         wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["waiting"]["reads"] == 64);
         let held = reads(&operator::status(&scratch, "0"));
-        prints(&scratch, &["throttle", "a", "--total-iops-sec", "1000000"]);
+        run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1000000"]);
         // Of which a second each would have been due.
         wait_until(&scratch, |status| reads(status) > held.map(|held| held + 1000));
         weir.stop();
@@ -78,24 +78,24 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
 fn a_refused_change_changes_nothing() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--iops-total", "500"]);
-    let before = prints(&scratch, &["throttle", "a"]);
-    assert_says(&before, &["disk a\n", "  iops-total  500\n"]);
-    let said = fails(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
-    assert_says(&said, &["iops-total-max", "20", "500"]);
-    let said = fails(&scratch, &["throttle", "a", "--weight", "7", "--group", "nobody"]);
-    assert_says(&said, &["weir: a: there is no group \"nobody\" (`weir status` lists them; "]);
-    let said = fails(&scratch, &["throttle", "a", "--group", "b"]);
-    assert_says(&said, &["weir: a: \"b\" is a disk, not a group"]);
-    assert_eq!(prints(&scratch, &["throttle", "a"]), before);
-    assert_says(&fails(&scratch, &["throttle", "aa"]), &["aa: no disk and no group has this name"]);
-    assert_says(&fails(&scratch, &["status", "c"]), &["c: no disk and no group has this name"]);
+    let before = run_ok(&scratch, &["throttle", "a"]);
+    assert_contains(&before, &["disk a\n", "  iops-total  500\n"]);
+    let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
+    assert_contains(&said, &["iops-total-max", "20", "500"]);
+    let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--group", "nobody"]);
+    assert_contains(&said, &["weir: a: there is no group \"nobody\" (`weir status` lists them; "]);
+    let said = run_failing(&scratch, &["throttle", "a", "--group", "b"]);
+    assert_contains(&said, &["weir: a: \"b\" is a disk, not a group"]);
+    assert_eq!(run_ok(&scratch, &["throttle", "a"]), before);
+    assert_contains(&run_failing(&scratch, &["throttle", "aa"]), &["aa: no disk and no group has this name"]);
+    assert_contains(&run_failing(&scratch, &["status", "c"]), &["c: no disk and no group has this name"]);
     for command in ["status", "throttle", "prefetch"] {
-        assert_says(&fails(&scratch, &[command, ""]), &["weir: the name is empty"]);
+        assert_contains(&run_failing(&scratch, &[command, ""]), &["weir: the name is empty"]);
     }
 }
 
 #[test]
-fn a_value_that_can_never_be_right_is_wrong_use_whether_or_not_there_is_a_daemon() {
+fn invalid_value_is_wrong_usage_without_a_daemon_too() {
     let scratch = Scratch::new();
     for (option, value, expect) in [
         ("--weight", "0", "--weight 0: is out of range; a weight is from 1 to 10000"),
@@ -104,7 +104,7 @@ fn a_value_that_can_never_be_right_is_wrong_use_whether_or_not_there_is_a_daemon
         ("--bps-reservation", "7E", "--bps-reservation 8070450532247928832: is too large"),
         ("--iops-total", "-1", "is not a whole number of 0 or more"),
     ] {
-        assert_says(&misuses(&scratch, &["throttle", "a", option, value]), &[expect]);
+        assert_contains(&run_misused(&scratch, &["throttle", "a", option, value]), &[expect]);
     }
 }
 
@@ -124,63 +124,63 @@ fn a_saved_change_holds_after_the_next_start() {
     let before = config(&scratch);
     let file = scratch.file("weir.toml", &before);
     let weir = serve(&scratch, &file);
-    let group = prints(&scratch, &["throttle", "gold", "--iops-total", "200", "--save"]);
-    assert_says(&group, &["gold: iops-total: 100 → 200\n", "gold: saved in ", "/weir.toml\n"]);
-    prints(&scratch, &["throttle", "a", "--no-group", "--weight", "300", "--save"]);
-    prints(&scratch, &["throttle", "b", "--group", "gold", "--bps-read", "1M", "--save"]);
+    let group = run_ok(&scratch, &["throttle", "gold", "--iops-total", "200", "--save"]);
+    assert_contains(&group, &["gold: iops-total: 100 → 200\n", "gold: saved in ", "/weir.toml\n"]);
+    run_ok(&scratch, &["throttle", "a", "--no-group", "--weight", "300", "--save"]);
+    run_ok(&scratch, &["throttle", "b", "--group", "gold", "--bps-read", "1M", "--save"]);
     let expect =
         before.replace("= 100 ", "= 200 ").replace("group = \"gold\"\n\n", "weight = 300\n\n").replace(
             "[disk.b]\nimage = \"memory:1M\"\n",
             "[disk.b]\nimage = \"memory:1M\"\nbps-read = \"1M\"\ngroup = \"gold\"\n",
         );
     assert_eq!(fs::read_to_string(&file).expect("it is there"), expect);
-    let live = ["gold", "a", "b"].map(|name| prints(&scratch, &["throttle", name]));
+    let live = ["gold", "a", "b"].map(|name| run_ok(&scratch, &["throttle", name]));
     weir.stop();
     let _weir = serve(&scratch, &file);
-    assert_eq!(["gold", "a", "b"].map(|name| prints(&scratch, &["throttle", name])), live);
+    assert_eq!(["gold", "a", "b"].map(|name| run_ok(&scratch, &["throttle", name])), live);
 }
 
 #[test]
-fn what_cannot_be_saved_is_not_changed() {
+fn change_that_cannot_be_saved_is_not_applied() {
     let scratch = Scratch::new();
     let file = scratch.file("weir.toml", config(&scratch));
     let _weir = serve(&scratch, &file);
-    let before = prints(&scratch, &["throttle", "gold"]);
+    let before = run_ok(&scratch, &["throttle", "gold"]);
     let other = scratch.file("other.toml", "[disk.a]\nimage = \"memory:1M\"\n");
     let said =
-        fails(&scratch, &["throttle", "gold", "--iops-total", "9", "--save", "--config", text(&other)]);
-    assert_says(&said, &["other.toml: has no [group.gold]"]);
+        run_failing(&scratch, &["throttle", "gold", "--iops-total", "9", "--save", "--config", text(&other)]);
+    assert_contains(&said, &["other.toml: has no [group.gold]"]);
     // Refused by the daemon alone, after the file was made ready.
-    let said = fails(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
-    assert_says(&said, &["group"]);
+    let said = run_failing(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
+    assert_contains(&said, &["group"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), config(&scratch));
-    assert_eq!(prints(&scratch, &["throttle", "gold"]), before);
+    assert_eq!(run_ok(&scratch, &["throttle", "gold"]), before);
 }
 
 #[test]
 fn a_daemon_without_a_config_file_has_nothing_to_save_to() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &[]);
-    let said = fails(&scratch, &["throttle", "a", "--iops-total", "9", "--save"]);
-    assert_says(&said, &["started without a config file", "--config FILE"]);
-    assert!(!prints(&scratch, &["throttle", "a"]).contains("iops-total"), "nothing was changed");
+    let said = run_failing(&scratch, &["throttle", "a", "--iops-total", "9", "--save"]);
+    assert_contains(&said, &["started without a config file", "--config FILE"]);
+    assert!(!run_ok(&scratch, &["throttle", "a"]).contains("iops-total"), "nothing was changed");
 }
 
 #[test]
-fn where_no_daemon_is_that_is_said() {
+fn missing_daemon_is_reported() {
     let scratch = Scratch::new();
     for command in [&["status"][..], &["throttle", "a"]] {
-        assert_says(&fails(&scratch, command), &["no daemon listens there", "--qmp"]);
+        assert_contains(&run_failing(&scratch, command), &["no daemon listens there", "--qmp"]);
     }
     let _weir = start(&scratch, &[]);
-    assert_says(
-        &fails(&scratch, &["top"]),
+    assert_contains(
+        &run_failing(&scratch, &["top"]),
         &["must be a terminal (`weir status` prints the same without one)"],
     );
 }
 
 #[test]
-fn top_draws_edits_stops_and_gives_the_terminal_back() {
+fn top_draws_edits_suspends_and_restores_the_terminal() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--iops-total", "500"]);
     let socket = socket(&scratch);
@@ -195,21 +195,21 @@ fn top_draws_edits_stops_and_gives_the_terminal_back() {
     top.wait_for("a IOPS: ");
     top.press("tiops-total-max=1000\r");
     top.wait_for("iops-total-max:");
-    assert_says(&prints(&scratch, &["throttle", "a"]), &["iops-total-max  1000"]);
+    assert_contains(&run_ok(&scratch, &["throttle", "a"]), &["iops-total-max  1000"]);
 
     top.signal(Signal::SIGTSTP);
     top.wait_for_stop();
-    top.wait_until_given_back();
+    top.wait_until_restored();
     top.signal(Signal::SIGCONT);
     top.wait_for(env!("CARGO_PKG_VERSION"));
     top.press("q");
-    top.wait_until_given_back();
+    top.wait_until_restored();
     assert!(top.wait().success());
 
     let top = Terminal::weir(arguments);
     top.wait_for(env!("CARGO_PKG_VERSION"));
     top.signal(Signal::SIGTERM);
-    top.wait_until_given_back();
+    top.wait_until_restored();
     assert!(top.wait().success());
 }
 

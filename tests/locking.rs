@@ -8,16 +8,16 @@ use std::{
 };
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text, weir, weir_image,
+    TestClient, MIB, Scratch, Serve, assert_contains, need, qemu_img, qemu_io, text, weir, weir_image,
 };
 
 /// A qemu-io that has an image open until this is dropped.
-struct QemuIo {
+struct OpenQemuIo {
     child: Child,
     input: ChildStdin,
 }
 
-impl QemuIo {
+impl OpenQemuIo {
     #[track_caller]
     fn open(options: &[&str], image: &Path) -> Self {
         need("qemu-io");
@@ -39,7 +39,7 @@ impl QemuIo {
     }
 }
 
-impl Drop for QemuIo {
+impl Drop for OpenQemuIo {
     fn drop(&mut self) {
         let _ = writeln!(self.input, "quit");
         let _ = self.child.wait();
@@ -53,27 +53,27 @@ fn qemu_refuses_an_image_that_is_served_and_names_the_lock() {
     let _weir = Serve::new(&scratch).arg(&image).start();
     let copy = scratch.path("copy.raw");
     let reads = qemu_img(["convert", "-f", "raw", "-O", "raw", text(&image), text(&copy)]);
-    assert_says(
+    assert_contains(
         &reads.fails(),
         &["Failed to get shared \"write\" lock", "Is another process using the image"],
     );
-    let writes = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]);
-    assert_says(&writes.fails(), &["Failed to get \"write\" lock"]);
+    let writes = TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]);
+    assert_contains(&writes.fails(), &["Failed to get \"write\" lock"]);
 }
 
 #[test]
-fn qemu_does_not_describe_an_image_that_is_served_unless_it_insists() {
+fn qemu_img_info_needs_force_share_for_a_served_image() {
     let scratch = Scratch::new();
     // Of a raw image QEMU reads nothing to describe it, and asks for no lock.
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let _weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
     let info = |more: &[&str]| qemu_img(["info"]).args(more).arg(&image);
-    assert_says(
+    assert_contains(
         &info(&[]).fails(),
         &["Failed to get shared \"write\" lock", "Is another process using the image"],
     );
-    assert_says(&info(&["-U"]).succeeds(), &["virtual size: 1 MiB"]);
+    assert_contains(&info(&["-U"]).succeeds(), &["virtual size: 1 MiB"]);
 }
 
 #[test]
@@ -82,12 +82,12 @@ fn qemu_may_read_an_image_that_is_served_read_only() {
     let image = scratch.sparse("disk.raw", MIB);
     let _weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
     qemu_io(["-r", "-f", "raw"], ["read 0 4k"], &image);
-    let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
-    assert_says(&said, &["Failed to get \"write\" lock"]);
+    let said = TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
+    assert_contains(&said, &["Failed to get \"write\" lock"]);
 }
 
 #[test]
-fn the_lock_goes_with_the_daemon() {
+fn lock_ends_with_the_daemon() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     Serve::new(&scratch).arg(&image).start().stop();
@@ -102,43 +102,43 @@ fn the_lock_goes_with_the_daemon() {
 fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
-    let qemu = QemuIo::open(&["-f", "raw"], &image);
+    let qemu = OpenQemuIo::open(&["-f", "raw"], &image);
     let pid = qemu.child.id().to_string();
     let said = Serve::new(&scratch).arg(&image).fails();
-    assert_says(
+    assert_contains(
         &said,
         &["disk.raw: locked for writing by another process", &pid, "qemu-io", "--force-share"],
     );
     let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
-    assert_says(&said, &["locked for writing by another process"]);
+    assert_contains(&said, &["locked for writing by another process"]);
     // Also who only asks.
     let socket = format!("unix:{}", text(&scratch.path("another")));
     let check = || weir(&["serve", "--check", text(&image), "--nbd", &socket]);
-    assert_says(&check().fails(), &["disk.raw: locked for writing by another process", &pid]);
+    assert_contains(&check().fails(), &["disk.raw: locked for writing by another process", &pid]);
     drop(qemu);
     let weir = Serve::new(&scratch).arg(&image).start();
     let holder = format!("(pid {}, weir)", weir.pid());
-    assert_says(&check().fails(), &["disk.raw: locked for writing by another process", &holder]);
+    assert_contains(&check().fails(), &["disk.raw: locked for writing by another process", &holder]);
     weir.stop();
     check().succeeds();
 }
 
 #[test]
-fn a_snapshot_of_an_image_in_use_is_refused_with_what_can_be_done() {
+fn snapshot_of_an_image_in_use_is_rejected_with_a_remedy() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").succeeds();
     let weir = Serve::new(&scratch).arg(&image).args(["--format", "qcow2"]).start();
     for (option, advice) in [("-c", "`weir image convert` from an NBD export"), ("-d", "stop it first")] {
         let said = weir_image(&["snapshot", option, "one", text(&image)]).fails();
-        assert_says(&said, &["locked for writing", advice]);
+        assert_contains(&said, &["locked for writing", advice]);
         assert!(!said.contains("force-share"), "{said}");
     }
     weir.stop();
 }
 
 #[test]
-fn an_image_in_use_that_is_to_be_changed_is_refused_with_what_can_be_done() {
+fn change_of_an_image_in_use_is_rejected_with_a_remedy() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").succeeds();
@@ -148,20 +148,20 @@ fn an_image_in_use_that_is_to_be_changed_is_refused_with_what_can_be_done() {
     let rebase = || weir_image(&["rebase", "-u", "-f", "qcow2", "-b", "", text(&image)]);
     for refused in [add(), rebase()] {
         let remedy = "weir) (stop it first, or take the disk from it with `weir disk remove`)";
-        assert_says(&refused.fails(), &["locked for writing by another process", remedy]);
+        assert_contains(&refused.fails(), &["locked for writing by another process", remedy]);
     }
     crate::harness::weir(&["disk", "remove", "disk", "--qmp", &control]).succeeds();
     add().succeeds();
     weir.stop();
-    let _qemu = QemuIo::open(&["-f", "qcow2"], &image);
-    assert_says(&add().fails(), &["locked for writing by another process", "qemu-io) (stop it first)"]);
+    let _qemu = OpenQemuIo::open(&["-f", "qcow2"], &image);
+    assert_contains(&add().fails(), &["locked for writing by another process", "qemu-io) (stop it first)"]);
 }
 
 #[test]
-fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
+fn force_share_reads_an_image_that_qemu_writes() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
-    let _qemu = QemuIo::open(&["-f", "raw"], &image);
+    let _qemu = OpenQemuIo::open(&["-f", "raw"], &image);
     let weir = Serve::new(&scratch).arg(&image).args(["--read-only", "--force-share"]).start();
     weir.nbdsh("disk", "assert h.is_read_only()\nassert len(set(h.pread(4096, 0))) > 1");
 }
@@ -175,19 +175,19 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
     let control = scratch.socket("control");
     let address = format!("unix:{}", text(&control));
     let weir = Serve::new(&scratch)
-        .behind(["env", "-C", text(directory)])
+        .wrapped_by(["env", "-C", text(directory)])
         // As it lies there, from where the daemon works.
         .args(["disk.qcow2", "-f", "qcow2", "--name", "vm1", "--qmp", &address])
         .start();
-    let size = || Client::new("nbdinfo").args(["--size", &weir.uri("vm1")]).succeeds();
+    let size = || TestClient::new("nbdinfo").args(["--size", &weir.uri("vm1")]).succeeds();
     let resize =
         |options: &[&str]| weir_image(&["resize"]).args(options).arg(&image).env("WEIR_QMP", &address);
     let said = resize(&[]).arg("+1M").succeeds();
-    assert_says(&said, &[&format!("by the daemon at {address}, which serves it as vm1")]);
+    assert_contains(&said, &[&format!("by the daemon at {address}, which serves it as vm1")]);
     assert_eq!(size().trim(), (2 * MIB).to_string());
     let refused = resize(&[]).arg("1M").run();
     assert_eq!(refused.code(), 2);
-    assert_says(&refused.said(), &["loses the data beyond it", "--shrink"]);
+    assert_contains(&refused.stderr(), &["loses the data beyond it", "--shrink"]);
     assert_eq!(resize(&["--shrink", "--quiet"]).arg("1536K").succeeds(), "");
     assert_eq!(size().trim(), (3 * MIB / 2).to_string());
     for (options, why) in [
@@ -196,14 +196,14 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
     ] {
         let refused = resize(options).arg("+1M").run();
         assert_eq!(refused.code(), 2);
-        assert_says(&refused.said(), &[why]);
+        assert_contains(&refused.stderr(), &[why]);
     }
     // Another daemon has it than the one that is asked.
     let elsewhere = resize(&[]).arg("+1M").env("WEIR_QMP", format!("unix:{}", text(&scratch.path("none"))));
-    assert_says(&elsewhere.fails(), &["disk.qcow2: locked for writing", "WEIR_QMP", "`block_resize`"]);
+    assert_contains(&elsewhere.fails(), &["disk.qcow2: locked for writing", "WEIR_QMP", "`block_resize`"]);
     assert_eq!(size().trim(), (3 * MIB / 2).to_string());
     weir.stop();
-    assert_says(&weir_image(&["info", text(&image)]).succeeds(), &["1572864"]);
+    assert_contains(&weir_image(&["info", text(&image)]).succeeds(), &["1572864"]);
 }
 
 #[test]
@@ -212,9 +212,9 @@ fn weir_refuses_to_write_what_qemu_reads() {
     // Of a raw image that it only reads, QEMU bears that others write to it.
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
-    let _qemu = QemuIo::open(&["-r", "-f", "qcow2"], &image);
+    let _qemu = OpenQemuIo::open(&["-r", "-f", "qcow2"], &image);
     let serve = || Serve::new(&scratch).arg(&image).args(["--format", "raw"]);
-    assert_says(&serve().fails(), &["disk.qcow2: another process has locked it against writing", "qemu-io"]);
+    assert_contains(&serve().fails(), &["disk.qcow2: another process has locked it against writing", "qemu-io"]);
     serve().arg("--read-only").start().stop();
 }
 
@@ -224,24 +224,24 @@ fn two_weirs_exclude_each_other_unless_both_read() {
     let image = scratch.sparse("disk.raw", MIB);
     let writer = Serve::new(&scratch).arg(&image).start();
     let said = Serve::new(&other).arg(&image).fails();
-    assert_says(
+    assert_contains(
         &said,
         &["disk.raw: locked for writing by another process", &writer.pid().to_string(), "weir"],
     );
     let said = weir_image(&["resize", "-f", "raw", text(&image), "2M"]).fails();
-    assert_says(&said, &["disk.raw: locked for writing by another process", "`block_resize`"]);
+    assert_contains(&said, &["disk.raw: locked for writing by another process", "`block_resize`"]);
     writer.stop();
     let first = Serve::new(&scratch).arg(&image).arg("--read-only").start();
     let second = Serve::new(&other).arg(&image).arg("--read-only").start();
     for weir in [&first, &second] {
-        Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
+        TestClient::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
     }
 }
 
 #[test]
-fn sharing_is_for_reading_alone() {
+fn force_share_is_read_only() {
     let said = Serve::sparse(MIB).arg("--force-share").rejects_usage();
-    assert_says(&said, &["--force-share", "read-only"]);
+    assert_contains(&said, &["--force-share", "read-only"]);
 }
 
 /// No other process is involved, and none can be stopped.

@@ -17,12 +17,12 @@ use nix::{
 use serde_json::json;
 
 use crate::harness::{
-    Client, DEADLINE, MIB, Qmp, Scratch, WEIR, assert_says,
+    TestClient, DEADLINE, MIB, Qmp, Scratch, WEIR, assert_contains,
     fuse_server::{FLUSH, FuseServer, OPEN, RELEASE, WRITE},
     text, weir,
 };
 
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+fn wait_for(what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + DEADLINE;
     while !is_so() {
         assert!(Instant::now() < until, "not until the deadline: {what}");
@@ -41,17 +41,17 @@ fn serve(scratch: &Scratch, log: impl Into<Stdio>) -> (Child, String) {
         .stderr(log)
         .spawn()
         .expect("it starts");
-    wait_until("it listens", || socket.exists());
+    wait_for("it listens", || socket.exists());
     (weir, format!("nbd+unix:///disk?socket={}", text(&socket)))
 }
 
 #[test]
-fn a_full_file_system_ends_no_daemon() {
+fn full_log_file_system_does_not_end_the_daemon() {
     let scratch = Scratch::new();
     let full = File::options().write(true).open("/dev/full").unwrap();
     let (mut weir, uri) = serve(&scratch, full);
     for _ in 0..3 {
-        Client::new("nbdinfo").arg(&uri).succeeds();
+        TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
     assert_eq!(weir.try_wait().unwrap(), None, "it has ended");
     weir.kill().unwrap();
@@ -59,13 +59,13 @@ fn a_full_file_system_ends_no_daemon() {
 }
 
 #[test]
-fn a_reader_who_has_gone_ends_no_daemon() {
+fn closed_log_pipe_does_not_end_the_daemon() {
     let scratch = Scratch::new();
     let (reader, writer) = std::io::pipe().unwrap();
     let (mut weir, uri) = serve(&scratch, writer);
     drop(reader);
     for _ in 0..3 {
-        Client::new("nbdinfo").arg(&uri).succeeds();
+        TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
     assert_eq!(weir.try_wait().unwrap(), None, "it has ended");
     weir.kill().unwrap();
@@ -73,19 +73,19 @@ fn a_reader_who_has_gone_ends_no_daemon() {
 }
 
 #[test]
-fn a_reader_who_stands_still_keeps_nobody_waiting_and_hears_what_is_missing() {
+fn stalled_log_reader_blocks_nothing_and_drops_are_counted() {
     let scratch = Scratch::new();
     let (reader, writer) = std::io::pipe().unwrap();
     // A page: full after a few clients.
     nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
     let (mut weir, uri) = serve(&scratch, writer);
     for _ in 0..20 {
-        Client::new("nbdinfo").arg(&uri).succeeds();
+        TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
     // A pipe's content at a time: the log waits for a second, and then leaves lines out.
     let (reader, text, last) = (RefCell::new(reader), RefCell::new(String::new()), Cell::new(Instant::now()));
-    wait_until("it says what is missing", || {
-        Client::new("nbdinfo").arg(&uri).succeeds();
+    wait_for("it says what is missing", || {
+        TestClient::new("nbdinfo").arg(&uri).succeeds();
         if last.get().elapsed() > Duration::from_secs(2) {
             last.set(Instant::now());
             let mut content = [0; 4096];
@@ -101,7 +101,7 @@ fn a_reader_who_stands_still_keeps_nobody_waiting_and_hears_what_is_missing() {
 }
 
 #[test]
-fn a_log_on_a_file_system_that_does_not_answer_stops_no_thread() {
+fn hung_log_file_system_blocks_no_thread() {
     let scratch = Scratch::new();
     let fuse = FuseServer::mount(&scratch.path("mount"), MIB as usize);
     let (socket, image, control) =
@@ -114,20 +114,20 @@ fn a_log_on_a_file_system_that_does_not_answer_stops_no_thread() {
         .spawn()
         .expect("it starts");
     let log = || String::from_utf8_lossy(&fuse.content()[MIB as usize..]).into_owned();
-    wait_until("it is ready", || log().contains(" ready "));
+    wait_for("it is ready", || log().contains(" ready "));
     let uri = format!("nbd+unix:///disk?socket={}", text(&socket));
-    fuse.stop(&[WRITE]);
-    Client::new("nbdinfo").arg(&uri).succeeds();
-    fuse.wait_until_held(WRITE);
+    fuse.block_requests(&[WRITE]);
+    TestClient::new("nbdinfo").arg(&uri).succeeds();
+    fuse.wait_until_blocked(WRITE);
     for _ in 0..3 {
-        Client::new("nbdinfo").arg(&uri).succeeds();
+        TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
-    assert!(Qmp::negotiated(&control).ask("query-block", json!({}))["return"].is_array());
+    assert!(Qmp::negotiated(&control).command_reply("query-block", json!({}))["return"].is_array());
     // Opening the log again does not wait for its writer, and neither does a reload.
     kill(Pid::from_raw(weir.id() as i32), Signal::SIGHUP).unwrap();
-    Client::new("nbdinfo").arg(&uri).succeeds();
-    fuse.go_on();
-    wait_until("later lines are written", || log().contains("SIGHUP"));
+    TestClient::new("nbdinfo").arg(&uri).succeeds();
+    fuse.unblock();
+    wait_for("later lines are written", || log().contains("SIGHUP"));
     kill(Pid::from_raw(weir.id() as i32), Signal::SIGTERM).unwrap();
     assert!(weir.wait().unwrap().success());
     assert!(log().contains("stopped"), "{}", log());
@@ -135,7 +135,7 @@ fn a_log_on_a_file_system_that_does_not_answer_stops_no_thread() {
 
 /// The log is opened again, and lines reach it, while the close of its former file hangs.
 #[test]
-fn closing_a_log_on_a_file_system_that_does_not_answer_stops_no_line() {
+fn hung_close_of_the_log_delays_no_line() {
     let scratch = Scratch::new();
     let fuse = FuseServer::mount(&scratch.path("mount"), MIB as usize);
     let mut weir = Command::new(WEIR)
@@ -145,24 +145,24 @@ fn closing_a_log_on_a_file_system_that_does_not_answer_stops_no_line() {
         .expect("it starts");
     let log = || String::from_utf8_lossy(&fuse.content()[MIB as usize..]).into_owned();
     let signal = |signal| kill(Pid::from_raw(weir.id() as i32), signal).unwrap();
-    wait_until("it is ready", || log().contains(" ready "));
-    fuse.stop(&[FLUSH, RELEASE]);
+    wait_for("it is ready", || log().contains(" ready "));
+    fuse.block_requests(&[FLUSH, RELEASE]);
     signal(Signal::SIGUSR1);
-    fuse.wait_until_held(FLUSH);
+    fuse.wait_until_blocked(FLUSH);
     let opened = "SIGUSR1: the request to open the log's file again was handled";
-    wait_until("a line is written", || log().contains(opened));
+    wait_for("a line is written", || log().contains(opened));
     signal(Signal::SIGUSR1);
-    wait_until("later lines are written", || log().matches(opened).count() == 2);
-    fuse.go_on();
+    wait_for("later lines are written", || log().matches(opened).count() == 2);
+    fuse.unblock();
     // Opening it hangs: the next request does not wait as well, and is carried out later.
-    fuse.stop(&[OPEN]);
+    fuse.block_requests(&[OPEN]);
     signal(Signal::SIGUSR1);
-    fuse.wait_until_held(OPEN);
+    fuse.wait_until_blocked(OPEN);
     signal(Signal::SIGUSR1);
-    wait_until("the second request returns", || log().contains("SIGUSR1: the file system of the log"));
+    wait_for("the second request returns", || log().contains("SIGUSR1: the file system of the log"));
     assert_eq!(log().matches(opened).count(), 2);
-    fuse.go_on();
-    wait_until("it is opened", || log().matches(opened).count() == 3);
+    fuse.unblock();
+    wait_for("it is opened", || log().matches(opened).count() == 3);
     signal(Signal::SIGTERM);
     assert!(weir.wait().unwrap().success());
 }
@@ -177,7 +177,7 @@ fn a_daemon_in_the_background_logs_to_its_file_which_can_be_rotated() {
     let logging = ["--daemonize", "--pid-file", text(&pid), "--log-file", text(&log)];
     let outcome = weir(&[&serve[..], &logging].concat()).run();
     assert_eq!(
-        (outcome.ended(), outcome.said().as_str()),
+        (outcome.status(), outcome.stderr().as_str()),
         (Some(0), ""),
         "nothing is written to standard error"
     );
@@ -190,13 +190,13 @@ fn a_daemon_in_the_background_logs_to_its_file_which_can_be_rotated() {
     std::fs::rename(&log, &moved).unwrap();
     let signal = |signal| kill(Pid::from_raw(number), signal).unwrap();
     signal(Signal::SIGUSR1);
-    wait_until("the new file has later lines", || read(&log).contains("SIGUSR1"));
+    wait_for("the new file has later lines", || read(&log).contains("SIGUSR1"));
     assert!(!read(&moved).contains("SIGUSR1"), "{}", read(&moved));
     std::fs::remove_file(&log).unwrap();
     signal(Signal::SIGHUP);
-    wait_until("SIGHUP opens it again, too", || read(&log).contains("SIGHUP"));
+    wait_for("SIGHUP opens it again, too", || read(&log).contains("SIGHUP"));
     signal(Signal::SIGTERM);
-    wait_until("it ends", || !pid.exists());
+    wait_for("it ends", || !pid.exists());
     let refused = weir(&[&serve[..], &["--log-file", text(&scratch.path("no/such/directory"))]].concat());
-    assert_says(&refused.fails(), &["log-file", "cannot be written"]);
+    assert_contains(&refused.fails(), &["log-file", "cannot be written"]);
 }

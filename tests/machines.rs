@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::{
     bench::bench,
     harness::{
-        Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_img, qemu_io, text, until,
+        TestClient, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_contains, qemu_img, qemu_io, text, poll_until,
         weir_image,
     },
 };
@@ -41,7 +41,7 @@ fn number(front_end: &mut UnixStream, code: u32) -> u64 {
 }
 
 /// Sends numbers, and a file beside them.
-pub(crate) fn pass(front_end: &UnixStream, code: u32, numbers: &[u64], file: &File) -> nix::Result<()> {
+pub(crate) fn send_with_descriptor(front_end: &UnixStream, code: u32, numbers: &[u64], file: &File) -> nix::Result<()> {
     let payload: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
     let message = [[code, 1, payload.len() as u32].map(u32::to_le_bytes).concat(), payload].concat();
     let descriptors = [file.as_raw_fd()];
@@ -59,7 +59,7 @@ pub(crate) fn front_end(path: &Path) -> UnixStream {
 }
 
 /// Whether the next machine is answered.
-fn is_let_in(path: &Path) -> bool {
+fn is_accepted(path: &Path) -> bool {
     let mut machine = front_end(path);
     // It may be closed before.
     let _ = machine.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat());
@@ -67,7 +67,7 @@ fn is_let_in(path: &Path) -> bool {
 }
 
 /// Whether the other side has hung up.
-fn is_turned_away(mut front_end: UnixStream) -> bool {
+fn is_rejected(mut front_end: UnixStream) -> bool {
     matches!(front_end.read(&mut [0]), Ok(0) | Err(_))
 }
 
@@ -104,7 +104,7 @@ const DISCARD: u64 = 1 << 13;
 const WRITE_ZEROES: u64 = 1 << 14;
 
 #[test]
-fn what_is_said_of_a_machine_at_the_control_socket_is_offered_to_it() {
+fn export_options_over_qmp_reach_the_front_end() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
     let (weir, mut qmp) = controlled(&scratch);
@@ -130,15 +130,15 @@ fn what_is_said_of_a_machine_at_the_control_socket_is_offered_to_it() {
         qmp.event("BLOCK_EXPORT_DELETED");
     }
     let nbd = json!({"type": "nbd", "id": "n", "node-name": "disk", "name": "n", "writethrough": true});
-    let (_, said) = qmp.refused("block-export-add", nbd);
-    assert_says(&said, &["writethrough", "cache = \"writethrough\""]);
-    let (_, said) = qmp.refused("block-export-add", add(json!({"logical-block-size": 8192})));
-    assert_says(&said, &["logical-block-size", "512, 1024, 2048 or 4096"]);
-    let (_, said) = qmp.refused("block-export-add", add(json!({"iothread": "io0"})));
-    assert_says(&said, &["iothread \"io0\" not found", "--workers"]);
+    let (_, said) = qmp.command_error("block-export-add", nbd);
+    assert_contains(&said, &["writethrough", "cache = \"writethrough\""]);
+    let (_, said) = qmp.command_error("block-export-add", add(json!({"logical-block-size": 8192})));
+    assert_contains(&said, &["logical-block-size", "512, 1024, 2048 or 4096"]);
+    let (_, said) = qmp.command_error("block-export-add", add(json!({"iothread": "io0"})));
+    assert_contains(&said, &["iothread \"io0\" not found", "--workers"]);
     // One that listens itself is called, which this sandbox does not let it.
-    let (_, said) = qmp.refused("block-export-add", add(json!({"client": true})));
-    assert_says(&said, &["does not let this daemon call a virtual machine"]);
+    let (_, said) = qmp.command_error("block-export-add", add(json!({"client": true})));
+    assert_contains(&said, &["does not let this daemon call a virtual machine"]);
     weir.stop();
 }
 
@@ -160,8 +160,8 @@ fn a_machine_is_served_beside_other_clients() {
     let mut first = front_end(&socket);
     let offered = features(&mut first);
     assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
-    assert!(is_turned_away(front_end(&socket)), "one machine at a time");
-    assert_says(
+    assert!(is_rejected(front_end(&socket)), "one machine at a time");
+    assert_contains(
         &weir.wait_for_log("was turned away from disk disk"),
         &["client_rejected", "is connected"],
     );
@@ -171,17 +171,17 @@ fn a_machine_is_served_beside_other_clients() {
         (&json!(1), &json!(0), &json!("disk"))
     );
     let process = format!("process={}", std::process::id());
-    assert_says(&weir.wait_for_log("a front end has connected"), &["export=disk@unix:", &process]);
+    assert_contains(&weir.wait_for_log("a front end has connected"), &["export=disk@unix:", &process]);
     drop(first);
-    assert_says(&weir.wait_for_log("the front end has disconnected"), &["export=disk@unix:", &process]);
+    assert_contains(&weir.wait_for_log("the front end has disconnected"), &["export=disk@unix:", &process]);
     // Until it has been seen to go, others may be turned away.
-    while !is_let_in(&socket) {}
+    while !is_accepted(&socket) {}
     weir.stop();
     assert!(!socket.exists(), "the socket's file goes with the daemon");
 }
 
 #[test]
-fn a_machine_with_more_queues_than_there_are_is_told_of() {
+fn too_many_queues_are_reported() {
     /// `VHOST_USER_GET_QUEUE_NUM`.
     const QUEUES: u32 = 17;
     let scratch = Scratch::new();
@@ -195,13 +195,13 @@ fn a_machine_with_more_queues_than_there_are_is_told_of() {
     assert_eq!(number(&mut more, QUEUES), 2);
     drop(more);
     let said = weir.wait_for_log("asking for the number of queues");
-    assert_says(&said, &["WARN", "queues=2", "probably has more", "(give this export as many as"]);
+    assert_contains(&said, &["WARN", "queues=2", "probably has more", "(give this export as many as"]);
     let log = weir.stop();
     assert_eq!(log.matches("the number of queues").count(), 1, "{log}");
 }
 
 #[test]
-fn a_disk_that_a_machine_has_is_resized_by_whole_blocks() {
+fn exported_disk_is_resized_in_whole_blocks() {
     let scratch = Scratch::new();
     let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
     let disk = scratch.sparse("disk.raw", MIB);
@@ -213,16 +213,16 @@ fn a_disk_that_a_machine_has_is_resized_by_whole_blocks() {
     let weir = serve().start();
     let mut qmp = Qmp::negotiated(&control);
     let resize = |size: u64| json!({"node-name": "disk", "size": size});
-    let (_, said) = qmp.refused("block_resize", resize(MIB + 512));
+    let (_, said) = qmp.command_error("block_resize", resize(MIB + 512));
     let sizes = "has blocks of 4096 bytes (make it 1048576 or 1052672)";
-    assert_says(&said, &["cannot be: export disk@unix:", sizes]);
+    assert_contains(&said, &["cannot be: export disk@unix:", sizes]);
     for (size, why) in [
         ("1049088", ["disk.raw: 1049088 bytes cannot be: export disk@unix:", sizes]),
         ("+1", ["disk.raw: the size 1048577 is not a multiple of 512", "1048576 or 1049088"]),
     ] {
         let resize = weir_image(&["resize", "-f", "raw", text(&disk), size]);
         let said = resize.env("WEIR_QMP", format!("unix:{}", text(&control))).fails();
-        assert_says(&said, &why);
+        assert_contains(&said, &why);
     }
     assert_eq!(fs::metadata(&disk).expect("it is there").len(), MIB);
     qmp.command("block_resize", resize(MIB + 4096));
@@ -232,7 +232,7 @@ fn a_disk_that_a_machine_has_is_resized_by_whole_blocks() {
 }
 
 #[test]
-fn machines_come_and_go_at_the_control_socket() {
+fn exports_are_added_and_removed_over_qmp() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
     let (weir, mut qmp) = controlled(&scratch);
@@ -240,18 +240,18 @@ fn machines_come_and_go_at_the_control_socket() {
     let add =
         json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "addr": address, "num-queues": 4});
     qmp.command("block-export-add", add.clone());
-    let (_, said) = qmp.refused("block-export-add", add);
+    let (_, said) = qmp.command_error("block-export-add", add);
     assert_eq!(said, "Block export id 'e' is already in use");
     let listed = qmp.command("query-block-exports", json!({}));
     let listed = listed.as_array().expect("a list").iter().find(|export| export["id"] == "e");
     assert_eq!(listed.expect("it is there")["type"], "vhost-user-blk");
     let mut machine = front_end(&socket);
     assert_ne!(features(&mut machine) & READ_ONLY, 0, "writable is false unless it is said");
-    let (_, said) = qmp.refused("block-export-del", json!({"id": "e"}));
-    assert_says(&said, &["still in use: ", &format!("({})", std::process::id())]);
+    let (_, said) = qmp.command_error("block-export-del", json!({"id": "e"}));
+    assert_contains(&said, &["still in use: ", &format!("({})", std::process::id())]);
     qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     assert_eq!(qmp.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
-    assert!(is_turned_away(machine));
+    assert!(is_rejected(machine));
     assert!(!socket.exists());
 
     for (wrong, expect) in [
@@ -261,14 +261,14 @@ fn machines_come_and_go_at_the_control_socket() {
         (json!({"type": "unix", "path": scratch.path("no/where")}), "the directory"),
     ] {
         let add = json!({"type": "vhost-user-blk", "id": "f", "node-name": "disk", "addr": wrong});
-        let (_, said) = qmp.refused("block-export-add", add);
-        assert_says(&said, &[expect]);
+        let (_, said) = qmp.command_error("block-export-add", add);
+        assert_contains(&said, &[expect]);
     }
     weir.stop();
 }
 
 #[test]
-fn machines_that_come_and_go_are_events_with_their_processes() {
+fn front_end_connections_are_events_with_processes() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
     let (weir, mut qmp) = controlled(&scratch);
@@ -287,7 +287,7 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
     for _ in 0..2 {
         bench("-c 10 -s 4K", format!("vhost-user:{}", text(&socket))).succeeds();
     }
-    let events = until(|| Some(of_machines()).filter(|events| events.len() == 4));
+    let events = poll_until(|| Some(of_machines()).filter(|events| events.len() == 4));
     assert_eq!(kinds(&events), ["session_started", "session_ended", "session_started", "session_ended"]);
     for pair in events.chunks(2) {
         let [came, went] = [&pair[0], &pair[1]].map(|event| &event["data"]);
@@ -300,10 +300,10 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
     // One that has no ring does not use the disk, whatever it says.
     let mut first = front_end(&socket);
     features(&mut first);
-    assert!(is_turned_away(front_end(&socket)));
+    assert!(is_rejected(front_end(&socket)));
     first.write_all(&[0xff; 12]).expect("it reads");
-    assert!(is_turned_away(first));
-    let events = until(|| Some(of_machines().split_off(4)).filter(|events| events.len() >= 2));
+    assert!(is_rejected(first));
+    let events = poll_until(|| Some(of_machines().split_off(4)).filter(|events| events.len() >= 2));
     assert_eq!(kinds(&events), ["client_rejected", "client_disconnected"]);
     let ours = json!(std::process::id());
     let [away, fault] = [&events[0]["data"], &events[1]["data"]];
@@ -311,7 +311,7 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
         [&away["front-end"]["pid"], &away["connected"]["pid"], &fault["front-end"]["pid"]],
         [&ours; 3]
     );
-    assert_says(fault["reason"].as_str().expect("why"), &["not a message"]);
+    assert_contains(fault["reason"].as_str().expect("why"), &["not a message"]);
     let log = weir.stop();
     for said in ["was turned away from disk disk", "was disconnected from disk disk"] {
         assert_eq!(log.matches(said).count(), 1, "a line for each: {log}");
@@ -319,52 +319,52 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
 }
 
 #[test]
-fn what_cannot_be_served_to_machines_is_said_at_the_start() {
+fn invalid_vhost_user_exports_fail_the_start() {
     let scratch = Scratch::new();
     let [one, two] = ["one.raw", "two.raw"].map(|name| scratch.sparse(name, MIB));
-    let serve = || Serve::new(&scratch).where_said().arg(&one);
+    let serve = || Serve::new(&scratch).at_given_addresses().arg(&one);
     let socket = format!("unix:{}", text(&scratch.path("vm")));
     let said = serve().arg(&two).args(["--vhost-user-blk", &socket]).rejects_usage();
-    assert_says(&said, &["--vhost-user-blk: times given: 1, images: 2"]);
+    assert_contains(&said, &["--vhost-user-blk: times given: 1, images: 2"]);
     let both = ["--vhost-user-blk", &socket, "--vhost-user-blk", &socket];
     let said = serve().arg(&two).args(both).rejects_usage();
-    assert_says(&said, &["another export has the same address"]);
+    assert_contains(&said, &["another export has the same address"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
-    assert_says(&said, &["another export has the same address"]);
+    assert_contains(&said, &["another export has the same address"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
-    assert_says(&said, &["disks are exported at this socket"]);
+    assert_contains(&said, &["disks are exported at this socket"]);
     let said = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();
-    assert_says(&said, &["is not a Unix socket"]);
+    assert_contains(&said, &["is not a Unix socket"]);
     let file = scratch.file("file", "precious");
     let said = serve().args(["--vhost-user-blk", &format!("unix:{}", text(&file))]).fails();
-    assert_says(&said, &["a file that is not a socket exists there"]);
+    assert_contains(&said, &["a file that is not a socket exists there"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
 
     let odd = scratch.sparse("odd.raw", MIB + 1012);
     for check in [&[][..], &["--check"]] {
-        let serve = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &socket]);
+        let serve = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &socket]);
         let said = serve.args(check).fails();
-        assert_says(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
+        assert_contains(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
     }
     assert!(!scratch.path("vm").exists());
 
     let odd = scratch.sparse("odd.raw", MIB + 512);
     let large = format!("{socket},logical-block-size=4096");
-    let said = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &large]).fails();
-    assert_says(&said, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
+    let said = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &large]).fails();
+    assert_contains(&said, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
 
     let config = |export: &str| {
         let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
-        Serve::new(&scratch).where_said().arg("--config").arg(scratch.file("weir.toml", text))
+        Serve::new(&scratch).at_given_addresses().arg("--config").arg(scratch.file("weir.toml", text))
     };
     let said = config("type = \"vhost-user-blk\"").fails();
-    assert_says(&said, &["weir.toml:4", "no socket"]);
+    assert_contains(&said, &["weir.toml:4", "no socket"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 0").fails();
-    assert_says(&said, &["is not a number of queues"]);
+    assert_contains(&said, &["is not a number of queues"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm,queues=4\"").fails();
-    assert_says(&said, &["weir.toml:4", "has a comma", "are keys here"]);
+    assert_contains(&said, &["weir.toml:4", "has a comma", "are keys here"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
-    assert_says(&said, &["name"]);
+    assert_contains(&said, &["name"]);
     let keys = "queues = 4, logical-block-size = 2048, read-only = true";
     let weir = config(&format!("type = \"vhost-user-blk\", listen = \"unix:vm\", {keys}")).start();
     let path = scratch.path("vm");
@@ -376,7 +376,7 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
 }
 
 #[test]
-fn a_backup_reads_beside_a_machine_and_within_the_limits_of_the_disk() {
+fn backup_over_nbd_shares_the_disks_limits() {
     let scratch = Scratch::new();
     let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
     let weir = Serve::new(&scratch)
@@ -392,8 +392,8 @@ fn a_backup_reads_beside_a_machine_and_within_the_limits_of_the_disk() {
     let uri = weir.uri("backup");
     qemu_img(["compare", "-f", "raw", "-F", "raw", &uri, text(&scratch.sparse("zeroes.raw", MIB))])
         .succeeds();
-    Client::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 1M", &uri]).succeeds();
-    Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
+    TestClient::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 1M", &uri]).succeeds();
+    TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
     let disk = &qmp.command("x-weir-query-status", json!({}))["disks"][0];
     assert!(disk["reads"]["bytes"].as_u64() >= Some(MIB), "counted as any other: {disk}");
     let machine_of =
@@ -405,7 +405,7 @@ fn a_backup_reads_beside_a_machine_and_within_the_limits_of_the_disk() {
 }
 
 #[test]
-fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
+fn handover_image_is_unlocked_without_a_front_end() {
     let scratches = [Scratch::new(), Scratch::new()];
     let image = scratches[0].sparse("disk.raw", MIB);
     let serve = |scratch: &Scratch, image: &Path, more: &[&str]| {
@@ -417,38 +417,38 @@ fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
     let weirs = scratches.each_ref().map(|scratch| serve(scratch, &image, &["--format", "raw"]).start());
     qemu_io(["-f", "raw"], ["write -P 7 0 4k"], &image);
     for (weir, scratch) in weirs.iter().zip(&scratches) {
-        assert!(is_let_in(&scratch.path("vm")));
-        Client::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
+        assert!(is_accepted(&scratch.path("vm")));
+        TestClient::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
     }
     let mut qmp = Qmp::negotiated(&scratches[0].path("qmp"));
-    let (_, said) = qmp.refused("block_resize", json!({"node-name": "disk", "size": 2 * MIB}));
-    assert_says(&said, &["only while a machine uses it, and none does (start the machine first"]);
+    let (_, said) = qmp.command_error("block_resize", json!({"node-name": "disk", "size": 2 * MIB}));
+    assert_contains(&said, &["only while a machine uses it, and none does (start the machine first"]);
     drop(qmp);
     weirs.into_iter().for_each(|weir| _ = weir.stop());
 
     let [scratch, _] = scratches;
     let said = serve(&scratch, &image, &["--read-only"]).rejects_usage();
-    assert_says(&said, &["--handover: is for writable disks only"]);
+    assert_contains(&said, &["--handover: is for writable disks only"]);
     let said = serve(&scratch, Path::new("memory:1M"), &[]).rejects_usage();
-    assert_says(&said, &["--handover: is for images in files"]);
+    assert_contains(&said, &["--handover: is for images in files"]);
 }
 
 #[test]
-fn weir_connects_to_a_machine_that_listens() {
+fn weir_connects_to_a_listening_front_end() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
     let machine = format!("unix:{},client", text(&socket));
     let weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .arg(scratch.sparse("disk.raw", MIB))
         .args(["--vhost-user-blk", &machine])
         .start();
-    assert_says(weir.ready_line(), &[",client"]);
+    assert_contains(weir.ready_line(), &[",client"]);
     let said = weir.wait_for_log("cannot connect to a front end");
-    assert_says(&said, &["export=disk", text(&socket), "No such file or directory"]);
+    assert_contains(&said, &["export=disk", text(&socket), "No such file or directory"]);
     // A reason that is another one is told, once.
     drop(UnixListener::bind(&socket).expect("the directory is ours"));
-    assert_says(&weir.wait_for_log("Connection refused"), &["export=disk"]);
+    assert_contains(&weir.wait_for_log("Connection refused"), &["export=disk"]);
     // It is there later, and again after it has gone.
     for _ in 0..2 {
         let _ = fs::remove_file(&socket);
@@ -462,16 +462,16 @@ fn weir_connects_to_a_machine_that_listens() {
 }
 
 #[test]
-fn a_limit_that_holds_no_machine_is_told_of_with_what_is_enough() {
+fn too_low_memory_limit_is_reported_with_a_sufficient_one() {
     let scratch = Scratch::new();
     let serve = |limit: &str| {
         let limit = format!("--nofile={limit}:{limit}");
         let machine = format!("unix:{},queues=200", text(&scratch.socket("machine")));
-        let serve = Serve::new(&scratch).behind(["prlimit", &limit]).arg("memory:1M");
+        let serve = Serve::new(&scratch).wrapped_by(["prlimit", &limit]).arg("memory:1M");
         serve.args(["--vhost-user-blk", &machine])
     };
     let said = serve("200").fails();
-    assert_says(
+    assert_contains(
         &said,
         &[
             "descriptors: 217 are reserved for virtual machines with 200 queues, which leaves ",
@@ -480,42 +480,42 @@ fn a_limit_that_holds_no_machine_is_told_of_with_what_is_enough() {
             "fewer queues",
         ],
     );
-    let checked = serve("200").where_said().arg("--check").fails();
-    assert_says(&checked, &["descriptors: 217 are reserved for virtual machines with 200 queues"]);
+    let checked = serve("200").at_given_addresses().arg("--check").fails();
+    assert_contains(&checked, &["descriptors: 217 are reserved for virtual machines with 200 queues"]);
     let enough = said.split_once("it needs ").and_then(|(_, rest)| rest.split(' ').next());
     serve(enough.expect("a number")).start().stop();
     let said = serve("9").fails();
-    assert_says(&said, &["a worker cannot be started: Too many open files", "LimitNOFILE="]);
+    assert_contains(&said, &["a worker cannot be started: Too many open files", "LimitNOFILE="]);
 }
 
 #[test]
-fn who_takes_one_kind_of_socket_for_the_other_is_told_of() {
+fn nbd_and_vhost_user_confusion_is_reported() {
     let scratch = Scratch::new();
     let (machine, nbd) = (scratch.socket("machine"), scratch.socket("nbd"));
     let at = |path: &Path| format!("unix:{}", text(path));
     let weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .args(["memory:1M", "--vhost-user-blk", &at(&machine), "--nbd", &at(&nbd)])
         .start();
     // A client of NBD waits until it is greeted.
     let client = UnixStream::connect(&machine).expect("it listens");
     let said = weir.wait_for_log("has sent nothing for 10 s");
     let process = format!("process={}", std::process::id());
-    assert_says(&said, &["is it an NBD client? (this socket is for vhost-user-blk", &process]);
+    assert_contains(&said, &["is it an NBD client? (this socket is for vhost-user-blk", &process]);
     drop(client);
     let mut front_end = front_end(&nbd);
     front_end.write_all(&[1, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
-    assert_says(&weir.wait_for_log("speaks vhost-user"), &["this socket is for NBD", "--vhost-user-blk"]);
+    assert_contains(&weir.wait_for_log("speaks vhost-user"), &["this socket is for NBD", "--vhost-user-blk"]);
     weir.stop();
 }
 
 #[test]
-fn a_machine_leaves_descriptors_to_others() {
+fn front_end_cannot_use_all_descriptors() {
     let scratch = Scratch::new();
     let socket = scratch.socket("machine");
     // More than one machine may have, less what is kept.
     let weir = Serve::new(&scratch)
-        .behind(["prlimit", "--nofile=640"])
+        .wrapped_by(["prlimit", "--nofile=640"])
         .arg(scratch.sparse("disk.raw", MIB))
         .args(["--vhost-user-blk", &format!("unix:{}", text(&socket))])
         .start();
@@ -524,11 +524,11 @@ fn a_machine_leaves_descriptors_to_others() {
     let greedy = front_end(&socket);
     // VHOST_USER_ADD_MEM_REG; it may be closed before the last.
     for at in (0..509).map(|number| number * 4096) {
-        if pass(&greedy, 37, &[0, at, 4096, (1 << 32) + at, at], &memory).is_err() {
+        if send_with_descriptor(&greedy, 37, &[0, at, 4096, (1 << 32) + at, at], &memory).is_err() {
             break;
         }
     }
-    assert!(is_turned_away(greedy));
+    assert!(is_rejected(greedy));
     weir.wait_for_log("than one client may have");
-    assert!(is_let_in(&socket));
+    assert!(is_accepted(&socket));
 }

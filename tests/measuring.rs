@@ -4,16 +4,16 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::harness::{Client, LoopDevice, MIB, Scratch, assert_says, text, weir};
+use crate::harness::{TestClient, LoopDevice, MIB, Scratch, assert_contains, text, weir};
 
 /// A short probe that keeps its results with the test.
-fn probe(scratch: &Scratch) -> Client {
+fn probe(scratch: &Scratch) -> TestClient {
     let state = scratch.path("state");
     weir(&["probe", "--seconds", "1", "--accept", "--state", text(&state)])
 }
 
 #[test]
-fn a_directory_is_measured_and_left_as_it_was() {
+fn directory_is_measured_and_left_unchanged() {
     let scratch = Scratch::new();
     let directory = scratch.path("images");
     fs::create_dir(&directory).unwrap();
@@ -34,17 +34,17 @@ fn a_directory_is_measured_and_left_as_it_was() {
 }
 
 #[test]
-fn a_device_is_read_and_written_to_only_if_that_is_asked_for() {
+fn device_is_written_only_on_request() {
     let scratch = Scratch::new();
     let file = scratch.filled("device", 16 * MIB);
     let before = fs::read(&file).unwrap();
     let device = LoopDevice::attach(&file, 512);
     let printed = probe(&scratch).arg(device.path()).succeeds();
-    assert_says(&printed, &["random read", "not measured: writes: they would destroy", "kept in "]);
+    assert_contains(&printed, &["random read", "not measured: writes: they would destroy", "kept in "]);
     assert!(!printed.contains("random write"), "{printed}");
     assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
     let printed = probe(&scratch).arg("--write").arg(device.path()).succeeds();
-    assert_says(&printed, &["sequential write"]);
+    assert_contains(&printed, &["sequential write"]);
     drop(device);
     assert!(fs::read(&file).unwrap() != before, "it was written to");
 }
@@ -59,17 +59,17 @@ fn a_device_in_use_is_not_written_to() {
     start[4086..].copy_from_slice(b"SWAPSPACE2");
     fs::write(below.path(), &start).unwrap();
     let refused = probe(&scratch).arg("--write").arg(below.path()).fails();
-    assert_says(&refused, &["has the signature of swap space, which writing would destroy", "(add --force"]);
+    assert_contains(&refused, &["has the signature of swap space, which writing would destroy", "(add --force"]);
     let forced = probe(&scratch).args(["--write", "--force"]).arg(below.path()).succeeds();
-    assert_says(&forced, &["random write"]);
+    assert_contains(&forced, &["random write"]);
 }
 
 #[test]
-fn wrong_use_is_told_from_failure() {
+fn usage_errors_have_status_2() {
     let scratch = Scratch::new();
     assert_eq!(probe(&scratch).args(["--force", "/"]).run().code(), 2);
     assert_eq!(probe(&scratch).args(["--write", "--read-only", "/"]).run().code(), 2);
     let file = scratch.filled("a.raw", MIB);
     let refused = probe(&scratch).arg(&file).fails();
-    assert_says(&refused, &["weir: ", "is neither a directory nor a block device"]);
+    assert_contains(&refused, &["weir: ", "is neither a directory nor a block device"]);
 }

@@ -15,17 +15,17 @@ use serde_json::Value;
 
 use crate::{
     bench::{bench, interrupted, started},
-    harness::{Client, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, until, weir},
+    harness::{TestClient, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, poll_until, weir},
 };
 
 const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
 
-struct Daemon {
+struct MetricsDaemon {
     weir: Weir,
     socket: PathBuf,
 }
 
-impl Daemon {
+impl MetricsDaemon {
     fn start(scratch: &Scratch, serve: Serve) -> Self {
         let socket = scratch.socket("metrics");
         let weir = serve.args(["--metrics", &format!("unix:{}", text(&socket))]).start();
@@ -52,16 +52,16 @@ impl Daemon {
         (head, body)
     }
 
-    fn page(&self) -> Page {
+    fn page(&self) -> MetricsPage {
         let (head, body) = self.ask("GET /metrics", OPEN);
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
         assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
-        Page(String::from_utf8(body).unwrap())
+        MetricsPage(String::from_utf8(body).unwrap())
     }
 
     /// A page of which this is so; a page may be a moment old.
-    fn until(&self, is_so: impl Fn(&Page) -> bool) -> Page {
-        until(|| Some(self.page()).filter(&is_so))
+    fn until(&self, is_so: impl Fn(&MetricsPage) -> bool) -> MetricsPage {
+        poll_until(|| Some(self.page()).filter(&is_so))
     }
 }
 
@@ -81,9 +81,9 @@ fn unchunked(mut rest: &[u8]) -> Vec<u8> {
     }
 }
 
-struct Page(String);
+struct MetricsPage(String);
 
-impl Page {
+impl MetricsPage {
     /// A sample by its name and labels, as they are written.
     #[track_caller]
     fn value(&self, sample: &str) -> f64 {
@@ -114,12 +114,12 @@ fn read_each(weir: &Weir, export: &str, times: u32) {
 }
 
 #[test]
-fn figures_are_those_of_fio() {
+fn metrics_equal_the_figures_of_fio() {
     let scratch = Scratch::new();
     let serve = Serve::new(&scratch).args(["memory:16M", "--delay", "read=2ms,write=1ms"]);
-    let daemon = Daemon::start(&scratch, serve);
+    let daemon = MetricsDaemon::start(&scratch, serve);
     let output = scratch.path("fio.json");
-    Client::new("fio")
+    TestClient::new("fio")
         .args(["--name=both", "--ioengine=nbd", "--rw=randrw", "--size=16M", "--io_size=4M"])
         .args([
             "--bsrange=4k-16k",
@@ -176,12 +176,12 @@ fn figures_are_those_of_fio() {
 
 /// What a row of the document says of a family.
 #[derive(Debug, PartialEq, Eq)]
-struct Row {
+struct MetricFamilyRow {
     kind: String,
     labels: BTreeSet<String>,
 }
 
-fn documented() -> BTreeMap<String, Row> {
+fn documented() -> BTreeMap<String, MetricFamilyRow> {
     let document =
         fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md")).unwrap();
     let row = |line: &str| {
@@ -193,13 +193,13 @@ fn documented() -> BTreeMap<String, Row> {
         }
         let labels = labels.split(',').map(|label| label.trim().trim_matches('`').to_owned());
         let labels = labels.filter(|label| !label.is_empty()).collect();
-        Some((name.trim_end_matches('`').to_owned(), Row { kind: kind.clone(), labels }))
+        Some((name.trim_end_matches('`').to_owned(), MetricFamilyRow { kind: kind.clone(), labels }))
     };
     document.lines().filter_map(row).collect()
 }
 
 #[test]
-fn the_document_has_every_family_and_no_other() {
+fn document_lists_exactly_the_metric_families() {
     let scratch = Scratch::new();
     let image = scratch.path("a.qcow2");
     qemu_img(&["create", "-f", "qcow2", text(&image), "1M"]).succeeds();
@@ -212,14 +212,14 @@ fn the_document_has_every_family_and_no_other() {
             text(&image)
         ),
     );
-    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
     read_each(&daemon.weir, "a", 25);
     let page = daemon.page();
     let mut told = BTreeMap::new();
     for line in page.0.lines() {
         if let Some(family) = line.strip_prefix("# TYPE ") {
             let (name, kind) = family.split_once(' ').unwrap();
-            told.insert(name.to_owned(), Row { kind: kind.to_owned(), labels: BTreeSet::new() });
+            told.insert(name.to_owned(), MetricFamilyRow { kind: kind.to_owned(), labels: BTreeSet::new() });
         } else if let Some((name, labels)) = line.split_once('{')
             && !line.starts_with('#')
         {
@@ -246,7 +246,7 @@ fn the_document_has_every_family_and_no_other() {
 }
 
 #[test]
-fn whose_limit_held_is_told() {
+fn throttled_seconds_name_the_cause() {
     let scratch = Scratch::new();
     let config = scratch.file(
         "weir.toml",
@@ -254,7 +254,7 @@ fn whose_limit_held_is_told() {
          [disk.own]\nimage = \"memory:1M\"\niops-read = 4\n\
          [disk.shared]\nimage = \"memory:1M\"\ngroup = \"inner\"\n",
     );
-    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
     read_each(&daemon.weir, "own", 5);
     read_each(&daemon.weir, "shared", 4);
     let page = daemon.page();
@@ -278,12 +278,12 @@ fn whose_limit_held_is_told() {
 }
 
 #[test]
-fn a_disk_that_comes_is_measured_and_one_that_goes_is_not_told() {
+fn added_disks_have_metrics_and_removed_ones_none() {
     let scratch = Scratch::new();
     let control = scratch.socket("qmp");
     let at = format!("unix:{}", text(&control));
     let serve = Serve::new(&scratch).args(["memory:1M", "--qmp", &at]);
-    let daemon = Daemon::start(&scratch, serve);
+    let daemon = MetricsDaemon::start(&scratch, serve);
     let command = |arguments: &[&str]| weir(arguments).env("WEIR_QMP", &at).succeeds();
     command(&["disk", "add", "late", "memory:1M"]);
     read_each(&daemon.weir, "late", 3);
@@ -294,14 +294,14 @@ fn a_disk_that_comes_is_measured_and_one_that_goes_is_not_told() {
 }
 
 #[test]
-fn a_machine_is_told_by_its_rings() {
+fn vhost_user_exports_have_ring_metrics() {
     let scratch = Scratch::new();
     let socket = scratch.socket("vm");
     let machine = format!("unix:{}", text(&socket));
     let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a", "--iops-total", "1000"]);
-    let daemon = Daemon::start(&scratch, serve.args(["--vhost-user-blk", &machine]));
+    let daemon = MetricsDaemon::start(&scratch, serve.args(["--vhost-user-blk", &machine]));
     let labels = format!("{{export=\"a@{machine}\",disk=\"a\",type=\"vhost-user-blk\"}}");
-    let of = |page: &Page, family: &str| page.value(&format!("weir_export_{family}{labels}"));
+    let of = |page: &MetricsPage, family: &str| page.value(&format!("weir_export_{family}{labels}"));
     let target = format!("vhost-user:{}", text(&socket));
 
     bench("-c 100 -d 4 -s 4K", &target).succeeds();
@@ -331,14 +331,14 @@ fn a_machine_is_told_by_its_rings() {
 fn names_are_escaped() {
     let scratch = Scratch::new();
     let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a\"}\\ 1é"]);
-    let daemon = Daemon::start(&scratch, serve);
+    let daemon = MetricsDaemon::start(&scratch, serve);
     daemon.page().value("weir_disk_size_bytes{disk=\"a\\\"}\\\\ 1é\"}");
 }
 
 #[test]
-fn there_are_three_forms_and_one_page() {
+fn three_formats_on_one_path() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
     read_each(&daemon.weir, "memory", 3);
     let (head, body) = daemon.ask("GET /metrics", "*/*");
     assert!(head.contains("content-type: text/plain; version=0.0.4; charset=utf-8\r\n"), "{head}");
@@ -365,9 +365,9 @@ fn there_are_three_forms_and_one_page() {
 }
 
 #[test]
-fn clients_that_mean_no_good_keep_nobody_out() {
+fn hostile_clients_block_no_other() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
     let mut first = daemon.connect();
     first.write_all(b"G").unwrap();
     // They neither ask to the end nor read an answer.
@@ -389,14 +389,14 @@ fn clients_that_mean_no_good_keep_nobody_out() {
 }
 
 #[test]
-fn a_client_that_says_nothing_is_let_go() {
+fn silent_client_is_disconnected() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
     assert_eq!(daemon.connect().read(&mut [0]).unwrap(), 0, "closed by the daemon");
 }
 
 #[test]
-fn over_tcp_the_log_says_where() {
+fn log_names_the_tcp_address() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).args(["memory:1M", "--metrics", "127.0.0.1:0"]).start();
     let line = weir.wait_for_log("metrics at=");
@@ -411,13 +411,13 @@ fn over_tcp_the_log_says_where() {
 }
 
 /// Prometheus, with weir as its target.
-struct Prometheus {
+struct PrometheusServer {
     process: Child,
     address: String,
     _directory: Scratch,
 }
 
-impl Prometheus {
+impl PrometheusServer {
     /// With these features of its own that are no default.
     fn scraping(target: &str, features: &[&str]) -> Self {
         need("prometheus");
@@ -453,14 +453,14 @@ impl Prometheus {
     fn ask(&self, query: &str) -> f64 {
         let url = format!("http://{}", self.address);
         let value = |said: String| said.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
-        until(|| {
-            let outcome = Client::new("promtool").args(["query", "instant", &url, query]).run();
-            (outcome.code() == 0).then(|| outcome.printed()).and_then(value)
+        poll_until(|| {
+            let outcome = TestClient::new("promtool").args(["query", "instant", &url, query]).run();
+            (outcome.code() == 0).then(|| outcome.stdout()).and_then(value)
         })
     }
 }
 
-impl Drop for Prometheus {
+impl Drop for PrometheusServer {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -473,21 +473,21 @@ fn packaged(name: &str) -> PathBuf {
 
 #[test]
 fn promtool_finds_nothing_wrong() {
-    Client::new("promtool").args(["check", "rules", text(&packaged("weir.rules.yml"))]).succeeds();
-    Client::new("promtool").args(["test", "rules", text(&packaged("weir.rules.test.yml"))]).succeeds();
+    TestClient::new("promtool").args(["check", "rules", text(&packaged("weir.rules.yml"))]).succeeds();
+    TestClient::new("promtool").args(["test", "rules", text(&packaged("weir.rules.test.yml"))]).succeeds();
     let scratch = Scratch::new();
-    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M", "--iops-total", "1000"]));
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M", "--iops-total", "1000"]));
     read_each(&daemon.weir, "memory", 3);
     let (_, body) = daemon.ask("GET /metrics", "*/*");
-    let said = Client::new("promtool")
+    let said = TestClient::new("promtool")
         .args(["check", "metrics"])
-        .reading(&String::from_utf8(body).unwrap())
+        .with_stdin(&String::from_utf8(body).unwrap())
         .succeeds();
     assert_eq!(said, "");
 }
 
 #[test]
-fn alerts_and_dashboard_ask_for_figures_that_there_are() {
+fn alerts_and_dashboard_use_existing_metrics() {
     let families = documented();
     let dashboard = fs::read_to_string(packaged("weir.dashboard.json")).unwrap();
     let _: Value = serde_json::from_str(&dashboard).expect("JSON");
@@ -520,7 +520,7 @@ fn queries() -> Vec<String> {
 }
 
 #[test]
-fn histograms_of_either_kind_are_in_the_dashboard() {
+fn dashboard_supports_both_kinds_of_histograms() {
     let scratch = Scratch::new();
     // Also on a slow machine the second of two reads comes before it may pass.
     let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2", "--metrics", "127.0.0.1:0"]);
@@ -528,14 +528,14 @@ fn histograms_of_either_kind_are_in_the_dashboard() {
     let line = weir.wait_for_log("metrics at=");
     let target = line.split_once("at=").unwrap().1.trim();
     let kinds = [&["--enable-feature=native-histograms"][..], &[]];
-    let prometheuses = kinds.map(|features| Prometheus::scraping(target, features));
+    let prometheuses = kinds.map(|features| PrometheusServer::scraping(target, features));
     for prometheus in &prometheuses {
-        until(|| (prometheus.ask("up") == 1.0).then_some(()));
+        poll_until(|| (prometheus.ask("up") == 1.0).then_some(()));
     }
     let queries: Vec<_> = queries().into_iter().filter(|query| query.contains("_bucket{")).collect();
     assert!(queries.len() >= 3, "{queries:?}");
     // A rate is of what was there the time before.
-    until(|| {
+    poll_until(|| {
         read_each(&weir, "memory", 3);
         let counts = prometheuses.iter().map(|prometheus| prometheus.ask("weir_disk_reads_total"));
         counts.into_iter().all(|count| count > 0.0).then_some(())
@@ -550,7 +550,7 @@ fn histograms_of_either_kind_are_in_the_dashboard() {
                 (answer > 0.0 && answer.is_finite()).then_some(())
             };
             println!("{features:?}: {query}");
-            until(answers);
+            poll_until(answers);
         }
     }
     weir.stop();
@@ -569,13 +569,13 @@ fn prometheus_scrapes_a_daemon_under_load() {
     let weir = serve.start();
     let line = weir.wait_for_log("metrics at=");
     let target = line.split_once("at=").unwrap().1.trim();
-    let prometheus = Prometheus::scraping(target, &["--enable-feature=native-histograms"]);
+    let prometheus = PrometheusServer::scraping(target, &["--enable-feature=native-histograms"]);
     let output = scratch.path("fio.json");
     let (mut total, mut bytes, mut latency_ns) = (0.0, 0.0, 0.0);
     // One after the other: no client of a test may take long.
     for from in (0..seconds).step_by(LOAD_SECONDS) {
         let runtime = (seconds - from).min(LOAD_SECONDS as u64);
-        let fio = Client::new("fio")
+        let fio = TestClient::new("fio")
             .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--size=16M", "--bs=4k", "--iodepth=8"])
             .args(["--time_based", &format!("--runtime={runtime}"), "--output-format=json"])
             .arg(format!("--output={}", text(&output)))
@@ -588,7 +588,7 @@ fn prometheus_scrapes_a_daemon_under_load() {
         latency_ns += of_fio("total_ios") * said["jobs"][0]["read"]["lat_ns"]["mean"].as_f64().unwrap();
     }
     // The last scrape may have been before the end.
-    until(|| (prometheus.ask("weir_disk_reads_total") == total).then_some(()));
+    poll_until(|| (prometheus.ask("weir_disk_reads_total") == total).then_some(()));
     assert_eq!(prometheus.ask("histogram_count(weir_disk_request_duration_seconds)"), total, "native");
     assert_eq!(prometheus.ask("weir_disk_read_bytes_total"), bytes);
     let seconds = prometheus.ask("histogram_sum(weir_disk_request_duration_seconds)");

@@ -16,26 +16,26 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    cluster::{Etcd, until},
+    cluster::{EtcdServer, until},
     harness::{
-        Client, MIB, Outcome, Qmp, Scratch, Serve, Weir, assert_says, nbdsh_command, qemu_img, qemu_io, text,
+        TestClient, MIB, TestOutcome, Qmp, Scratch, Serve, Weir, assert_contains, nbdsh_command, qemu_img, qemu_io, text,
         weir,
     },
 };
 
 const GROUPS: &str = "[group.gold]\ncluster = true\n[group.small]\niops-total = 100\n";
 
-struct Host {
+struct MigrationHost {
     scratch: Scratch,
     weir: Option<Weir>,
 }
 
-impl Host {
-    fn start(name: &str, etcd: &Etcd, images: &Scratch, more: &str) -> Self {
+impl MigrationHost {
+    fn start(name: &str, etcd: &EtcdServer, images: &Scratch, more: &str) -> Self {
         Self::with(name, etcd, images, &format!("[disk.base]\nimage = \"memory:1M\"\n{more}"))
     }
 
-    fn with(name: &str, etcd: &Etcd, images: &Scratch, more: &str) -> Self {
+    fn with(name: &str, etcd: &EtcdServer, images: &Scratch, more: &str) -> Self {
         let scratch = Scratch::new();
         let nbd = scratch.socket("nbd");
         let config = format!(
@@ -47,18 +47,18 @@ impl Host {
         );
         scratch.file("weir.toml", config);
         let mut host = Self { scratch, weir: None };
-        host.again();
+        host.restart();
         until("it has joined", || host.run(&["cluster", "status", "--json"]).json()["joined"] == true);
         host
     }
 
-    fn again(&mut self) {
+    fn restart(&mut self) {
         self.weir = Some(self.serve().start());
     }
 
     fn serve(&self) -> Serve {
         let (file, control) = (self.scratch.path("weir.toml"), format!("unix:{}", text(&self.control())));
-        Serve::new(&self.scratch).where_said().args(["--config", text(&file), "--qmp", &control])
+        Serve::new(&self.scratch).at_given_addresses().args(["--config", text(&file), "--qmp", &control])
     }
 
     fn stop(&mut self) {
@@ -73,7 +73,7 @@ impl Host {
         self.weir.as_ref().unwrap()
     }
 
-    fn run(&self, arguments: &[&str]) -> Client {
+    fn run(&self, arguments: &[&str]) -> TestClient {
         weir(arguments).args(["--qmp", &format!("unix:{}", text(&self.control()))])
     }
 
@@ -90,15 +90,15 @@ impl Host {
         qemu_io(["-f", "raw"], commands, self.uri("vm"))
     }
 
-    fn move_to(&self, host: &str) -> Client {
+    fn move_to(&self, host: &str) -> TestClient {
         self.run(&["disk", "move", "vm", "--to", host])
     }
 }
 
 #[test]
-fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
+fn migration_keeps_settings_and_used_burst() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.path("vm.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "4M"]).succeeds();
     let disk = format!(
@@ -106,14 +106,14 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
          iops-total-max = 100\nprefetch = \"auto\"\nl2-cache-size = \"1M\"\non-read-error = \"stop\"\n",
         text(&image)
     );
-    let a = Host::start("a", &etcd, &scratch, &disk);
-    let b = Host::start("b", &etcd, &scratch, GROUPS);
+    let a = MigrationHost::start("a", &etcd, &scratch, &disk);
+    let b = MigrationHost::start("b", &etcd, &scratch, GROUPS);
     let before = a.disk("vm").unwrap();
     let since = Instant::now();
     a.io(&["write -P 7 0 64k"]);
     a.io(&vec!["read 0 512"; 100]);
     let said = a.move_to("b").succeeds();
-    assert_says(&said, &["disk vm: moved\n", "vm: b serves it until its daemon ends", "[disk.vm]"]);
+    assert_contains(&said, &["disk vm: moved\n", "vm: b serves it until its daemon ends", "[disk.vm]"]);
     assert_eq!(a.disk("vm"), None);
     let after = b.disk("vm").unwrap();
     for key in ["format", "cache", "group", "weight", "limits", "prefetch", "size", "read-only"] {
@@ -137,7 +137,7 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
     b.move_to("a").args(["--force"]).succeeds();
     held.kill().unwrap();
     held.wait().unwrap();
-    assert_says(&refused, &["clients use it", "--force"]);
+    assert_contains(&refused, &["clients use it", "--force"]);
     a.io(&["read -P 7 0 64k"]);
     // What the file has of it goes where that is asked for.
     a.move_to("b").args(["--save"]).succeeds();
@@ -147,30 +147,30 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
 }
 
 #[test]
-fn the_last_disk_goes_to_a_host_that_has_none_and_comes_back() {
+fn last_disk_migrates_to_an_empty_host_and_back() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let mut a = Host::with("a", &etcd, &scratch, &section);
-    let b = Host::with("b", &etcd, &scratch, GROUPS);
-    let mut c = Host::with("c", &etcd, &scratch, GROUPS);
+    let mut a = MigrationHost::with("a", &etcd, &scratch, &section);
+    let b = MigrationHost::with("b", &etcd, &scratch, GROUPS);
+    let mut c = MigrationHost::with("c", &etcd, &scratch, GROUPS);
     // One that listens nowhere.
     let config = fs::read_to_string(c.scratch.path("weir.toml")).unwrap();
     c.stop();
     fs::write(c.scratch.path("weir.toml"), config.replacen("nbd = ", "# nbd = ", 1)).unwrap();
-    c.again();
+    c.restart();
     // It may not have joined yet, and is waited for.
     let said = a.move_to("c").fails();
-    assert_says(&said, &["c refuses it: it is exported over NBD, and that host has no NBD server"]);
+    assert_contains(&said, &["c refuses it: it is exported over NBD, and that host has no NBD server"]);
     let said = a.move_to("c").args(["--nbd", "unix:n.sock"]).fails();
-    assert_says(&said, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
+    assert_contains(&said, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
     a.io(&["write -P 3 0 4k"]);
     let said = a.move_to("b").args(["--save"]).succeeds();
-    assert_says(&said, &["vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"]);
+    assert_contains(&said, &["vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"]);
     b.io(&["read -P 3 0 4k"]);
     a.stop();
-    a.again();
+    a.restart();
     assert_eq!(a.disk("vm"), None);
     b.move_to("a").succeeds();
     a.io(&["read -P 3 0 4k"]);
@@ -184,44 +184,44 @@ fn the_last_disk_goes_to_a_host_that_has_none_and_comes_back() {
 }
 
 #[test]
-fn a_host_starts_without_the_disks_that_others_have_taken() {
+fn start_omits_migrated_disks() {
     let scratch = Scratch::new();
-    let mut etcd = Etcd::start(&scratch);
+    let mut etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let mut a = Host::start("a", &etcd, &scratch, &section);
-    let mut b = Host::start("b", &etcd, &scratch, GROUPS);
+    let mut a = MigrationHost::start("a", &etcd, &scratch, &section);
+    let mut b = MigrationHost::start("b", &etcd, &scratch, GROUPS);
     let said = a.move_to("b").succeeds();
-    assert_says(&said, &["add [disk.vm] to the config file there; remove [disk.vm] from the one here"]);
+    assert_contains(&said, &["add [disk.vm] to the config file there; remove [disk.vm] from the one here"]);
     // A reload goes on without it too, and does the rest.
-    let left_out = |a: &Host| {
+    let left_out = |a: &MigrationHost| {
         let file = a.scratch.path("weir.toml");
         let had = fs::read_to_string(&file).unwrap();
         fs::write(&file, had.replace("iops-total = 100\n", "iops-total = 200\n")).unwrap();
         for words in [&["reload", "--dry-run"][..], &["reload"]] {
             let said = a.run(words).succeeds();
-            assert_says(&said, &["iops-total: 100 → 200", "skipped: it was moved to host b"]);
+            assert_contains(&said, &["iops-total: 100 → 200", "skipped: it was moved to host b"]);
         }
         fs::write(&file, had).unwrap();
-        assert_says(&a.run(&["reload"]).succeeds(), &["iops-total: 200 → 100"]);
+        assert_contains(&a.run(&["reload"]).succeeds(), &["iops-total: 200 → 100"]);
         assert!(a.disk("vm").is_none() && a.disk("base").is_some());
     };
     left_out(&a);
     a.stop();
-    a.again();
+    a.restart();
     a.weir().wait_for_log("disk vm: it has moved to host b, and is not served here");
     assert!(a.disk("vm").is_none() && a.disk("base").is_some());
     left_out(&a);
     // Its file has it, and the other's never had.
     assert!(b.move_to("a").succeeds().contains("vm: a has it\n"));
     a.stop();
-    a.again();
+    a.restart();
     assert!(a.disk("vm").is_some());
     // What a host had that has left the cluster is this one's again.
     a.move_to("b").succeeds();
     a.stop();
     b.stop();
-    a.again();
+    a.restart();
     assert!(a.disk("vm").is_some());
     // It writes that down a moment later.
     let keys = || etcd.control(&["get", "--prefix", "--keys-only", ""]).succeeds();
@@ -231,37 +231,37 @@ fn a_host_starts_without_the_disks_that_others_have_taken() {
     let had = fs::read_to_string(&file).unwrap();
     let disk = &section[GROUPS.len()..];
     fs::write(&file, format!("{had}{disk}")).unwrap();
-    b.again();
+    b.restart();
     b.weir().wait_for_log("disk vm: it has moved to host a, and is not served here");
     b.stop();
     fs::write(&file, had).unwrap();
-    b.again();
+    b.restart();
     a.move_to("b").succeeds();
     // Nobody can be asked: the image says that it is another's, and the state that there are no
     // limits.
     a.stop();
     etcd.kill();
     let said = a.serve().args(["--log", "error"]).fails();
-    assert_says(&said, &["locked for writing", "or the disk has moved to another host of the cluster"]);
+    assert_contains(&said, &["locked for writing", "or the disk has moved to another host of the cluster"]);
     b.stop();
-    a.again();
+    a.restart();
     assert!(a.disk("vm").is_some());
-    etcd.start_again();
+    etcd.restart();
     until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
 }
 
 #[test]
-fn what_cannot_move_stays_and_is_served() {
+fn failed_migration_keeps_serving() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}[group.here]\n{section}"));
-    let _b = Host::start("b", &etcd, &scratch, &format!("{GROUPS}[disk.vm]\nimage = \"null:1M\"\n"));
-    let c = Host::start("c", &etcd, &scratch, "[group.gold]\n[group.small]\niops-total = 100\n");
+    let a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}[group.here]\n{section}"));
+    let _b = MigrationHost::start("b", &etcd, &scratch, &format!("{GROUPS}[disk.vm]\nimage = \"null:1M\"\n"));
+    let c = MigrationHost::start("c", &etcd, &scratch, "[group.gold]\n[group.small]\niops-total = 100\n");
     a.io(&["write -P 9 0 4k"]);
     let refused = |to: &str, expect: &[&str]| {
-        assert_says(&a.move_to(to).fails(), expect);
+        assert_contains(&a.move_to(to).fails(), expect);
         a.io(&["read -P 9 0 4k"]);
     };
     refused("a", &["it is on a already"]);
@@ -277,7 +277,7 @@ fn what_cannot_move_stays_and_is_served() {
     refused("c", &["c refuses it", "iops-reservation"]);
     a.run(&["throttle", "vm", "--group", "none", "--iops-reservation", "0"]).run();
     let said = a.run(&["disk", "move", "base", "--to", "c"]).fails();
-    assert_says(&said, &["disk base: its data is in this process's memory"]);
+    assert_contains(&said, &["disk base: its data is in this process's memory"]);
     // An image that is not where the other looks for it.
     let elsewhere = scratch.path("elsewhere.raw");
     fs::rename(&image, &elsewhere).unwrap();
@@ -294,7 +294,7 @@ fn what_cannot_move_stays_and_is_served() {
     etcd.control(&["put", "/weir/v1/lab/host/c/move/last", "garbage"]).succeeds();
     c.weir().wait_for_log("host/c/move/last");
     for key in [r"move/a\tb", "move/.."] {
-        let told = c.weir().logged().lines().filter(|line| line.contains(key)).count();
+        let told = c.weir().log_text().lines().filter(|line| line.contains(key)).count();
         assert_eq!(told, 1, "{key}");
     }
     let offer = json!({
@@ -326,9 +326,9 @@ fn what_cannot_move_stays_and_is_served() {
 }
 
 #[test]
-fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
+fn reservation_and_vhost_user_socket_migrate() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let socket = scratch.socket("machine");
     let disk = format!(
@@ -337,22 +337,22 @@ fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
         text(&image),
         text(&socket)
     );
-    let a = Host::start("a", &etcd, &scratch, &disk);
+    let a = MigrationHost::start("a", &etcd, &scratch, &disk);
     // The sandbox lets a daemon make sockets where it has one.
     let by = format!(
         "{GROUPS}[disk.by]\nimage = \"null:1M\"\ngroup = \"gold\"\n\
          export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
         text(&scratch.socket("by"))
     );
-    let (b, c) = (Host::start("b", &etcd, &scratch, &by), Host::start("c", &etcd, &scratch, GROUPS));
-    assert_says(&a.move_to("c").fails(), &["c refuses it: no socket can be created in the directory of"]);
+    let (b, c) = (MigrationHost::start("b", &etcd, &scratch, &by), MigrationHost::start("c", &etcd, &scratch, GROUPS));
+    assert_contains(&a.move_to("c").fails(), &["c refuses it: no socket can be created in the directory of"]);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    let knows = |host: &Host| {
+    let knows = |host: &MigrationHost| {
         host.run(&["status", "--json", "--interval", "0"]).json()["groups"][0]["limits"]["iops-total"] != 0
     };
     until("both know it", || knows(&a) && knows(&b));
     a.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
-    let promised = |host: &Host| {
+    let promised = |host: &MigrationHost| {
         host.run(&["cluster", "status", "--json"]).json()["groups"][0]["reserved"]["iops"].as_u64()
     };
     until("the other knows of it", || promised(&b) == Some(2000));
@@ -372,7 +372,7 @@ fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
 }
 
 /// What stands at a key, as soon as it is so.
-fn value(etcd: &Etcd, key: &str, given: bool) -> Value {
+fn value(etcd: &EtcdServer, key: &str, given: bool) -> Value {
     let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
     let is_so = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == given);
     until("an offer is there", || is_so(&read()));
@@ -384,7 +384,7 @@ const OFFERED: &str = "/weir/v1/lab/host/ghost/move/vm";
 
 /// Has a host give its disk to one of which only the words are there, and which goes no further:
 /// the command, and what was given.
-fn give_to_ghost(host: &Host, etcd: &Etcd) -> (JoinHandle<Outcome>, Value) {
+fn offer_to_ghost(host: &MigrationHost, etcd: &EtcdServer) -> (JoinHandle<TestOutcome>, Value) {
     etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
     let moving = thread::spawn({
         let control = format!("unix:{}", text(&host.control()));
@@ -392,22 +392,22 @@ fn give_to_ghost(host: &Host, etcd: &Etcd) -> (JoinHandle<Outcome>, Value) {
     });
     let offer = value(etcd, OFFERED, false);
     // A second at once is refused.
-    assert_says(&host.move_to("ghost").fails(), &["it is already being migrated"]);
+    assert_contains(&host.move_to("ghost").fails(), &["it is already being migrated"]);
     let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
     etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
     (moving, value(etcd, OFFERED, true))
 }
 
 #[test]
-fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
+fn loss_of_target_or_etcd_during_migration_loses_nothing() {
     let scratch = Scratch::new();
-    let mut etcd = Etcd::start(&scratch);
+    let mut etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\niops-total = 1000\n", text(&image));
-    let a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
+    let a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
     a.io(&["write -P 5 0 4k"]);
     let begin = || {
-        let (moving, given) = give_to_ghost(&a, &etcd);
+        let (moving, given) = offer_to_ghost(&a, &etcd);
         assert_eq!(given["described"]["keys"]["iops-total"], 1000);
         assert!(given["described"]["filled"]["levels"].is_array(), "{given}");
         // Nobody serves it, and its image is free.
@@ -417,7 +417,7 @@ fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     };
     // It dies there.
     let outcome = begin().join().unwrap();
-    assert_says(&outcome.said(), &["ghost has not claimed it within 20 s; it is served here again"]);
+    assert_contains(&outcome.stderr(), &["ghost has not claimed it within 20 s; it is served here again"]);
     assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
     a.io(&["read -P 5 0 4k"]);
     // Etcd does: once it is back, the disk is here.
@@ -425,20 +425,20 @@ fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     etcd.kill();
     a.weir().wait_for_log("migration failed, resuming the disk here");
     assert_eq!(a.disk("vm"), None);
-    etcd.start_again();
-    assert_says(&moving.join().unwrap().said(), &["it is served here again"]);
+    etcd.restart();
+    assert_contains(&moving.join().unwrap().stderr(), &["it is served here again"]);
     a.io(&["read -P 5 0 4k"]);
     drop(etcd);
 }
 
 #[test]
-fn what_a_run_has_given_nobody_takes_once_the_next_has_begun() {
+fn offers_of_an_earlier_run_cannot_be_claimed() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let mut a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
-    let (moving, given) = give_to_ghost(&a, &etcd);
+    let mut a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
+    let (moving, given) = offer_to_ghost(&a, &etcd);
     // What the other compares when it takes it.
     let run = || {
         let found = etcd.control(&["get", "-w", "json", "/weir/v1/lab/host/a/name"]).json();
@@ -450,20 +450,20 @@ fn what_a_run_has_given_nobody_takes_once_the_next_has_begun() {
     // It gets no further than to its images.
     let other = Scratch::new();
     let holder = Serve::new(&other).args([text(&image), "--format", "raw"]).start();
-    assert_says(&a.serve().args(["--log", "error"]).fails(), &["locked for writing"]);
+    assert_contains(&a.serve().args(["--log", "error"]).fails(), &["locked for writing"]);
     assert_ne!(run(), given["run"].as_i64(), "it could still be taken");
     holder.stop();
-    a.again();
+    a.restart();
     assert!(a.disk("vm").is_some());
     until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
 }
 
 #[test]
-fn a_part_of_an_image_stays_that_part_however_often_it_moves() {
+fn range_of_an_image_survives_migrations() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("whole.raw", 4 * MIB);
-    let (a, b) = (Host::start("a", &etcd, &scratch, GROUPS), Host::start("b", &etcd, &scratch, GROUPS));
+    let (a, b) = (MigrationHost::start("a", &etcd, &scratch, GROUPS), MigrationHost::start("b", &etcd, &scratch, GROUPS));
     qemu_io(["-f", "raw"], &["write -P 1 0 1M", "write -P 2 1M 1M", "write -P 3 2M 2M"], &image);
     let mut qmp = Qmp::negotiated(&a.control());
     let node = json!({
@@ -473,7 +473,7 @@ fn a_part_of_an_image_stays_that_part_however_often_it_moves() {
     qmp.command("blockdev-add", node);
     let export = json!({ "type": "nbd", "id": "vm", "node-name": "vm", "name": "vm", "writable": true });
     qmp.command("block-export-add", export);
-    let check = |host: &Host| {
+    let check = |host: &MigrationHost| {
         assert_eq!(host.disk("vm").unwrap()["size"], MIB);
         host.io(&["read -P 2 0 1M"]);
     };
@@ -495,14 +495,14 @@ fn a_part_of_an_image_stays_that_part_however_often_it_moves() {
     });
     qmp.command("blockdev-add", node);
     let said = a.run(&["disk", "move", "alone", "--to", "b"]).fails();
-    assert_says(&said, &["disk alone: backing: cannot be migrated"]);
+    assert_contains(&said, &["disk alone: backing: cannot be migrated"]);
     assert!(a.disk("alone").is_some());
 }
 
 #[test]
-fn a_group_of_each_host_counts_for_itself() {
+fn local_groups_have_separate_bursts() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let group = "[group.own]\niops-total = 1\niops-total-max = 100\n";
     let disk = format!(
@@ -510,10 +510,10 @@ fn a_group_of_each_host_counts_for_itself() {
          iops-total-max = 100\n",
         text(&image)
     );
-    let a = Host::start("a", &etcd, &scratch, &disk);
-    let b = Host::start("b", &etcd, &scratch, group);
+    let a = MigrationHost::start("a", &etcd, &scratch, &disk);
+    let b = MigrationHost::start("b", &etcd, &scratch, group);
     let tokens = |throttled: &Value| throttled["throttle"]["tokens"]["iops-total"].as_u64().unwrap();
-    let of_group = |host: &Host| {
+    let of_group = |host: &MigrationHost| {
         let status = host.run(&["status", "--json", "--interval", "0"]).json();
         let groups = status["groups"].as_array().unwrap().clone();
         tokens(groups.iter().find(|group| group["name"] == "own").unwrap())
@@ -528,15 +528,15 @@ fn a_group_of_each_host_counts_for_itself() {
 }
 
 #[test]
-fn who_has_a_disk_whose_host_has_died_between_the_steps_is_told_by_etcd() {
+fn etcd_decides_the_owner_after_a_crash() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
+    let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let mut a = Host::start("a", &etcd, &scratch, &section);
+    let mut a = MigrationHost::start("a", &etcd, &scratch, &section);
     a.io(&["write -P 4 0 4k"]);
-    let die = |a: &mut Host| {
-        let (moving, _) = give_to_ghost(a, &etcd);
+    let die = |a: &mut MigrationHost| {
+        let (moving, _) = offer_to_ghost(a, &etcd);
         a.weir.take().unwrap().kill();
         moving.join().unwrap();
     };
@@ -546,18 +546,18 @@ fn who_has_a_disk_whose_host_has_died_between_the_steps_is_told_by_etcd() {
     let lease = format!("{:x}", found["kvs"][0]["lease"].as_i64().unwrap());
     etcd.control(&["lease", "revoke", &lease]).succeeds();
     assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
-    let mut ghost = Host::start("ghost", &etcd, &scratch, GROUPS);
+    let mut ghost = MigrationHost::start("ghost", &etcd, &scratch, GROUPS);
     assert_eq!(ghost.disk("vm"), None);
-    a.again();
+    a.restart();
     a.io(&["read -P 4 0 4k"]);
     until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
     ghost.stop();
     // The other takes it while that lasts: then it is its, whatever the file here says.
     die(&mut a);
-    ghost.again();
+    ghost.restart();
     // It is open there before the offer is claimed; another start of its host withdraws that.
     ghost.weir().wait_for_log("the disk was migrated here");
-    a.again();
+    a.restart();
     a.weir().wait_for_log("disk vm: it has moved to host ghost, and is not served here");
     assert_eq!(a.disk("vm"), None);
     ghost.io(&["read -P 4 0 4k", "write -P 5 0 4k"]);

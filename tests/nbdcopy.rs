@@ -2,10 +2,10 @@
 
 use std::{fs, os::unix::fs::MetadataExt as _};
 
-use crate::harness::{Client, MIB, Scratch, Serve, pattern};
+use crate::harness::{TestClient, MIB, Scratch, Serve, pattern};
 
 #[test]
-fn an_image_goes_there_and_back_unchanged() {
+fn image_survives_a_round_trip() {
     let scratch = Scratch::new();
     let original = scratch.filled("original", 24 * MIB + 4321);
     let weir = Serve::new(&scratch)
@@ -14,7 +14,7 @@ fn an_image_goes_there_and_back_unchanged() {
         .start();
     let back = scratch.path("back");
     let copy = |connections: &str, from: &str, to: &str| {
-        Client::new("nbdcopy").args(["--connections", connections, "--flush", from, to]).succeeds();
+        TestClient::new("nbdcopy").args(["--connections", connections, "--flush", from, to]).succeeds();
     };
     copy("4", original.to_str().unwrap(), &weir.uri("disk"));
     copy("2", &weir.uri("disk"), back.to_str().unwrap());
@@ -29,11 +29,11 @@ fn holes_stay_holes() {
     let weir = Serve::new(&scratch)
         .args([scratch.sparse("from.raw", 64 * MIB), scratch.filled("to.raw", 64 * MIB)])
         .start();
-    Client::new("nbdsh")
+    TestClient::new("nbdsh")
         .arg("-c")
         .arg(format!("h.connect_uri({:?}); h.pwrite(b'weir' * 16384, 32 << 20); h.flush()", weir.uri("from")))
         .succeeds();
-    Client::new("nbdcopy").args(["--flush", &weir.uri("from"), &weir.uri("to")]).succeeds();
+    TestClient::new("nbdcopy").args(["--flush", &weir.uri("from"), &weir.uri("to")]).succeeds();
     let (from, to) = (scratch.path("from.raw"), scratch.path("to.raw"));
     weir.stop();
     assert!(fs::read(from).unwrap() == fs::read(&to).unwrap(), "the copy differs");
@@ -47,8 +47,8 @@ fn a_file_is_copied_into_memory_and_out_again() {
     let original = scratch.filled("original", 16 * MIB);
     let weir = Serve::new(&scratch).arg("memory:16M").start();
     let uri = weir.uri("memory");
-    Client::new("nbdcopy").args(["--requests", "128", original.to_str().unwrap(), &uri]).succeeds();
+    TestClient::new("nbdcopy").args(["--requests", "128", original.to_str().unwrap(), &uri]).succeeds();
     let back = scratch.path("back");
-    Client::new("nbdcopy").args(["--request-size", "4096", &uri, back.to_str().unwrap()]).succeeds();
+    TestClient::new("nbdcopy").args(["--request-size", "4096", &uri, back.to_str().unwrap()]).succeeds();
     assert!(fs::read(back).unwrap() == pattern(16 << 20), "the copy differs");
 }

@@ -1,22 +1,22 @@
 //! nbdinfo: what an export says of itself, what is allocated, what is there to choose from.
 
-use crate::harness::{Client, MIB, Scratch, Serve, WEIR, Weir, assert_says, export_size};
+use crate::harness::{TestClient, MIB, Scratch, Serve, WEIR, Weir, assert_contains, export_size};
 
-fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("nbdinfo").args(arguments)
+fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> TestClient {
+    TestClient::new("nbdinfo").args(arguments)
 }
 
 fn two_disks() -> Weir {
     let scratch = Scratch::new();
     let disks = [scratch.sparse("a.raw", 4 * MIB), scratch.sparse("b.raw", 8 * MIB)];
-    Serve::keeping(scratch)
+    Serve::owning(scratch)
         .args(disks)
         .args(["--description", "the first", "--description", "the second"])
         .start()
 }
 
 #[test]
-fn the_size_is_the_image_s() {
+fn size_equals_the_images() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).arg(scratch.sparse("odd.raw", 1_234_567)).start();
     assert_eq!(nbdinfo(["--size", &weir.uri("odd")]).succeeds().trim(), "1234567");
@@ -45,18 +45,18 @@ fn exports_are_listed_and_chosen_by_name() {
     assert_eq!(export_size(&weir.uri("")), 4 * MIB);
     assert_eq!(export_size(&weir.uri("b")), 8 * MIB);
     let said = nbdinfo(["--size", &weir.uri("c")]).fails();
-    assert_says(&said, &["server has no export named 'c'"]);
+    assert_contains(&said, &["server has no export named 'c'"]);
 }
 
 #[test]
 fn names_may_hold_any_character() {
-    let weir = Serve::alone().args(["memory:1M", "--name", "Zürich №1/a b"]).start();
+    let weir = Serve::with_own_scratch().args(["memory:1M", "--name", "Zürich №1/a b"]).start();
     let uri = weir.uri("Z%C3%BCrich%20%E2%84%961%2Fa%20b");
     assert_eq!(export_size(&uri), MIB);
 }
 
 #[test]
-fn a_writable_export_can_do_all_that_the_protocol_has() {
+fn writable_export_offers_all_commands() {
     let weir = Serve::sparse(MIB).start();
     let about = nbdinfo(["--json", &weir.uri("disk")]).json();
     assert_eq!(about["protocol"], "newstyle-fixed");
@@ -111,15 +111,15 @@ fn the_map_shows_data_and_holes() {
 }
 
 #[test]
-fn totals_of_the_map_are_the_image_s() {
-    let weir = Serve::alone().arg("memory:4M").start();
+fn totals_of_the_map_equal_the_images() {
+    let weir = Serve::with_own_scratch().arg("memory:4M").start();
     weir.nbdsh("memory", "h.pwrite(b'x' * (1 << 20), 0)");
     let totals = nbdinfo(["--map", "--totals", &weir.uri("memory")]).succeeds();
-    assert_says(&totals, &["1048576  25.0%   0 data", "3145728  75.0%   3 hole,zero"]);
+    assert_contains(&totals, &["1048576  25.0%   0 data", "3145728  75.0%   3 hole,zero"]);
 }
 
 #[test]
-fn a_socket_that_the_client_passes_is_served() {
+fn socket_activation_by_a_client() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 3 * MIB);
     let image = image.to_str().expect("UTF-8");

@@ -19,7 +19,7 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, assert_says, create_encrypted, export_size, nbdsh, need_root,
+    TestClient, MIB, Qmp, Scratch, Serve, WEIR, assert_contains, create_encrypted, export_size, nbdsh, need_root,
     pattern, qemu_img, qemu_io, text,
 };
 
@@ -43,7 +43,7 @@ theirs.connect_systemd_socket_activation(arguments[1:])
 }
 
 #[test]
-fn a_part_of_a_file_is_a_disk() {
+fn range_of_a_file_is_a_disk() {
     let scratch = Scratch::new();
     let whole = pattern(4 * MIB as usize);
     for cache in ["writeback", "none"] {
@@ -71,10 +71,10 @@ fn a_part_of_a_file_is_a_disk() {
     {
         let said = Serve::new(&scratch).arg(&image).args(["-o", part]).args(format).fails();
         let why = "the part given by offset and size, for which the file is taken as raw, is not all inside";
-        assert_says(&said, &[text(&image), why]);
+        assert_contains(&said, &[text(&image), why]);
     }
     let said = Serve::new(&scratch).arg(&image).args(["-o", "size=4K", "-f", "qcow2"]).rejects_usage();
-    assert_says(&said, &["--options size=4K: is for raw images"]);
+    assert_contains(&said, &["--options size=4K: is for raw images"]);
 }
 
 #[test]
@@ -87,20 +87,20 @@ fn a_snapshot_is_served_as_it_was() {
     qemu_io(["-f", "qcow2"], ["write -P 2 1M 4M"], &image);
     let weir = Serve::new(&scratch).arg(&image).args(["-f", "qcow2", "--snapshot", "before"]).start();
     let uri = weir.uri("disk");
-    Client::new("nbdinfo").args(["--is", "read-only", &uri]).succeeds();
+    TestClient::new("nbdinfo").args(["--is", "read-only", &uri]).succeeds();
     qemu_io(["-r", "-f", "raw"], ["read -P 1 0 3M", "read -P 0 3M 5M"], &uri);
     let same = "assert ours.pread(8 << 20, 0) == theirs.pread(8 << 20, 0)";
     beside_qemu(&uri, &["-f", "qcow2", "-l", "before"], &image, same);
     weir.stop();
     let said = Serve::new(&scratch).arg(&image).args(["-f", "qcow2", "--snapshot", "after"]).fails();
-    assert_says(&said, &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists all)"]);
+    assert_contains(&said, &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists all)"]);
     assert!(!said.contains("damage"), "{said}");
 }
 
 #[test]
 fn an_empty_name_is_the_default_export() {
-    let weir = Serve::alone().args(["memory:1M", "--name", ""]).start();
-    let list = Client::new("nbdinfo").args(["--list", "--json", &weir.uri("")]).json();
+    let weir = Serve::with_own_scratch().args(["memory:1M", "--name", ""]).start();
+    let list = TestClient::new("nbdinfo").args(["--list", "--json", &weir.uri("")]).json();
     assert_eq!(list["exports"][0]["export-name"], "");
     assert_eq!(list["exports"].as_array().map(Vec::len), Some(1));
     assert_eq!(export_size(&weir.uri("")), MIB);
@@ -108,7 +108,7 @@ fn an_empty_name_is_the_default_export() {
 
 #[test]
 fn the_daemon_ends_with_its_last_client() {
-    let weir = Serve::alone().args(["memory:1M", "--exit-when-idle"]).start();
+    let weir = Serve::with_own_scratch().args(["memory:1M", "--exit-when-idle"]).start();
     // Who says nothing has not been served.
     drop(UnixStream::connect(weir.socket()).unwrap());
     let script = "
@@ -127,11 +127,11 @@ h.pwrite(b'x' * 512, 0)
     nbdsh(&script, [weir.uri("memory")]);
     let (status, log) = weir.wait();
     assert!(status.success(), "{status}: {log}");
-    assert_says(&log, &["stopping signal=\"idle\"", "writes=1", "stopped"]);
+    assert_contains(&log, &["stopping signal=\"idle\"", "writes=1", "stopped"]);
 }
 
 #[test]
-fn clients_that_come_later_see_the_size_that_a_file_has_now() {
+fn later_clients_see_the_current_file_size() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", 4 * MIB);
     let weir = Serve::new(&scratch).arg(&image).start();
@@ -139,11 +139,11 @@ fn clients_that_come_later_see_the_size_that_a_file_has_now() {
         File::options().write(true).open(&image).unwrap().set_len(bytes).unwrap();
         assert_eq!(export_size(&weir.uri("disk")), bytes);
     }
-    assert_says(&weir.stop(), &["the size of the image was changed from outside", "old=4194304 new=2097152"]);
+    assert_contains(&weir.stop(), &["the size of the image was changed from outside", "old=4194304 new=2097152"]);
 }
 
 #[test]
-fn allocation_depths_are_qemu_s() {
+fn allocation_depth_matches_qemu() {
     let scratch = Scratch::new();
     let (base, middle, top) = (scratch.path("base"), scratch.path("middle"), scratch.path("top"));
     qemu_img(["create", "-q", "-f", "qcow2", text(&base), "1M"]).succeeds();
@@ -179,7 +179,7 @@ assert depths(ours) == depths(theirs)
 }
 
 #[test]
-fn what_is_known_to_be_zero_is_sent_as_a_hole() {
+fn known_zeroes_are_sent_as_holes() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "8M"]).succeeds();
@@ -229,7 +229,7 @@ fn bitmaps_of_backing_images_are_offered() {
     qemu_io(["-f", "qcow2"], ["write 0 128k"], &base);
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&top), "4M"]).succeeds();
     let map = |uri: &[&str]| -> Value {
-        Client::new("nbdinfo").args(["--json", "--map=qemu:dirty-bitmap:since", "--"]).args(uri).json()
+        TestClient::new("nbdinfo").args(["--json", "--map=qemu:dirty-bitmap:since", "--"]).args(uri).json()
     };
     let theirs = map(&["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", "since", text(&top), "]"]);
     let weir = Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "since"]).start();
@@ -237,14 +237,14 @@ fn bitmaps_of_backing_images_are_offered() {
     assert_eq!(theirs[0]["length"], 128 << 10);
     weir.stop();
     let said = Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "until"]).fails();
-    assert_says(&said, &["there is no bitmap \"until\""]);
+    assert_contains(&said, &["there is no bitmap \"until\""]);
 }
 
 #[test]
-fn sockets_are_their_owner_s_unless_said_otherwise() {
+fn sockets_are_private_by_default() {
     need_root("sockets of another owner");
     let open_to_all = ["sh", "-c", "umask 0; exec \"$@\"", "sh"];
-    let serve = || Serve::alone().behind(open_to_all).arg("memory:1M");
+    let serve = || Serve::with_own_scratch().wrapped_by(open_to_all).arg("memory:1M");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     let weir = serve().start();
     assert_eq!(mode(weir.socket()), 0o600);
@@ -262,14 +262,14 @@ fn sockets_are_their_owner_s_unless_said_otherwise() {
     );
     // Its directory is root's alone; the file itself lets nobody in.
     fs::set_permissions(weir.socket().parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
-    Client::new(as_nobody[0]).args(&as_nobody[1..]).arg(weir.socket()).succeeds();
+    TestClient::new(as_nobody[0]).args(&as_nobody[1..]).arg(weir.socket()).succeeds();
     weir.stop();
     let said = serve().args(["--socket-owner", "no-such-user"]).fails();
-    assert_says(&said, &["there is no user \"no-such-user\"", "getent passwd"]);
+    assert_contains(&said, &["there is no user \"no-such-user\"", "getent passwd"]);
 }
 
 #[test]
-fn keys_that_everybody_can_read_are_warned_of() {
+fn world_readable_keys_are_a_warning() {
     let scratch = Scratch::new();
     let keys = scratch.file("keys.psk", "user:00112233445566778899aabbccddeeff\n");
     for (mode, warns) in [(0o644, true), (0o640, false)] {
@@ -302,7 +302,7 @@ fn a_signal_ends_a_daemon_that_waits_for_a_passphrase() {
 }
 
 #[test]
-fn a_secret_s_file_lies_in_the_image_root() {
+fn secret_file_must_be_in_the_image_root() {
     let scratch = Scratch::new();
     let inside = scratch.file("inside", "abc");
     let (others, qmp) = (Scratch::new(), scratch.socket("qmp"));
@@ -313,15 +313,15 @@ fn a_secret_s_file_lies_in_the_image_root() {
         .start();
     let mut client = Qmp::negotiated(&qmp);
     let secret = |file: &Path| json!({"qom-type": "secret", "id": "s", "file": text(file)});
-    let (_, said) = client.refused("object-add", secret(&outside));
-    assert_says(&said, &["Unable to read", "lies outside of the image root"]);
+    let (_, said) = client.command_error("object-add", secret(&outside));
+    assert_contains(&said, &["Unable to read", "lies outside of the image root"]);
     client.command("object-add", secret(&inside));
 }
 
 #[test]
-fn the_version_is_every_command_s() {
+fn every_command_prints_the_version() {
     for command in [&["serve", "--version"][..], &["image", "create", "--version"], &["--version"]] {
-        let said = Client::new(WEIR).args(command).succeeds();
+        let said = TestClient::new(WEIR).args(command).succeeds();
         assert!(said.trim_end().ends_with(env!("CARGO_PKG_VERSION")), "{command:?}: {said}");
     }
 }

@@ -9,7 +9,7 @@ use std::{env, fs, os::unix::fs::PermissionsExt as _};
 
 use serde_json::Value;
 
-use crate::harness::{Client, Scratch, Serve, text};
+use crate::harness::{TestClient, Scratch, Serve, text};
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 /// Requests of each operation in each phase, at most: about a minute on a quiet machine.
@@ -43,9 +43,9 @@ fn serve(scratch: &Scratch) -> (crate::harness::Weir, String) {
     (weir, address)
 }
 
-fn schemathesis(scratch: &Scratch, address: &str, config: &str, seed: &str) -> Client {
+fn schemathesis(scratch: &Scratch, address: &str, config: &str, seed: &str) -> TestClient {
     let config = scratch.file("schemathesis.toml", config);
-    let client = Client::new("schemathesis").inside(&scratch.path("")).args([
+    let client = TestClient::new("schemathesis").inside(&scratch.path("")).args([
         "--config-file",
         text(&config),
         "--no-color",
@@ -59,7 +59,7 @@ fn schemathesis(scratch: &Scratch, address: &str, config: &str, seed: &str) -> C
 }
 
 #[test]
-fn every_answer_is_as_described() {
+fn responses_match_openapi() {
     let scratch = Scratch::new();
     let (weir, address) = serve(&scratch);
     match env::var("WEIR_SCHEMATHESIS_SECONDS") {
@@ -80,7 +80,7 @@ fn every_answer_is_as_described() {
 }
 
 #[test]
-fn a_text_that_is_no_number_is_none_by_the_schema() {
+fn non_numeric_text_violates_the_schema() {
     let described: Value = serde_json::from_str(include_str!("../docs/reference/openapi.json")).unwrap();
     let schemas = &described["components"]["schemas"];
     for (name, schema) in schemas["Changes"]["properties"].as_object().unwrap() {

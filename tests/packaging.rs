@@ -13,7 +13,7 @@ use std::{
 };
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, WEIR, assert_says, need, need_root, text, wait_for_programs, weir,
+    TestClient, MIB, Scratch, Serve, WEIR, assert_contains, need, need_root, text, wait_for_programs, weir,
 };
 
 /// Where Debian has it.
@@ -35,8 +35,8 @@ fn repository() -> PathBuf {
 }
 
 /// `scripts/install`, with everything below a directory.
-fn install(below: &Path, options: &[&str]) -> Client {
-    Client::new(text(&repository().join("scripts/install")))
+fn install(below: &Path, options: &[&str]) -> TestClient {
+    TestClient::new(text(&repository().join("scripts/install")))
         .args([WEIR, "--destdir", text(below)])
         .args(options)
 }
@@ -52,13 +52,13 @@ fn installed() -> Scratch {
     }
     let (fstab, units) = (scratch.file("fstab", FSTAB), text(&units));
     let variable = format!("SYSTEMD_FSTAB={}", text(&fstab));
-    Client::new("env").args([&variable, FSTAB_GENERATOR, units, units, units]).succeeds();
+    TestClient::new("env").args([&variable, FSTAB_GENERATOR, units, units, units]).succeeds();
     scratch
 }
 
 /// All that is no directory, as paths below `directory`.
 fn files_below(directory: &Path) -> BTreeSet<PathBuf> {
-    let found = Client::new("find").args([text(directory), "!", "-type", "d", "-printf", "%P\n"]).succeeds();
+    let found = TestClient::new("find").args([text(directory), "!", "-type", "d", "-printf", "%P\n"]).succeeds();
     found.lines().map(PathBuf::from).collect()
 }
 
@@ -66,17 +66,17 @@ fn files_below(directory: &Path) -> BTreeSet<PathBuf> {
 fn complaints(scratch: &Scratch, unit: &str) -> String {
     // The colon at the end: beside systemd's own.
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
-    let said = Client::new("env")
+    let said = TestClient::new("env")
         .args([&variable, "systemd-analyze", "verify", "--man=no", "--recursive-errors=yes", unit])
         .run()
-        .said();
+        .stderr();
     // Of this machine's own units it may say what it likes.
     let ours = ["weir", "srv-db", "mnt-vm"];
     said.lines().filter(|line| ours.iter().any(|name| line.contains(name))).collect::<Vec<_>>().join("\n")
 }
 
 #[test]
-fn systemd_takes_the_units() {
+fn systemd_accepts_the_units() {
     need("systemd-analyze");
     let scratch = installed();
     for unit in [
@@ -97,7 +97,7 @@ fn systemd_takes_the_units() {
 }
 
 #[test]
-fn a_device_is_there_before_the_mounts_that_need_it() {
+fn device_precedes_its_mounts() {
     need("systemd-analyze");
     let scratch = installed();
     let mount = fs::read_to_string(scratch.path(UNITS).join("srv-db.mount")).unwrap();
@@ -113,7 +113,7 @@ fn a_device_is_there_before_the_mounts_that_need_it() {
 
 /// As docs/recipes.md has it: Debian's nbd-client connects, and then the file system is mounted.
 #[test]
-fn the_kernels_client_is_there_before_its_mount() {
+fn nbd_client_precedes_its_mount() {
     need("systemd-analyze");
     let recipes = fs::read_to_string(repository().join("docs/recipes.md")).unwrap();
     let line = recipes.lines().find(|line| line.starts_with("/dev/nbd0 ")).expect("the recipe has it");
@@ -121,7 +121,7 @@ fn the_kernels_client_is_there_before_its_mount() {
     let (fstab, units) = (scratch.file("fstab", format!("{line}\n")), scratch.path(UNITS));
     fs::create_dir_all(&units).unwrap();
     let variable = format!("SYSTEMD_FSTAB={}", text(&fstab));
-    Client::new("env")
+    TestClient::new("env")
         .args([&variable, FSTAB_GENERATOR, text(&units), text(&units), text(&units)])
         .succeeds();
     let mount = fs::read_to_string(units.join("srv-db.mount")).unwrap();
@@ -136,7 +136,7 @@ fn the_kernels_client_is_there_before_its_mount() {
 /// How much a service may do that it need not, from 0 to 10: systemd-analyze(1).
 fn exposure(scratch: &Scratch, unit: &str) -> f64 {
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
-    let said = Client::new("env")
+    let said = TestClient::new("env")
         .args([&variable, "systemd-analyze", "security", "--no-pager", "--offline=true", unit])
         .succeeds();
     let last = said.lines().find(|line| line.contains("Overall exposure level")).expect("it judges");
@@ -145,7 +145,7 @@ fn exposure(scratch: &Scratch, unit: &str) -> f64 {
 }
 
 #[test]
-fn the_services_may_do_little_else_than_they_do() {
+fn services_have_low_exposure() {
     need("systemd-analyze");
     let scratch = installed();
     for unit in ["weir.service", "weir@vm1.service"] {
@@ -176,7 +176,7 @@ fn the_services_may_do_little_else_than_they_do() {
 }
 
 #[test]
-fn an_installation_can_be_repeated_and_taken_away() {
+fn installation_is_repeatable_and_removable() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
     let below = scratch.path("");
     install(&below, &[]).succeeds();
@@ -217,7 +217,7 @@ fn an_installation_can_be_repeated_and_taken_away() {
     assert_eq!(files_below(&below), found);
     assert_eq!(fs::read_to_string(&config).unwrap(), "# mine\n");
     assert_ne!(fs::read(below.join("usr/local/bin/weir")).unwrap(), b"old");
-    let said = install(&below, &["--uninstall"]).run().said();
+    let said = install(&below, &["--uninstall"]).run().stderr();
     assert!(said.contains("weir.toml was changed, and stays"), "{said}");
     assert_eq!(files_below(&below), [PathBuf::from("etc/weir/weir.toml")].into());
 
@@ -225,13 +225,13 @@ fn an_installation_can_be_repeated_and_taken_away() {
     let below = other.path("");
     install(&below, &["--prefix", "/usr"]).succeeds();
     install(&below, &["--prefix", "/usr", "--uninstall"]).succeeds();
-    let left = Client::new("find").args([text(&below), "-path", "*weir*"]).succeeds();
+    let left = TestClient::new("find").args([text(&below), "-path", "*weir*"]).succeeds();
     let left: Vec<_> = left.lines().filter(|path| path[text(&below).len()..].contains("weir")).collect();
     assert!(left.is_empty(), "{left:?}");
 }
 
 #[test]
-fn the_config_file_is_what_the_daemon_takes() {
+fn shipped_config_file_is_valid() {
     let shipped = fs::read_to_string(repository().join("packaging/weir.toml")).unwrap();
     let draft = settings::config::parse("weir.toml", &shipped, Path::new("/etc/weir")).unwrap();
     assert!(draft.disks.is_empty() && draft.groups.is_empty(), "what it shows is commented out");
@@ -246,7 +246,7 @@ fn the_config_file_is_what_the_daemon_takes() {
 }
 
 #[test]
-fn manual_pages_are_whole() {
+fn manual_pages_are_complete() {
     need("mandoc");
     need("groff");
     let scratch = Scratch::new();
@@ -255,14 +255,14 @@ fn manual_pages_are_whole() {
     let mut pages: Vec<_> = files_below(&directory).iter().map(|page| directory.join(page)).collect();
     assert!(pages.len() > 30, "{pages:?}");
     pages.push(scratch.path("man/man5/weir.toml.5"));
-    Client::new("mandoc").args(["-Tlint", "-Wwarning"]).args(&pages).succeeds();
+    TestClient::new("mandoc").args(["-Tlint", "-Wwarning"]).args(&pages).succeeds();
     for page in &pages {
         let said =
-            Client::new("groff").args(["-man", "-ww", "-z", "-Tutf8", "-Kutf8"]).arg(page).run().said();
+            TestClient::new("groff").args(["-man", "-ww", "-z", "-Tutf8", "-Kutf8"]).arg(page).run().stderr();
         assert_eq!(said, "", "{}", page.display());
     }
     let broken = scratch.file("broken.1", ".TH A 1 2026-01-02\n.SH NAME\na \\- b\n.nosuch\n");
-    Client::new("mandoc").args(["-Tlint", "-Wwarning"]).arg(&broken).fails();
+    TestClient::new("mandoc").args(["-Tlint", "-Wwarning"]).arg(&broken).fails();
 }
 
 #[test]
@@ -311,23 +311,23 @@ fn shells_complete_from_the_running_daemon() {
     assert!(cut("weir serve --cache", "=").contains("directsync"));
     daemon.stop();
     assert_eq!(offered("weir throttle v"), [""; 0], "without a daemon there is nothing, and nothing is said");
-    Client::new("zsh").args(["-n", text(&scratch.path("zsh/site-functions/_weir"))]).succeeds();
+    TestClient::new("zsh").args(["-n", text(&scratch.path("zsh/site-functions/_weir"))]).succeeds();
 }
 
 /// What a script prints; it must say nothing else.
 fn shell(shell: &str, script: &str, qmp: &str, home: &Path) -> String {
     let program = Path::new(WEIR).parent().expect("it lies in a directory");
-    let outcome = Client::new("env")
+    let outcome = TestClient::new("env")
         // fish keeps what it finds out at home.
         .args([&format!("WEIR_QMP={qmp}"), &format!("HOME={}", text(home)), shell, "-c", script])
-        .finding(program)
+        .with_path(program)
         .run();
-    assert_eq!((outcome.code(), outcome.said().as_str()), (0, ""), "{shell}: {script}");
-    outcome.printed()
+    assert_eq!((outcome.code(), outcome.stderr().as_str()), (0, ""), "{shell}: {script}");
+    outcome.stdout()
 }
 
 #[test]
-fn the_lines_of_fstab_are_the_documents() {
+fn fstab_lines_match_the_documents() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/containers.md");
     let document = fs::read_to_string(document).expect("it is a text");
     let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -345,13 +345,13 @@ fn the_mount_helper_mounts_an_image() {
     symlink(WEIR, &helper).unwrap();
     fs::create_dir(&directory).unwrap();
     let image = scratch.sparse("disk.raw", 16 * MIB);
-    Client::new("mkfs.ext4").args(["-q", "-F", text(&image)]).succeeds();
+    TestClient::new("mkfs.ext4").args(["-q", "-F", text(&image)]).succeeds();
     // As mount(8) calls it, and by what every machine has.
     let options = format!("rw,noatime,fuse,alone,format=raw,iops-total=100000,name=helper-{}", process::id());
     let mount = |flags: &str| {
         let words = [text(&helper), text(&image), text(&directory), flags, "-o", &options];
-        let outcome = Client::new("env").arg("PATH=/usr/bin:/bin").args(words).run();
-        let said = outcome.said();
+        let outcome = TestClient::new("env").arg("PATH=/usr/bin:/bin").args(words).run();
+        let said = outcome.stderr();
         outcome.succeeded() + &said
     };
     mount("-f");
@@ -364,9 +364,9 @@ fn the_mount_helper_mounts_an_image() {
     wait_for_programs();
     weir(&["detach", text(&directory)]).succeeds();
     assert!(options_of(&directory).is_none());
-    assert_says(&mount("-v"), &["FUSE", "/dev/loop"]);
+    assert_contains(&mount("-v"), &["FUSE", "/dev/loop"]);
     weir(&["detach", text(&directory)]).succeeds();
-    let found = Client::new("debugfs").args(["-R", "cat /file", text(&image)]).succeeds();
+    let found = TestClient::new("debugfs").args(["-R", "cat /file", text(&image)]).succeeds();
     assert_eq!(found, "kept");
 }
 

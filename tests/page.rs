@@ -7,12 +7,12 @@
 use console::figures;
 use serde_json::{Value, json};
 
-use crate::harness::{Client, WEIR};
+use crate::harness::{TestClient, WEIR};
 
-fn scenario(name: &str) -> Client {
+fn scenario(name: &str) -> TestClient {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/page/run.py");
     // What Python compiled would lie in the repository.
-    Client::new("page-python").arg("-B").args([script, name, WEIR])
+    TestClient::new("page-python").arg("-B").args([script, name, WEIR])
 }
 
 #[test]
@@ -21,17 +21,17 @@ fn it_opens_with_2_100_and_1000_disks() {
 }
 
 #[test]
-fn a_limit_is_seen_beforehand_and_changed_with_the_token_alone() {
+fn limit_is_previewed_and_changed_with_the_token() {
     scenario("change").succeeds();
 }
 
 #[test]
-fn it_says_that_it_is_not_live_and_connects_again() {
+fn lost_connection_is_shown_and_restored() {
     scenario("restart").succeeds();
 }
 
 #[test]
-fn it_says_why_it_is_not_live_where_too_many_listen() {
+fn too_many_streams_are_explained() {
     scenario("crowded").succeeds();
 }
 
@@ -41,18 +41,18 @@ fn hostile_names_stay_names() {
 }
 
 #[test]
-fn what_the_daemon_does_not_say_is_not_known() {
+fn missing_fields_are_shown_as_unknown() {
     scenario("sparse").succeeds();
 }
 
 #[test]
-fn the_page_opens_with_the_most_throttled_disk_and_charts_of_known_time() {
+fn first_view_shows_the_most_throttled_disk() {
     scenario("start").succeeds();
 }
 
 #[test]
-fn it_looks_as_its_pictures_and_anybody_can_use_it() {
-    scenario("looks").reading(&json!(figures()).to_string()).succeeds();
+fn appearance_and_accessibility() {
+    scenario("looks").with_stdin(&json!(figures()).to_string()).succeeds();
 }
 
 /// Numbers as the console writes them, for the page to write the same.

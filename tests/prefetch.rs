@@ -5,14 +5,14 @@ use std::{fs, path::Path};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    MIB, Qmp, Scratch, Serve, Weir, assert_says, nbdsh,
-    operator::{fails, find, misuses, prints, prints_json, serve, socket, start, status},
+    MIB, Qmp, Scratch, Serve, Weir, assert_contains, nbdsh,
+    operator::{run_failing, find, run_misused, run_ok, run_json, serve, socket, start, status},
     text,
 };
 
 #[track_caller]
 fn settings(scratch: &Scratch, disk: &str) -> Value {
-    prints_json(scratch, &["prefetch", disk, "--json"])["prefetch"].clone()
+    run_json(scratch, &["prefetch", disk, "--json"])["prefetch"].clone()
 }
 
 /// The settings of a disk of which nothing was said, but for those that are `changed`.
@@ -52,7 +52,7 @@ fn config(scratch: &Scratch) -> String {
 }
 
 #[test]
-fn the_config_file_sets_each_disk_and_keeps_what_is_saved() {
+fn config_sets_each_disk_and_keeps_saved_changes() {
     let scratch = Scratch::new();
     let before = config(&scratch);
     let file = scratch.file("weir.toml", &before);
@@ -61,9 +61,9 @@ fn the_config_file_sets_each_disk_and_keeps_what_is_saved() {
     assert_eq!(settings(&scratch, "b"), defaults(json!({"mode": "off"})));
     assert_eq!(settings(&scratch, "c"), defaults(json!({})));
 
-    let said = prints(&scratch, &["prefetch", "a", "auto", "--memory", "1G", "--save"]);
-    assert_says(&said, &["a: prefetch: on → auto\n", "a: prefetch-memory: 4M → 1G\n", "a: saved in "]);
-    prints(&scratch, &["prefetch", "b", "--streams", "9", "--save"]);
+    let said = run_ok(&scratch, &["prefetch", "a", "auto", "--memory", "1G", "--save"]);
+    assert_contains(&said, &["a: prefetch: on → auto\n", "a: prefetch-memory: 4M → 1G\n", "a: saved in "]);
+    run_ok(&scratch, &["prefetch", "b", "--streams", "9", "--save"]);
     let expect = before
         .replace("prefetch = true #", "prefetch = \"auto\" #")
         .replace("= 4096\n", "= 4096\nprefetch-memory = \"1G\"\n")
@@ -76,77 +76,77 @@ fn the_config_file_sets_each_disk_and_keeps_what_is_saved() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_before_anything_is_served() {
+fn invalid_settings_fail_the_start() {
     let scratch = Scratch::new();
     let refused =
         |option: &str, value: &str| Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
-    assert_says(&refused("--prefetch", "yes"), &["--prefetch", "'yes'", "is none of on, off and auto"]);
+    assert_contains(&refused("--prefetch", "yes"), &["--prefetch", "'yes'", "is none of on, off and auto"]);
     let said = refused("--prefetch-memory", "255K");
-    assert_says(&said, &["--prefetch-memory 255K: is out of range; it may be from 256K to 1T"]);
+    assert_contains(&said, &["--prefetch-memory 255K: is out of range; it may be from 256K to 1T"]);
     let said = refused("--prefetch-window-max", "64K");
-    assert_says(&said, &["--prefetch-window-max 64K: prefetch-window-min (131072) is above"]);
+    assert_contains(&said, &["--prefetch-window-max 64K: prefetch-window-min (131072) is above"]);
     let file = scratch.file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\nprefetch-streams = 4097\n");
-    let said = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
-    assert_says(&said, &[":3: disk.a.prefetch-streams = 4097: is out of range; it may be from 1 to 4096"]);
+    let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
+    assert_contains(&said, &[":3: disk.a.prefetch-streams = 4097: is out of range; it may be from 1 to 4096"]);
 }
 
 #[test]
-fn a_live_change_is_whole_or_not_at_all() {
+fn live_change_is_atomic() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--iops-total", "500"]);
-    let said = prints(&scratch, &["prefetch", "a", "on", "--memory", "8M", "--window-min", "64K"]);
+    let said = run_ok(&scratch, &["prefetch", "a", "on", "--memory", "8M", "--window-min", "64K"]);
     let expect = "a: prefetch: auto → on\na: prefetch-memory: 4M → 8M\na: prefetch-window-min: 128K → 64K\n";
     assert_eq!(said, expect);
     let before = defaults(json!({"mode": "on", "memory": 8 << 20, "window-min": 64 << 10}));
     assert_eq!(settings(&scratch, "a"), before);
     assert_eq!(settings(&scratch, "b"), defaults(json!({})), "it is each disk's own");
 
-    let said = misuses(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
-    assert_says(&said, &["weir: --memory 4K: is out of range; it may be from 256K to 1T"]);
-    let said = fails(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
-    assert_says(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
+    let said = run_misused(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
+    assert_contains(&said, &["weir: --memory 4K: is out of range; it may be from 256K to 1T"]);
+    let said = run_failing(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
+    assert_contains(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
     // Beside something that is right, and the other way round.
     let (_, said) =
-        client.refused("x-weir-set", json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
-    assert_says(&said, &["prefetch-streams", "(0)", "from 1 to 4096"]);
+        client.command_error("x-weir-set", json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
+    assert_contains(&said, &["prefetch-streams", "(0)", "from 1 to 4096"]);
     let (_, said) =
-        client.refused("x-weir-set", json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
-    assert_says(&said, &["iops-total-max (7) is below iops-total (500)"]);
-    let (_, said) = client.refused("x-weir-set", json!({"name": "a", "prefetch": "off", "group": "nobody"}));
-    assert_says(&said, &["nobody"]);
-    let (_, said) = client.refused("x-weir-set", json!({"name": "a", "prefetch": true}));
-    assert_says(&said, &["'prefetch', expected: string"]);
+        client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
+    assert_contains(&said, &["iops-total-max (7) is below iops-total (500)"]);
+    let (_, said) = client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "group": "nobody"}));
+    assert_contains(&said, &["nobody"]);
+    let (_, said) = client.command_error("x-weir-set", json!({"name": "a", "prefetch": true}));
+    assert_contains(&said, &["'prefetch', expected: string"]);
     assert_eq!(settings(&scratch, "a"), before);
-    assert_says(&prints(&scratch, &["throttle", "a"]), &["  iops-total  500\n"]);
+    assert_contains(&run_ok(&scratch, &["throttle", "a"]), &["  iops-total  500\n"]);
 
     client.command(
         "x-weir-set",
         json!({"name": "a", "prefetch": "auto", "prefetch-memory": 4 << 20, "iops-total": 7}),
     );
     assert_eq!(settings(&scratch, "a"), defaults(json!({"window-min": 64 << 10})));
-    assert_says(&prints(&scratch, &["throttle", "a"]), &["  iops-total  7\n"]);
+    assert_contains(&run_ok(&scratch, &["throttle", "a"]), &["  iops-total  7\n"]);
 }
 
 #[test]
-fn a_group_reads_nothing_ahead() {
+fn groups_have_no_prefetch_settings() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--group", "gold"]);
-    assert_says(&fails(&scratch, &["prefetch", "gold"]), &["gold: is a group", "name one of its disks"]);
-    assert_says(&fails(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
+    assert_contains(&run_failing(&scratch, &["prefetch", "gold"]), &["gold: is a group", "name one of its disks"]);
+    assert_contains(&run_failing(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
-    let (_, said) = client.refused("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
-    assert_says(&said, &["group gold: prefetch is a setting of its disks"]);
-    assert_says(&prints(&scratch, &["throttle", "gold"]), &["no own limits"]);
+    let (_, said) = client.command_error("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
+    assert_contains(&said, &["group gold: prefetch is a setting of its disks"]);
+    assert_contains(&run_ok(&scratch, &["throttle", "gold"]), &["no own limits"]);
 }
 
 #[test]
-fn the_status_shows_disks_that_read_ahead() {
+fn status_shows_prefetching_disks() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--prefetch", "on"]);
-    prints(&scratch, &["prefetch", "b", "off"]);
-    let shown = prints(&scratch, &["status", "--all", "--interval", "0"]);
-    assert_says(&shown, &["DISK  PREFETCH  HIT RATE  ACCURACY", "\na     on "]);
+    run_ok(&scratch, &["prefetch", "b", "off"]);
+    let shown = run_ok(&scratch, &["status", "--all", "--interval", "0"]);
+    assert_contains(&shown, &["DISK  PREFETCH  HIT RATE  ACCURACY", "\na     on "]);
     assert!(!shown.contains("\nb     off"), "{shown}");
     let status = status(&scratch, "0");
     let a = find(&status, "disks", "a");
@@ -156,17 +156,17 @@ fn the_status_shows_disks_that_read_ahead() {
     {
         assert!(figures[figure].is_u64(), "{figure}: {figures:?}");
     }
-    let shown = prints(&scratch, &["prefetch", "b"]);
-    assert_says(
+    let shown = run_ok(&scratch, &["prefetch", "b"]);
+    assert_contains(
         &shown,
         &["disk b\n  prefetch                  off\n", "  prefetch-memory           4M\n", "\n  hit rate "],
     );
-    prints(&scratch, &["prefetch", "b", "auto"]);
-    assert_says(&prints(&scratch, &["status", "--all", "--interval", "0"]), &["\nb     auto "]);
+    run_ok(&scratch, &["prefetch", "b", "auto"]);
+    assert_contains(&run_ok(&scratch, &["status", "--all", "--interval", "0"]), &["\nb     auto "]);
 }
 
 #[test]
-fn disks_that_are_added_live_read_ahead_as_they_are_told() {
+fn added_disks_use_their_prefetch_settings() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &[]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
@@ -198,14 +198,14 @@ fn disks_that_are_added_live_read_ahead_as_they_are_told() {
     ] {
         let mut arguments = memory("wrong");
         arguments.as_object_mut().expect("an object").extend(wrong.as_object().expect("an object").clone());
-        let (_, said) = client.refused("blockdev-add", arguments);
-        assert_says(&said, &[expected]);
+        let (_, said) = client.command_error("blockdev-add", arguments);
+        assert_contains(&said, &[expected]);
     }
-    assert_says(&fails(&scratch, &["prefetch", "wrong"]), &["wrong: no disk and no group has this name"]);
+    assert_contains(&run_failing(&scratch, &["prefetch", "wrong"]), &["wrong: no disk and no group has this name"]);
     let inner =
         json!({"driver": "raw", "node-name": "w", "file": {"driver": "null-co", "x-weir-prefetch": "on"}});
-    let (_, said) = client.refused("blockdev-add", inner);
-    assert_says(&said, &["Parameter 'file.x-weir-prefetch' is unexpected"]);
+    let (_, said) = client.command_error("blockdev-add", inner);
+    assert_contains(&said, &["Parameter 'file.x-weir-prefetch' is unexpected"]);
 }
 
 /// Reads the image, 4 KiB after 4 KiB, through the daemon and beside it.
@@ -221,14 +221,14 @@ with open(arguments[1], "rb") as image:
 }
 
 #[test]
-fn a_sequential_reader_is_answered_from_memory_until_that_is_switched_off() {
+fn sequential_reads_hit_the_cache_until_disabled() {
     let scratch = Scratch::new();
     let image = scratch.filled("vm1.raw", 4 * MIB);
     let weir = Serve::new(&scratch)
         .arg(&image)
         .args(["--format", "raw", "--prefetch", "on", "--prefetch-memory", "1M", "--qmp", &socket(&scratch)])
         .start();
-    let figures = || prints_json(&scratch, &["prefetch", "vm1", "--json"])["read-ahead"].clone();
+    let figures = || run_json(&scratch, &["prefetch", "vm1", "--json"])["read-ahead"].clone();
     let count = |figures: &Value, name: &str| figures[name].as_u64().expect("a counter");
     assert_eq!((figures()["hits"].as_u64(), figures().get("hit-rate")), (Some(0), None));
 
@@ -240,11 +240,11 @@ fn a_sequential_reader_is_answered_from_memory_until_that_is_switched_off() {
     assert!(after["accuracy"].as_f64() > Some(0.8), "{after:#}");
     assert!(count(&after, "used-bytes") <= count(&after, "read-ahead-bytes"), "{after:#}");
     assert!(count(&after, "memory") <= MIB, "{after:#}");
-    let shown = prints(&scratch, &["status", "--all", "--interval", "0"]);
+    let shown = run_ok(&scratch, &["status", "--all", "--interval", "0"]);
     let row = shown.lines().find(|line| line.starts_with("vm1   on ")).expect("the table has it");
     assert_eq!(row.matches('%').count(), 2, "{shown}");
 
-    prints(&scratch, &["prefetch", "vm1", "off"]);
+    run_ok(&scratch, &["prefetch", "vm1", "off"]);
     let before = figures();
     assert_eq!(count(&before, "memory"), 0, "it is given back at once: {before:#}");
     read_in_sequence(&weir, &image);
@@ -252,7 +252,7 @@ fn a_sequential_reader_is_answered_from_memory_until_that_is_switched_off() {
     for counter in ["hits", "partial-hits", "read-ahead-bytes"] {
         assert_eq!(count(&after, counter), count(&before, counter), "{counter}: {after:#}");
     }
-    prints(&scratch, &["prefetch", "vm1", "on"]);
+    run_ok(&scratch, &["prefetch", "vm1", "on"]);
     read_in_sequence(&weir, &image);
     assert!(count(&figures(), "hits") > count(&after, "hits"));
 }

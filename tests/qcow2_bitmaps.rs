@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::harness::{self, Client, MIB, Scratch, Serve, assert_says, qemu_img, text, weir_image};
+use crate::harness::{self, TestClient, MIB, Scratch, Serve, assert_contains, qemu_img, text, weir_image};
 
 const KIB: u64 = 1024;
 const DISK_BYTES: u64 = 8 * MIB;
@@ -31,9 +31,9 @@ fn image(scratch: &Scratch, options: &str) -> PathBuf {
 }
 
 /// What should be marked, a value for each KiB.
-struct Model(Vec<bool>);
+struct BitmapModel(Vec<bool>);
 
-impl Model {
+impl BitmapModel {
     fn new() -> Self {
         Self(vec![false; (DISK_BYTES / KIB) as usize])
     }
@@ -64,12 +64,12 @@ fn granules(map: &str, granularity: u64) -> Vec<bool> {
 #[track_caller]
 pub(crate) fn map_of(name: &str, uri: &[&str]) -> String {
     let context = format!("--map=qemu:dirty-bitmap:{name}");
-    Client::new("nbdinfo").args(["--json", &context, "--"]).args(uri).succeeds()
+    TestClient::new("nbdinfo").args(["--json", &context, "--"]).args(uri).succeeds()
 }
 
 /// What QEMU says that the image's bitmaps mark; and the image is right.
 #[track_caller]
-fn qemu_sees(path: &Path, model: &Model) {
+fn qemu_sees(path: &Path, model: &BitmapModel) {
     qemu_img(["check", "-q", text(path)]).succeeds();
     for (name, granularity) in BITMAPS {
         let map = map_of(name, &["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, text(path), "]"]);
@@ -91,11 +91,11 @@ fn served(scratch: &Scratch, path: &Path) -> Serve {
 }
 
 #[test]
-fn weir_and_qemu_record_in_the_same_bitmaps() {
+fn weir_and_qemu_update_the_same_bitmaps() {
     let scratch = Scratch::new();
     for options in ["cluster_size=64k", "cluster_size=512", "cluster_size=16k,extended_l2=on"] {
         let path = image(&scratch, options);
-        let mut model = Model::new();
+        let mut model = BitmapModel::new();
         qemu_io("qcow2", &["write -P 2 3M 65k"], text(&path));
         model.mark(&[(3072, 65)]);
 
@@ -136,7 +136,7 @@ fn bitmaps_get_the_size_of_the_disk() {
     let scratch = Scratch::new();
     for options in ["cluster_size=64k", "cluster_size=512"] {
         let path = image(&scratch, options);
-        let mut model = Model::new();
+        let mut model = BitmapModel::new();
         let resize = |size: &str| {
             weir_image(&["resize", "-q", "-f", "qcow2", "--shrink", text(&path), size]).succeeds();
         };
@@ -153,26 +153,26 @@ fn bitmaps_get_the_size_of_the_disk() {
 }
 
 #[test]
-fn a_bitmap_that_was_not_stored_is_believed_by_nobody() {
+fn bitmap_in_use_is_not_trusted() {
     let scratch = Scratch::new();
     let path = image(&scratch, "cluster_size=64k");
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["read 1M 64k", "flush"], &weir.uri("disk"));
     weir.crash();
     // Nothing has changed.
-    qemu_sees(&path, &Model::new());
+    qemu_sees(&path, &BitmapModel::new());
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["write -P 5 1M 64k", "flush"], &weir.uri("disk"));
     weir.crash();
     assert_eq!(flags(&path), json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]}));
     // Clusters may be lost, and nothing else.
     let checked = qemu_img(["check", text(&path)]).run();
-    assert!(matches!(checked.code(), 0 | 3), "{}", checked.printed());
+    assert!(matches!(checked.code(), 0 | 3), "{}", checked.stdout());
     qemu_io("qcow2", &["read -P 5 1M 64k"], text(&path));
     let said = served(&scratch, &path).args(["--bitmap", "fine"]).fails();
-    assert_says(&said, &["bitmap \"fine\" was not kept up to date"]);
+    assert_contains(&said, &["bitmap \"fine\" was not kept up to date"]);
     let said = served(&scratch, &path).args(["--bitmap", "off"]).fails();
-    assert_says(&said, &["bitmap \"off\" does not record", "read-only"]);
+    assert_contains(&said, &["bitmap \"off\" does not record", "read-only"]);
     // Served once more, they are no better.
     served(&scratch, &path).start().stop();
     assert_eq!(flags(&path), json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]}));
@@ -184,8 +184,8 @@ fn a_bitmap_that_was_not_stored_is_believed_by_nobody() {
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["write -P 5 2M 64k"], &weir.uri("disk"));
     weir.stop();
-    let mut model = Model::new();
+    let mut model = BitmapModel::new();
     model.mark(&[(2048, 64)]);
-    let _ = Client::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
+    let _ = TestClient::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
     qemu_sees(&path, &model);
 }

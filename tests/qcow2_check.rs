@@ -31,12 +31,12 @@ fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
 }
 
 #[track_caller]
-fn agree(path: &Path, about: &str) -> (i32, Value) {
+fn assert_equal_checks(path: &Path, about: &str) -> (i32, Value) {
     let theirs = qemu_img(["check", "--output=json", "-f", "qcow2", text(path)]).run();
     let ours = weir(&["check", "--output=json", text(path)]).run();
-    let (their_code, our_code, said) = (theirs.code(), ours.code(), ours.said());
+    let (their_code, our_code, said) = (theirs.code(), ours.code(), ours.stderr());
     let parse = |printed: String| serde_json::from_str::<Value>(&printed).unwrap_or(Value::Null);
-    let (theirs, ours) = (parse(theirs.printed()), parse(ours.printed()));
+    let (theirs, ours) = (parse(theirs.stdout()), parse(ours.stdout()));
     assert_eq!((our_code, &ours), (their_code, &theirs), "{about}: weir said:\n{said}");
     (our_code, ours)
 }
@@ -57,7 +57,7 @@ const FEATURES: [&str; 12] = [
 ];
 
 #[test]
-fn what_qemu_made_is_found_as_qemu_finds_it() {
+fn images_of_qemu_are_checked_equally() {
     let scratch = Scratch::new();
     for options in FEATURES {
         // A bit cannot count a compressed cluster's neighbours.
@@ -65,16 +65,16 @@ fn what_qemu_made_is_found_as_qemu_finds_it() {
             continue;
         }
         let path = image(&scratch, "image.qcow2", options);
-        assert_eq!(agree(&path, options).0, 0, "{options}");
+        assert_eq!(assert_equal_checks(&path, options).0, 0, "{options}");
         if !options.contains("data_file") {
             qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
             qemu_io(["-f", "qcow2"], ["write -P 7 256k 1M"], &path);
             qemu_img(["snapshot", "-c", "two", text(&path)]).succeeds();
-            agree(&path, &format!("{options} with snapshots"));
+            assert_equal_checks(&path, &format!("{options} with snapshots"));
         }
         if !options.contains("compat=0.10") {
             qemu_img(["bitmap", "--add", "-g", "4k", text(&path), "changes"]).succeeds();
-            agree(&path, &format!("{options} with a bitmap"));
+            assert_equal_checks(&path, &format!("{options} with a bitmap"));
         }
     }
 }
@@ -94,7 +94,7 @@ fn number(file: &fs::File, offset: u64) -> u64 {
 }
 
 /// Where things are in an image.
-struct Places {
+struct MetadataOffsets {
     file: fs::File,
     l1: u64,
     l2: u64,
@@ -102,22 +102,22 @@ struct Places {
     block: u64,
 }
 
-fn places(path: &Path) -> Places {
+fn places(path: &Path) -> MetadataOffsets {
     let file = fs::File::options().read(true).write(true).open(path).unwrap();
     let (l1, refcount_table) = (number(&file, 40), number(&file, 48));
     let (l2, block) = (number(&file, l1) & !(1 << 63), number(&file, refcount_table));
-    Places { file, l1, l2, refcount_table, block }
+    MetadataOffsets { file, l1, l2, refcount_table, block }
 }
 
-impl Places {
+impl MetadataOffsets {
     fn put(&self, offset: u64, value: u64) {
         self.file.write_all_at(&value.to_be_bytes(), offset).unwrap();
     }
 }
 
-type Damage = (&'static str, fn(&Places));
+type ImageDamage = (&'static str, fn(&MetadataOffsets));
 
-const DAMAGES: [Damage; 8] = [
+const DAMAGES: [ImageDamage; 8] = [
     ("a lost entry", |at| at.put(at.l2 + 8 * 4, 0)),
     ("two owners", |at| at.put(at.l2 + 8 * 4, number(&at.file, at.l2 + 8 * 5))),
     ("a flag", |at| at.put(at.l2, number(&at.file, at.l2) & !(1 << 63))),
@@ -132,20 +132,20 @@ const DAMAGES: [Damage; 8] = [
 ];
 
 #[test]
-fn damage_is_found_as_qemu_finds_it_and_what_is_repaired_satisfies_both() {
+fn damage_is_found_equally_and_repairs_satisfy_both() {
     let scratch = Scratch::new();
     for (what, damage) in DAMAGES {
         let path = image(&scratch, "image.qcow2", "");
         damage(&places(&path));
-        let (code, _) = agree(&path, what);
+        let (code, _) = assert_equal_checks(&path, what);
         assert!(code == 2 || code == 3, "{what}: {code}");
         weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
-        assert_eq!(agree(&path, what).0, 0, "{what}: repaired");
+        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: repaired");
     }
 }
 
 #[test]
-fn snapshots_that_say_too_little_are_found_as_qemu_finds_them() {
+fn snapshots_with_missing_extra_data_are_checked_equally() {
     let scratch = Scratch::new();
     for (options, code) in [("", 2), ("compat=0.10", 0)] {
         let path = image(&scratch, "image.qcow2", options);
@@ -158,9 +158,9 @@ fn snapshots_that_say_too_little_are_found_as_qemu_finds_them() {
         assert_eq!(&names[..4], b"1one");
         at.put(table + 32, 0);
         at.put(table + 40, u64::from_be_bytes(names));
-        assert_eq!(agree(&path, options).0, code, "{options}");
+        assert_eq!(assert_equal_checks(&path, options).0, code, "{options}");
         weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
-        assert_eq!(agree(&path, options).0, 0, "{options}: repaired");
+        assert_eq!(assert_equal_checks(&path, options).0, 0, "{options}: repaired");
         qemu_io(["-f", "qcow2"], ["write -P 9 0 2M"], text(&path));
         qemu_img(["snapshot", "-a", "one", text(&path)]).succeeds();
         qemu_io(["-f", "qcow2"], ["read -P 1 128k 512k"], text(&path));
@@ -168,7 +168,7 @@ fn snapshots_that_say_too_little_are_found_as_qemu_finds_them() {
 }
 
 /// Damage to refcounts that weir and QEMU repair in different ways.
-const LOST_REFCOUNTS: [Damage; 6] = [
+const LOST_REFCOUNTS: [ImageDamage; 6] = [
     ("no refcount table", |at| at.put(56, 0)),
     ("a refcount table between clusters", |at| at.put(48, 0x1_0200)),
     ("a refcount table beyond the end", |at| at.put(48, 1 << 40)),
@@ -178,19 +178,19 @@ const LOST_REFCOUNTS: [Damage; 6] = [
 ];
 
 #[test]
-fn lost_refcounts_are_counted_again() {
+fn lost_refcounts_are_rebuilt() {
     let scratch = Scratch::new();
     for (what, ruin) in LOST_REFCOUNTS {
         let path = image(&scratch, "image.qcow2", "");
         ruin(&places(&path));
         assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{what}");
         weir(&["check", "-q", "--repair", text(&path)]).succeeds();
-        assert_eq!(agree(&path, what).0, 0, "{what}: repaired");
+        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: repaired");
     }
 }
 
 /// Damage after which the place of some guest data is unknown, and the range that it affects.
-const AMBIGUOUS: [(Damage, u64, u64); 4] = [
+const AMBIGUOUS: [(ImageDamage, u64, u64); 4] = [
     (("a cluster beyond the end", |at| at.put(at.l2, 1 << 40)), 0, 65_536),
     (("a cluster inside another", |at| at.put(at.l2 + 8, number(&at.file, at.l2) | 512)), 65_536, 65_536),
     (("an L2 table inside a cluster", |at| at.put(at.l1, at.l2 | 512)), 0, 8 << 20),
@@ -198,7 +198,7 @@ const AMBIGUOUS: [(Damage, u64, u64); 4] = [
 ];
 
 #[test]
-fn ambiguous_content_stays_until_it_is_given_up() {
+fn ambiguous_content_stays_unless_forced() {
     let scratch = Scratch::new();
     for ((what, damage), offset, length) in AMBIGUOUS {
         let path = image(&scratch, "image.qcow2", "");
@@ -206,18 +206,18 @@ fn ambiguous_content_stays_until_it_is_given_up() {
         damage(&at);
         let entries = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
         let refused = weir(&["check", "-r", "all", "--output=json", text(&path)]).run();
-        assert_eq!(refused.code(), 2, "{what}: {}", refused.said());
-        assert!(refused.said().contains("--force"), "{what}: {}", refused.said());
-        let report: Value = serde_json::from_str(&refused.printed()).unwrap();
+        assert_eq!(refused.code(), 2, "{what}: {}", refused.stderr());
+        assert!(refused.stderr().contains("--force"), "{what}: {}", refused.stderr());
+        let report: Value = serde_json::from_str(&refused.stdout()).unwrap();
         let ranges = serde_json::json!([{ "offset": offset, "length": length }]);
         assert_eq!(report["ambiguous-ranges"], ranges, "{what}");
         let after = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
         assert_eq!(after, entries, "{what}: evidence stays");
         let forced = weir(&["check", "-r", "all", "--force", text(&path)]).run();
-        assert_eq!(forced.code(), 0, "{what}: {}", forced.said());
+        assert_eq!(forced.code(), 0, "{what}: {}", forced.stderr());
         let lost = format!("Lost: {length} bytes at {offset:#x} of the disk\n");
-        assert!(forced.said().contains(&lost), "{what}: {}", forced.said());
-        assert_eq!(agree(&path, what).0, 0, "{what}: given up");
+        assert!(forced.stderr().contains(&lost), "{what}: {}", forced.stderr());
+        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: given up");
     }
     let refused = weir(&["check", "--force", text(&scratch.path("image.qcow2"))]).run();
     assert_eq!(refused.code(), 2, "--force without a repair");
@@ -252,7 +252,7 @@ fn zeroes_with_a_bad_offset_stay_zeroes() {
 }
 
 #[test]
-fn flags_of_an_l1_entry_without_a_table_are_seen_and_cleared() {
+fn flags_of_an_empty_l1_entry_are_cleared() {
     let scratch = Scratch::new();
     let path = scratch.path("image.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&path), "1G"]).succeeds();
@@ -261,7 +261,7 @@ fn flags_of_an_l1_entry_without_a_table_are_seen_and_cleared() {
     assert_ne!(qemu_img(["check", text(&path)]).run().code(), 0);
     assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2);
     weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
-    assert_eq!(agree(&path, "cleared").0, 0);
+    assert_eq!(assert_equal_checks(&path, "cleared").0, 0);
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn a_dirty_image_is_clean_again() {
     at.put(at.block + 8, 0);
     weir(&["check", "-q", "--repair=all", text(&path)]).succeeds();
     assert_eq!(number(&at.file, 72), 0, "the dirty bit");
-    assert_eq!(agree(&path, "was dirty").0, 0);
+    assert_eq!(assert_equal_checks(&path, "was dirty").0, 0);
 }
 
 #[test]
@@ -296,9 +296,9 @@ fn a_corrupt_mark_is_named_and_the_repair_clears_it() {
     let file = fs::OpenOptions::new().write(true).open(&path).expect("an image");
     file.write_all_at(&[2], 79).expect("a header");
     let found = weir(&["check", text(&path)]).run();
-    assert_eq!(found.code(), 0, "{}", found.said());
-    assert!(found.said().contains("it is marked corrupt"), "{}", found.said());
+    assert_eq!(found.code(), 0, "{}", found.stderr());
+    assert!(found.stderr().contains("it is marked corrupt"), "{}", found.stderr());
     weir(&["check", "-r", "all", text(&path)]).succeeds();
     let again = weir(&["check", text(&path)]).run();
-    assert_eq!((again.code(), again.said()), (0, String::new()));
+    assert_eq!((again.code(), again.stderr()), (0, String::new()));
 }

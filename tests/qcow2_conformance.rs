@@ -13,7 +13,7 @@ use std::{env, fmt::Write as _, fs, path::PathBuf};
 
 use fastrand::Rng;
 
-use crate::harness::{Client, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
+use crate::harness::{TestClient, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
 
 /// One of so many is taken: no divisor of how many values anything has, so that they mix.
 const ONE_OF: usize = 11;
@@ -22,47 +22,47 @@ const OPERATIONS: usize = 24;
 const CLUSTERS: [u64; 4] = [512, 4096, 65_536, 2 << 20];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum DataFile {
+enum DataFileKind {
     None,
     Plain,
     Raw,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Shape {
+struct ImageFeatures {
     version: u32,
     cluster: u64,
     refcount_bits: u32,
     extended: bool,
-    data_file: DataFile,
+    data_file: DataFileKind,
     compression: Option<&'static str>,
     backing: bool,
 }
 
-impl Shape {
+impl ImageFeatures {
     const PLAIN: Self = Self {
         version: 3,
         cluster: 2 << 20,
         refcount_bits: 16,
         extended: false,
-        data_file: DataFile::None,
+        data_file: DataFileKind::None,
         compression: None,
         backing: false,
     };
 
     fn all() -> Vec<Self> {
         fn each<T: Copy, const N: usize>(
-            shapes: Vec<Shape>,
+            shapes: Vec<ImageFeatures>,
             values: [T; N],
-            with: fn(Shape, T) -> Shape,
-        ) -> Vec<Shape> {
+            with: fn(ImageFeatures, T) -> ImageFeatures,
+        ) -> Vec<ImageFeatures> {
             shapes.into_iter().flat_map(|shape| values.map(|value| with(shape, value))).collect()
         }
         let all = each(vec![Self::PLAIN], [2, 3], |shape, version| Self { version, ..shape });
         let all = each(all, CLUSTERS, |shape, cluster| Self { cluster, ..shape });
         let all = each(all, [1, 16, 64], |shape, refcount_bits| Self { refcount_bits, ..shape });
         let all = each(all, [false, true], |shape, extended| Self { extended, ..shape });
-        let files = [DataFile::None, DataFile::Plain, DataFile::Raw];
+        let files = [DataFileKind::None, DataFileKind::Plain, DataFileKind::Raw];
         let all = each(all, files, |shape, data_file| Self { data_file, ..shape });
         let kinds = [None, Some("zlib"), Some("zstd")];
         let all = each(all, kinds, |shape, compression| Self { compression, ..shape });
@@ -71,7 +71,7 @@ impl Shape {
     }
 
     fn is_possible(&self) -> bool {
-        let has_data_file = self.data_file != DataFile::None;
+        let has_data_file = self.data_file != DataFileKind::None;
         let version_2 = self.refcount_bits == 16
             && !self.extended
             && !has_data_file
@@ -79,7 +79,7 @@ impl Shape {
         (self.version == 3 || version_2)
             && (!self.extended || self.cluster >= 16_384)
             && !(has_data_file && self.compression.is_some())
-            && !(self.data_file == DataFile::Raw && self.backing)
+            && !(self.data_file == DataFileKind::Raw && self.backing)
     }
 
     fn options(&self, data: &str) -> String {
@@ -96,9 +96,9 @@ impl Shape {
             options += ",compression_type=zstd";
         }
         options += &match self.data_file {
-            DataFile::None => String::new(),
-            DataFile::Plain => format!(",data_file={data}"),
-            DataFile::Raw => format!(",data_file={data},data_file_raw=on"),
+            DataFileKind::None => String::new(),
+            DataFileKind::Plain => format!(",data_file={data}"),
+            DataFileKind::Raw => format!(",data_file={data},data_file_raw=on"),
         };
         options
     }
@@ -109,16 +109,16 @@ impl Shape {
     }
 }
 
-struct Subject {
-    shape: Shape,
+struct ImageUnderTest {
+    shape: ImageFeatures,
     scratch: Scratch,
     image: PathBuf,
     model: Vec<u8>,
     random: Rng,
 }
 
-impl Subject {
-    fn new(shape: Shape, seed: u64) -> Self {
+impl ImageUnderTest {
+    fn new(shape: ImageFeatures, seed: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.path("image.qcow2");
         let mut this = Self {
@@ -147,7 +147,7 @@ impl Subject {
     }
 
     /// `weir image` or `qemu-img`, in the image's directory: names in images are relative.
-    fn tool(&self, weir: bool, arguments: &[&str]) -> Client {
+    fn tool(&self, weir: bool, arguments: &[&str]) -> TestClient {
         let client = if weir { weir_image(arguments) } else { qemu_img(arguments) };
         client.inside(self.image.parent().expect("it lies in one"))
     }
@@ -237,8 +237,8 @@ impl Subject {
     fn qemu_io(&self, format: &str, target: &str, commands: &[String]) {
         // QEMU looks for a data file where it runs, not where the image is.
         let directory = self.image.parent().expect("it lies in one");
-        let client = Client::new("qemu-io").about(&format!("{:?}", self.shape)).inside(directory);
-        client.args(["-f", format]).does(commands, target);
+        let client = TestClient::new("qemu-io").describing(&format!("{:?}", self.shape)).inside(directory);
+        client.args(["-f", format]).run_qemu_io(commands, target);
     }
 
     fn through_weir(&mut self) {
@@ -294,7 +294,7 @@ impl Subject {
             // QEMU tells of places kept for subclusters that are not there.
             assert_eq!(self.map(true), self.map(false), "{what}");
         }
-        if self.shape.data_file == DataFile::Raw {
+        if self.shape.data_file == DataFileKind::Raw {
             let data = fs::read(self.scratch.path("data.raw")).unwrap();
             assert!(data[..self.model.len()] == self.model, "{what}: the data file is not the disk");
         }
@@ -303,9 +303,9 @@ impl Subject {
 
 /// Works on the images of this cluster size. Apart, so that they run side by side.
 #[track_caller]
-fn both_ways(cluster: u64) {
+fn test_cluster_size(cluster: u64) {
     let all = env::var("WEIR_CONFORMANCE").is_ok_and(|wish| wish == "all");
-    let shapes = Shape::all();
+    let shapes = ImageFeatures::all();
     assert!(shapes.len() > 150, "{} combinations", shapes.len());
     let mut tried = 0;
     for (number, shape) in shapes.into_iter().enumerate() {
@@ -313,7 +313,7 @@ fn both_ways(cluster: u64) {
             continue;
         }
         tried += 1;
-        let mut subject = Subject::new(shape, number as u64 * 2 + 7 + (number as u64 / 3) % 2);
+        let mut subject = ImageUnderTest::new(shape, number as u64 * 2 + 7 + (number as u64 / 3) % 2);
         subject.check();
         subject.through_weir();
         subject.check();
@@ -326,29 +326,29 @@ fn both_ways(cluster: u64) {
 }
 
 #[test]
-fn weir_and_qemu_read_and_write_each_other_s_images_with_clusters_of_512_bytes() {
-    both_ways(CLUSTERS[0]);
+fn images_are_interchangeable_with_clusters_of_512_bytes() {
+    test_cluster_size(CLUSTERS[0]);
 }
 
 #[test]
-fn weir_and_qemu_read_and_write_each_other_s_images_with_clusters_of_4_kib() {
-    both_ways(CLUSTERS[1]);
+fn images_are_interchangeable_with_clusters_of_4_kib() {
+    test_cluster_size(CLUSTERS[1]);
 }
 
 #[test]
-fn weir_and_qemu_read_and_write_each_other_s_images_with_clusters_of_64_kib() {
-    both_ways(CLUSTERS[2]);
+fn images_are_interchangeable_with_clusters_of_64_kib() {
+    test_cluster_size(CLUSTERS[2]);
 }
 
 #[test]
-fn weir_and_qemu_read_and_write_each_other_s_images_with_clusters_of_2_mib() {
-    both_ways(CLUSTERS[3]);
+fn images_are_interchangeable_with_clusters_of_2_mib() {
+    test_cluster_size(CLUSTERS[3]);
 }
 
 #[test]
 fn a_data_file_ends_where_the_disk_does() {
-    let shape = Shape { data_file: DataFile::Plain, ..Shape::PLAIN };
-    let mut subject = Subject::new(shape, 1);
+    let shape = ImageFeatures { data_file: DataFileKind::Plain, ..ImageFeatures::PLAIN };
+    let mut subject = ImageUnderTest::new(shape, 1);
     // Into the last cluster, which QEMU's data file has only in part.
     let offset = subject.model.len() - 700;
     subject.model[offset..offset + 300].fill(7);

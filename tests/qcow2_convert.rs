@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::harness::{self, Client, MIB, Scratch, WEIR, assert_says, qemu_img, text, weir_image as weir};
+use crate::harness::{self, TestClient, MIB, Scratch, WEIR, assert_contains, qemu_img, text, weir_image as weir};
 
 const LUKS: &str = "encrypt.format=luks,encrypt.iter-time=10";
 
@@ -59,11 +59,11 @@ fn a_snapshot_is_converted_as_qemu_converts_it() {
         ("one", &raw, "raw images have no snapshots"),
     ] {
         let new = scratch.path("new.raw");
-        assert_says(&weir(&["convert", "-l", snapshot]).args([source, &new]).fails(), &[why]);
+        assert_contains(&weir(&["convert", "-l", snapshot]).args([source, &new]).fails(), &[why]);
         assert!(!new.exists(), "{why}");
     }
     let both = weir(&["convert", "-l", "one", text(&original), text(&original), text(&ours)]).fails();
-    assert_says(&both, &["-l: applies to a single image"]);
+    assert_contains(&both, &["-l: applies to a single image"]);
 }
 
 /// Names, granularities and flags; and what each marks, as nbdinfo sees it in what qemu-nbd serves.
@@ -73,7 +73,7 @@ fn bitmaps(path: &Path) -> (Value, Vec<String>) {
     let mut maps = Vec::new();
     for bitmap in list.as_array().into_iter().flatten() {
         let name = bitmap["name"].as_str().unwrap();
-        let map = Client::new("nbdinfo").arg(format!("--map=qemu:dirty-bitmap:{name}"));
+        let map = TestClient::new("nbdinfo").arg(format!("--map=qemu:dirty-bitmap:{name}"));
         maps.push(
             map.args(["--", "[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, text(path), "]"]).succeeds(),
         );
@@ -103,22 +103,22 @@ fn bitmaps_are_copied_as_qemu_copies_them() {
     weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).succeeds();
     assert_eq!(bitmaps(&theirs), there);
     let again = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
-    assert_says(&again, &["--bitmaps: the new image already has a bitmap \"records\""]);
+    assert_contains(&again, &["--bitmaps: the new image already has a bitmap \"records\""]);
     qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "5M"]).succeeds();
     let larger = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
-    assert_says(&larger, &["--bitmaps: the new disk has 5242880 bytes"]);
+    assert_contains(&larger, &["--bitmaps: the new disk has 5242880 bytes"]);
 }
 
 #[test]
-fn a_bitmap_that_may_be_wrong_stops_the_copy_or_is_left_out() {
+fn inconsistent_bitmap_fails_the_copy_or_is_skipped() {
     let scratch = Scratch::new();
     let (original, new) = (original(&scratch), scratch.path("new.qcow2"));
-    let killed = Client::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 4k", "-c", "sigraise 9"]);
-    assert!(killed.arg(&original).run().printed().contains("wrote"));
+    let killed = TestClient::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 4k", "-c", "sigraise 9"]);
+    assert!(killed.arg(&original).run().stdout().contains("wrote"));
     qemu_img(["bitmap", "--remove", text(&original), "rests"]).succeeds();
     qemu_img(["bitmap", "--add", text(&original), "new"]).succeeds();
     let said = weir(&["convert", "--bitmaps", "-O", "qcow2"]).args([&original, &new]).fails();
-    assert_says(&said, &["bitmap \"records\" is marked in-use", "--skip-broken-bitmaps skips it"]);
+    assert_contains(&said, &["bitmap \"records\" is marked in-use", "--skip-broken-bitmaps skips it"]);
     assert!(!new.exists());
     weir(&["convert", "--bitmaps", "--skip-broken-bitmaps", "-O", "qcow2"])
         .args([&original, &new])
@@ -134,7 +134,7 @@ fn a_bitmap_that_may_be_wrong_stops_the_copy_or_is_left_out() {
             "version 2 have no bitmaps",
         ),
     ] {
-        assert_says(&weir(&["convert"]).args(arguments).args([&original, &new]).fails(), &[why]);
+        assert_contains(&weir(&["convert"]).args(arguments).args([&original, &new]).fails(), &[why]);
     }
 }
 
@@ -147,7 +147,7 @@ fn lines(length: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_the_one_compresses_the_other_unpacks() {
+fn compressed_images_are_interchangeable() {
     let scratch = Scratch::new();
     let original = scratch.file("original.raw", lines(4 << 16));
     let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
@@ -179,7 +179,7 @@ fn encrypted_images_are_converted_both_ways() {
     for (first, more) in [
         (weir(&["convert"]), vec!["-o", LUKS, "--target-secret-file", text(&key)]),
         (
-            Client::new("sh").args(["-c", &passed, "sh", "timeout", "300", WEIR, "image", "convert"]),
+            TestClient::new("sh").args(["-c", &passed, "sh", "timeout", "300", WEIR, "image", "convert"]),
             vec!["-o", LUKS, "--target-secret-fd", "7"],
         ),
         (weir(&["convert"]), vec!["-o", &options, "--object", &object("k", &key)]),
@@ -191,7 +191,7 @@ fn encrypted_images_are_converted_both_ways() {
         is_same(&plain, &original);
         weir(&["check", "-q", text(&ours)]).succeeds();
         let info = qemu_img(["info", text(&ours)]).succeeds();
-        assert_says(&info, &["encrypted: yes"]);
+        assert_contains(&info, &["encrypted: yes"]);
     }
     // QEMU's, read by us, and given another passphrase.
     qemu_img(["convert", "--object", &object("o", &other), "-O", "qcow2", "-o"])
@@ -216,7 +216,7 @@ fn encrypted_images_are_converted_both_ways() {
 }
 
 #[test]
-fn what_cannot_be_of_encryption_is_said() {
+fn invalid_encryption_options_are_reported() {
     let scratch = Scratch::new();
     let (original, key) = (original(&scratch), scratch.file("key", "a passphrase"));
     let (locked, new) = (scratch.path("locked.qcow2"), scratch.path("new.qcow2"));
@@ -247,16 +247,16 @@ fn what_cannot_be_of_encryption_is_said() {
             "WRONG" => text(&wrong),
             other => other,
         });
-        assert_says(&weir(&["convert"]).args(arguments).args([source, &new]).fails(), &[why]);
+        assert_contains(&weir(&["convert"]).args(arguments).args([source, &new]).fails(), &[why]);
         assert!(!new.exists(), "{why}");
     }
     let said = weir(&["convert", "-C", text(&original), text(&new)]).fails();
-    assert_says(&said, &["-C", "cp --reflink"]);
+    assert_contains(&said, &["-C", "cp --reflink"]);
 }
 
 /// Each image has a passphrase of its own.
 #[test]
-fn chains_of_encrypted_images_are_worked_on() {
+fn commands_support_chains_of_encrypted_images() {
     let scratch = Scratch::new();
     let keys: Vec<_> =
         (0..3).map(|number| scratch.file(&format!("key{number}"), [b'a' + number; 9])).collect();
@@ -302,11 +302,11 @@ fn chains_of_encrypted_images_are_worked_on() {
         weir(&["check", "-q", text(&at(number))]).succeeds();
     }
     let one_for_all = weir(&["compare", "-f", "qcow2"]).args(secrets(&[1])).args([&at(1), &raw]).fails();
-    assert_says(&one_for_all, &["0.qcow2", "is it the passphrase of this image?"]);
+    assert_contains(&one_for_all, &["0.qcow2", "is it the passphrase of this image?"]);
 }
 
 #[test]
-fn what_is_added_to_a_disk_has_its_place_as_qemu_gives_it() {
+fn growth_with_preallocation_matches_qemu() {
     let scratch = Scratch::new();
     for (format, modes) in
         [("qcow2", &["off", "metadata", "falloc", "full"][..]), ("raw", &["off", "falloc", "full"])]
@@ -342,7 +342,7 @@ fn what_is_added_to_a_disk_has_its_place_as_qemu_gives_it() {
         (&["--shrink", "--preallocation=full", "FILE", "-1M"], "applies only to added space"),
     ] {
         let arguments = arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word });
-        assert_says(&weir(&["resize", "-f", "raw"]).args(arguments).fails(), &[why]);
+        assert_contains(&weir(&["resize", "-f", "raw"]).args(arguments).fails(), &[why]);
         assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB, "{why}");
     }
     weir(&["resize", "-q", "-f", "raw", "--shrink", text(&path), "-1M"]).succeeds();
@@ -350,7 +350,7 @@ fn what_is_added_to_a_disk_has_its_place_as_qemu_gives_it() {
 }
 
 #[test]
-fn a_new_image_takes_no_more_room_than_qemu_s() {
+fn new_image_is_no_larger_than_qemus() {
     let scratch = Scratch::new();
     let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
     for options in
@@ -396,7 +396,7 @@ fn a_disk_in_a_data_file_grows_in_it() {
 
 /// A guest's header in its raw disk must not choose what is copied into it, or written to.
 #[test]
-fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
+fn references_are_followed_only_with_an_explicit_format() {
     let scratch = Scratch::new();
     let (base, path) = (scratch.filled("base.raw", MIB), scratch.path("disk"));
     qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&path)]).succeeds();
@@ -406,12 +406,12 @@ fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
     {
         let more = if arguments == ["resize"] { vec!["+1M"] } else { vec![] };
         let said = weir(arguments).arg(&path).args(more).fails();
-        assert_says(&said, &["looks like qcow2 and names other files, so its format must be given"]);
+        assert_contains(&said, &["looks like qcow2 and names other files, so its format must be given"]);
         assert!(fs::read(&path).unwrap() == before, "{arguments:?}");
     }
     weir(&["rebase", "-f", "qcow2", "-b", "", text(&path)]).succeeds();
     is_same(&path, &base);
-    assert_says(&weir(&["rebase", "-b", "", text(&base)]).fails(), &["raw images have no backing file"]);
+    assert_contains(&weir(&["rebase", "-b", "", text(&base)]).fails(), &["raw images have no backing file"]);
 }
 
 #[test]
@@ -421,18 +421,18 @@ fn an_image_is_not_its_own_target_nor_its_own_backing_file() {
     weir(&["create", "-q", "-f", "qcow2", text(&one), "1M"]).succeeds();
     weir(&["create", "-q", "-f", "qcow2", "-b", "one.qcow2", "-F", "qcow2", text(&other)]).succeeds();
     let said = weir(&["convert", "-O", "qcow2"]).args([&one, &one]).fails();
-    assert_says(&said, &["is both source and target"]);
+    assert_contains(&said, &["is both source and target"]);
     for backing in ["one.qcow2", "other.qcow2"] {
         let said = weir(&["rebase", "-b", backing, "-F", "qcow2", text(&one)]).fails();
-        assert_says(&said, &["would be its own backing file"]);
+        assert_contains(&said, &["would be its own backing file"]);
     }
     let nowhere = scratch.path("nowhere").join("new");
-    assert_says(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is not a directory"]);
+    assert_contains(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is not a directory"]);
 }
 
 /// What the data file has behind the disk's end is nobody's to change.
 #[test]
-fn a_raw_data_file_keeps_what_lies_behind_the_disk() {
+fn raw_data_file_keeps_data_beyond_the_disk() {
     let scratch = Scratch::new();
     let (path, data) = (scratch.path("disk.qcow2"), scratch.path("data"));
     let options = format!("data_file={},data_file_raw=on", text(&data));
@@ -483,7 +483,7 @@ fn a_source_that_ends_within_a_cluster_is_compressed_into_a_larger_target() {
 
 /// Clusters that begin in a hole, or in a part of a larger cluster.
 #[test]
-fn what_is_sparse_is_compressed() {
+fn sparse_source_is_compressed() {
     let scratch = Scratch::new();
     let raw = scratch.path("sparse.raw");
     fs::File::create(&raw).unwrap().set_len(5 * MIB).unwrap();

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::harness::{Scratch, assert_says, create_encrypted, qemu_img, qemu_io, text, weir_image};
+use crate::harness::{Scratch, assert_contains, create_encrypted, qemu_img, qemu_io, text, weir_image};
 
 #[track_caller]
 fn describe_alike(path: &Path, more: &[&str]) {
@@ -12,7 +12,7 @@ fn describe_alike(path: &Path, more: &[&str]) {
 }
 
 #[test]
-fn qemu_takes_what_weir_makes() {
+fn qemu_opens_created_images() {
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");
     let data = scratch.path("data.raw");
@@ -40,7 +40,7 @@ fn qemu_takes_what_weir_makes() {
 }
 
 #[test]
-fn what_an_image_stands_on_is_told_as_qemu_tells_it() {
+fn backing_chain_is_described_as_by_qemu() {
     let scratch = Scratch::new();
     let (base, top) = (scratch.path("base.qcow2"), scratch.path("top.qcow2"));
     weir_image(&["create", "-q", "-f", "qcow2", text(&base), "5M"]).succeeds();
@@ -50,12 +50,12 @@ fn what_an_image_stands_on_is_told_as_qemu_tells_it() {
     for more in [&["--backing-chain"][..], &[]] {
         describe_alike(&top, more);
     }
-    assert_says(
+    assert_contains(
         &weir_image(&["info", text(&base)]).succeeds(),
         &["virtual size: 5 MiB (5242880 bytes)", "one", "changes"],
     );
     let listed = weir_image(&["snapshot", "-l", text(&base)]).succeeds();
-    assert_says(&listed, &["Snapshot list:", "1   one"]);
+    assert_contains(&listed, &["Snapshot list:", "1   one"]);
 }
 
 #[test]
@@ -90,11 +90,11 @@ fn qemu_opens_what_weir_encrypts() {
     let said = weir_image(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
         .args(["-o", "encrypt.format=luks,encrypt.key-secret=key", text(&path), "4M"])
         .fails();
-    assert_says(&said, &["every user of this machine can read it"]);
+    assert_contains(&said, &["every user of this machine can read it"]);
 }
 
 #[test]
-fn what_cannot_be_is_refused_and_leaves_nothing() {
+fn invalid_options_leave_no_file() {
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");
     for (arguments, expect) in [
@@ -108,7 +108,7 @@ fn what_cannot_be_is_refused_and_leaves_nothing() {
         let arguments: Vec<_> =
             arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word }).collect();
         let said = weir_image(&["create", "-f", "qcow2"]).args(arguments).fails();
-        assert_says(&said, &[expect]);
+        assert_contains(&said, &[expect]);
         assert!(!path.exists(), "{expect}");
     }
 }

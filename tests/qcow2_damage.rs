@@ -43,8 +43,8 @@ use image::{
 use reactor::sim;
 use storage::Storage;
 
-use self::images::{BASE, KEY, Template, open_arguments, templates};
-use crate::harness::{Client, Scratch, qemu_img};
+use self::images::{BASE, KEY, ImageTemplate, open_arguments, templates};
+use crate::harness::{TestClient, Scratch, qemu_img};
 
 /// Bytes of a disk that are read: damage may make it much larger.
 const MOST_BYTES: u64 = 512 << 10;
@@ -61,7 +61,7 @@ fn setting(name: &str, default: u64) -> u64 {
 }
 
 #[test]
-fn repair_keeps_every_byte_and_leaves_what_qemu_finds_right() {
+fn repair_keeps_all_data_and_satisfies_qemu() {
     compare(setting("WEIR_SEED", 1), setting("WEIR_DAMAGED", 200));
 }
 
@@ -106,7 +106,7 @@ pub(crate) fn compare(first: u64, many: u64) {
             let directory = scratch.path(&format!("thread-{number}"));
             let (templates, next, failures, tally) = (&templates, &next, &failures, &tally);
             scope.spawn(move || {
-                let bench = Workplace::new(directory, templates);
+                let bench = DamageWorker::new(directory, templates);
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= first + many {
@@ -131,14 +131,14 @@ pub(crate) fn compare(first: u64, many: u64) {
 }
 
 /// Files of one thread, in which QEMU looks at images.
-struct Workplace {
+struct DamageWorker {
     directory: PathBuf,
     base: Vec<u8>,
 }
 
 /// Parts of a disk: `None` where it cannot be read. By the name of the snapshot; the disk itself
 /// has none.
-type Disks = BTreeMap<Option<String>, Vec<Option<Vec<u8>>>>;
+type DiskContents = BTreeMap<Option<String>, Vec<Option<Vec<u8>>>>;
 
 /// An image in memory, with the files beside it.
 #[derive(Clone)]
@@ -149,8 +149,8 @@ struct DamagedImage {
     grain: u64,
 }
 
-impl Workplace {
-    fn new(directory: PathBuf, templates: &[Template]) -> Self {
+impl DamageWorker {
+    fn new(directory: PathBuf, templates: &[ImageTemplate]) -> Self {
         fs::create_dir(&directory).expect("the directory is ours");
         let above = directory.parent().expect("it has one");
         let base = fs::read(above.join(BASE)).expect("it was made");
@@ -162,7 +162,7 @@ impl Workplace {
         Self { directory, base }
     }
 
-    fn run(&self, templates: &[Template], seed: u64) -> Result<DamageTally, String> {
+    fn run(&self, templates: &[ImageTemplate], seed: u64) -> Result<DamageTally, String> {
         let mut random = Rng::with_seed(seed);
         let template = &templates[random.usize(..templates.len())];
         let (bytes, damage) = template.damaged(&mut random);
@@ -176,7 +176,7 @@ impl Workplace {
 
     fn examine(
         &self,
-        template: &Template,
+        template: &ImageTemplate,
         content: DamagedImage,
         random: &mut Rng,
         is_thorough: bool,
@@ -233,7 +233,7 @@ impl Workplace {
 
     fn qemu_finds_nothing(
         &self,
-        template: &Template,
+        template: &ImageTemplate,
         bytes: &[u8],
         about: &str,
         report: &CheckReport,
@@ -241,21 +241,21 @@ impl Workplace {
         self.put(bytes);
         let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
         let outcome = check.inside(&self.directory).run();
-        let said = format!("{}{}", outcome.said(), outcome.printed());
+        let said = format!("{}{}", outcome.stderr(), outcome.stdout());
         // The name of another file is changed, or the image claims the old encryption: then QEMU
         // has checked nothing else.
         let is_about_others = ["No such file", "'encrypt.key-secret' is required"];
-        if outcome.ended() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
+        if outcome.status() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
             return Ok(());
         }
         let first = said.lines().take(8).collect::<Vec<_>>().join("\n");
-        Err(format!("{about}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.ended()))
+        Err(format!("{about}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.status()))
     }
 
     /// Data that QEMU reads, by the part's number: the whole disk, or parts of it if that fails.
     fn read(
         &self,
-        template: &Template,
+        template: &ImageTemplate,
         bytes: &[u8],
         parts: Option<&[u64]>,
         random: &mut Rng,
@@ -265,7 +265,7 @@ impl Workplace {
         let convert = qemu_img(["convert", "-f", "qcow2", "-O", "raw", "image", "disk"]);
         let size =
             u64::from_be_bytes(bytes.get(24..32).map_or([0; 8], |size| size.try_into().expect("eight")));
-        if size <= MOST_BYTES && convert.inside(&self.directory).run().ended() == Some(0) {
+        if size <= MOST_BYTES && convert.inside(&self.directory).run().status() == Some(0) {
             let disk = fs::read(self.directory.join("disk")).expect("it was just made");
             return (0..).zip(disk.chunks(grain as usize).map(<[u8]>::to_vec)).collect();
         }
@@ -280,7 +280,7 @@ impl Workplace {
             let offset = part * grain;
             script += &format!("open -r -o driver=qcow2 image\nread -v {offset} {grain}\nclose\n");
         }
-        let printed = Client::new("qemu-io").reading(&script).inside(&self.directory).run().printed();
+        let printed = TestClient::new("qemu-io").with_stdin(&script).inside(&self.directory).run().stdout();
         dumps(&printed, grain)
     }
 }
@@ -320,10 +320,10 @@ fn repaired(content: &DamagedImage, repair: Repair) -> Option<(CheckReport, Vec<
 }
 
 /// Everything that weir reads from an image.
-fn disks(content: &DamagedImage) -> Disks {
+fn disks(content: &DamagedImage) -> DiskContents {
     let content = content.clone();
     sim::run(1, async move {
-        let mut disks = Disks::new();
+        let mut disks = DiskContents::new();
         let storage = Storage::with_content(&content.bytes).await;
         let Ok(header) = read_header(&storage).await else { return disks };
         let Ok(image) = Qcow2Image::open(parts(&content, &header).await).await else { return disks };
@@ -378,7 +378,7 @@ fn is_lost(lost: &[GuestRange], snapshot: &Option<String>, offset: u64) -> bool 
     })
 }
 
-fn compare_disks(before: &Disks, after: &Disks, grain: u64, report: &CheckReport) -> Result<(), String> {
+fn compare_disks(before: &DiskContents, after: &DiskContents, grain: u64, report: &CheckReport) -> Result<(), String> {
     for (name, parts) in before {
         let now = after.get(name).ok_or_else(|| format!("{name:?} cannot be opened any more"))?;
         for (number, part) in parts.iter().enumerate() {

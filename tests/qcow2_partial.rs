@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::harness::{Scratch, assert_says, qemu_img, qemu_io, text, weir_image as weir};
+use crate::harness::{Scratch, assert_contains, qemu_img, qemu_io, text, weir_image as weir};
 
 fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
     let path = scratch.path(name);
@@ -49,27 +49,27 @@ fn a_damaged_snapshot_leaves_the_others_readable() {
         let before = std::fs::read(&path).unwrap();
         for command in [&["info"][..], &["snapshot", "-l"]] {
             let shown = weir(command).arg(&path).run();
-            assert_eq!(shown.code(), 0, "{}", shown.said());
-            assert_says(&shown.said(), &[text(&path), "its snapshot table is damaged", fault]);
-            assert!(shown.printed().contains(readable), "{}", shown.printed());
+            assert_eq!(shown.code(), 0, "{}", shown.stderr());
+            assert_contains(&shown.stderr(), &[text(&path), "its snapshot table is damaged", fault]);
+            assert!(shown.stdout().contains(readable), "{}", shown.stdout());
         }
         let copy = scratch.path("copy.raw");
         let convert = ["convert", "-f", "qcow2", "-O", "raw", "-l", readable, text(&path), text(&copy)];
-        assert_says(&weir(&convert).run().said(), &["its snapshot table is damaged"]);
+        assert_contains(&weir(&convert).run().stderr(), &["its snapshot table is damaged"]);
         let pattern = if readable == "one" { 1 } else { 3 };
         qemu_io(["-f", "raw"], [format!("read -P {pattern} 0 1M")], &copy);
         let lost = ["convert", "-f", "qcow2", "-O", "raw", "-l", "two", text(&path), text(&copy)];
         weir(&lost).fails();
         for repair in [&[][..], &["-r", "leaks"], &["-r", "all"], &["-r", "all", "--force"]] {
             let check = weir(&["check"]).args(repair).arg(&path).run();
-            assert_eq!(check.code(), 2, "{repair:?}: {}", check.said());
-            assert_says(&check.said(), &[fault, "Leaks cannot be judged, and nothing is freed"]);
-            assert!(!check.said().contains("Leaked") && !check.printed().contains("leaked clusters"));
-            assert!(check.printed().contains("clusters may be leaked"), "{}", check.printed());
+            assert_eq!(check.code(), 2, "{repair:?}: {}", check.stderr());
+            assert_contains(&check.stderr(), &[fault, "Leaks cannot be judged, and nothing is freed"]);
+            assert!(!check.stderr().contains("Leaked") && !check.stdout().contains("leaked clusters"));
+            assert!(check.stdout().contains("clusters may be leaked"), "{}", check.stdout());
         }
-        assert!(weir(&["check", "--json"]).arg(&path).run().printed().contains("possible-leaks"));
+        assert!(weir(&["check", "--json"]).arg(&path).run().stdout().contains("possible-leaks"));
         for change in [["-c", "four"], ["-d", "one"], ["-a", "one"]] {
-            assert_says(&weir(&["snapshot"]).args(change).arg(&path).fails(), &[fault]);
+            assert_contains(&weir(&["snapshot"]).args(change).arg(&path).fails(), &[fault]);
         }
         // An image of QEMU's may end inside a cluster. Opening it for writing completes that.
         assert!(std::fs::read(&path).unwrap().starts_with(&before), "nothing changes");
@@ -86,22 +86,22 @@ fn the_disk_of_an_image_with_too_many_snapshots_can_be_read() {
     put(&path, 64, &(16_u64 << 20).to_be_bytes());
     File::options().write(true).open(&path).unwrap().set_len((16 << 20) + 40 * 0x2_0000).unwrap();
     let fault = "131072 snapshots; the maximum is 65536";
-    assert_says(&weir(&["info"]).arg(&path).run().said(), &[fault]);
+    assert_contains(&weir(&["info"]).arg(&path).run().stderr(), &[fault]);
     weir(&["map", "-f", "qcow2", text(&path)]).succeeds();
     let copy = scratch.path("copy.raw");
     weir(&["convert", "-f", "qcow2", "-O", "raw", text(&path), text(&copy)]).succeeds();
     qemu_io(["-f", "raw"], ["read -P 7 0 1M", "read -P 0 1M 7M"], &copy);
     for repair in [&[][..], &["-r", "all", "--force"]] {
         let check = weir(&["check"]).args(repair).arg(&path).run();
-        assert_eq!(check.code(), 2, "{}", check.said());
-        assert_says(&check.said(), &[fault]);
+        assert_eq!(check.code(), 2, "{}", check.stderr());
+        assert_contains(&check.stderr(), &[fault]);
         assert_eq!(number(&path, 60) >> 32, 0x2_0000, "no entry is dropped");
     }
-    assert_says(&weir(&["snapshot", "-c", "one"]).arg(&path).fails(), &[fault]);
+    assert_contains(&weir(&["snapshot", "-c", "one"]).arg(&path).fails(), &[fault]);
 }
 
 #[test]
-fn the_cluster_of_an_ambiguous_entry_is_not_called_leaked() {
+fn cluster_of_an_ambiguous_entry_is_not_leaked() {
     let scratch = Scratch::new();
     for options in ["cluster_size=64k", "cluster_size=64k,extended_l2=on"] {
         let path = image(&scratch, "disk.qcow2", options);
@@ -109,27 +109,27 @@ fn the_cluster_of_an_ambiguous_entry_is_not_called_leaked() {
         let l2 = number(&path, number(&path, 40)) & !(1 << 63);
         put(&path, l2, &(number(&path, l2) | 0x200).to_be_bytes());
         let check = weir(&["check", "-r", "leaks", "--json"]).arg(&path).run();
-        assert_eq!(check.code(), 2, "{}", check.said());
-        let report: serde_json::Value = serde_json::from_str(&check.printed()).unwrap();
+        assert_eq!(check.code(), 2, "{}", check.stderr());
+        let report: serde_json::Value = serde_json::from_str(&check.stdout()).unwrap();
         assert_eq!((&report["leaks"], &report["possible-leaks"]), (&serde_json::Value::Null, &1.into()));
-        assert_says(&check.said(), &["1 errors are left: a repair of leaks only frees leaked clusters"]);
+        assert_contains(&check.stderr(), &["1 errors are left: a repair of leaks only frees leaked clusters"]);
     }
 }
 
 #[test]
-fn a_repair_reports_the_marks_that_it_clears() {
+fn repair_reports_cleared_flags() {
     let scratch = Scratch::new();
     let path = image(&scratch, "disk.qcow2", "cluster_size=64k");
     put(&path, 72, &2_u64.to_be_bytes());
     let check = weir(&["check", "-r", "all"]).arg(&path).run();
-    assert_eq!((check.code(), number(&path, 72)), (0, 0), "{}", check.said());
-    assert_says(&check.said(), &["no longer marked corrupt"]);
+    assert_eq!((check.code(), number(&path, 72)), (0, 0), "{}", check.stderr());
+    assert_contains(&check.stderr(), &["no longer marked corrupt"]);
     let tip = weir(&["check", "--repair", "all"]).arg(&path).fails();
-    assert_says(&tip, &["--repair=all"]);
+    assert_contains(&tip, &["--repair=all"]);
 }
 
 #[test]
-fn a_layer_is_copied_for_a_backing_file_that_is_named_later() {
+fn layer_is_copied_before_its_backing_file_is_set() {
     let scratch = Scratch::new();
     let base = image(&scratch, "base.qcow2", "cluster_size=64k");
     qemu_io(["-f", "qcow2"], ["write -P 1 0 8M"], &base);
@@ -148,8 +148,8 @@ fn a_layer_is_copied_for_a_backing_file_that_is_named_later() {
     for options in ["cluster_size=64k", "compat=0.10", "cluster_size=2M", "extended_l2=on"] {
         let target = create("target.qcow2", options, None);
         let copied = weir(&convert).arg(&target).run();
-        assert_eq!(copied.code(), 0, "{options}: {}", copied.said());
-        assert_says(&copied.said(), &["has no backing file yet", "weir image rebase -u"]);
+        assert_eq!(copied.code(), 0, "{options}: {}", copied.stderr());
+        assert_contains(&copied.stderr(), &["has no backing file yet", "weir image rebase -u"]);
         qemu_img(["rebase", "-u", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&target)]).succeeds();
         qemu_img(["compare", text(&layer), text(&target)]).succeeds();
         let at_depth_0 = qemu_img(["map", "--output=json", text(&target)]).json();
@@ -158,9 +158,9 @@ fn a_layer_is_copied_for_a_backing_file_that_is_named_later() {
     }
     let other = image(&scratch, "other.qcow2", "cluster_size=64k");
     let target = create("target.qcow2", "cluster_size=64k", Some(&other));
-    assert_says(&weir(&convert).arg(&target).fails(), &["its backing file is", "rebase -u"]);
+    assert_contains(&weir(&convert).arg(&target).fails(), &["its backing file is", "rebase -u"]);
     let target = create("target.qcow2", "cluster_size=64k", None);
-    assert_says(&weir(&convert).arg("--target-is-zero").arg(&target).fails(), &["--target-is-zero"]);
+    assert_contains(&weir(&convert).arg("--target-is-zero").arg(&target).fails(), &["--target-is-zero"]);
 }
 
 /// Offsets and lengths of the parts with data.
@@ -203,8 +203,8 @@ fn one_damaged_bitmap_is_dropped_and_qemu_reads_the_other() {
     qemu_io(["-f", "raw"], ["read -P 7 0 1M"], &copy);
     assert_eq!(weir(&["check", "-q"]).arg(&path).run().code(), 2);
     let repaired = weir(&["check", "-r", "all"]).arg(&path).run();
-    assert_eq!(repaired.code(), 0, "{}", repaired.said());
-    assert_says(&repaired.said(), &["\"one\"", "this bitmap is dropped"]);
+    assert_eq!(repaired.code(), 0, "{}", repaired.stderr());
+    assert_contains(&repaired.stderr(), &["\"one\"", "this bitmap is dropped"]);
     qemu_img(["check", "-q", text(&path)]).succeeds();
     let info = qemu_img(["info", "--output=json", text(&path)]).json();
     let kept = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().clone();

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{MIB, Scratch, Serve, assert_says, qemu_img, text};
+use crate::harness::{MIB, Scratch, Serve, assert_contains, qemu_img, text};
 
 /// An image of 16 MiB: data, a hole, data that ends in the middle of a sector of 4096 bytes.
 fn original(scratch: &Scratch) -> std::path::PathBuf {
@@ -18,7 +18,7 @@ fn bytes(path: &Path) -> u64 {
 }
 
 #[test]
-fn an_image_is_converted_there_and_back() {
+fn image_survives_conversion_both_ways() {
     let scratch = Scratch::new();
     let original = original(&scratch);
     for cache in ["writeback", "none"] {
@@ -37,7 +37,7 @@ fn an_image_is_converted_there_and_back() {
 }
 
 #[test]
-fn a_difference_is_found_where_it_is() {
+fn compare_finds_the_offset_of_a_difference() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);
     let other = scratch.filled("other.raw", MIB);
@@ -72,9 +72,9 @@ fn the_map_shows_where_data_is() {
 
 #[test]
 fn info_names_the_size() {
-    let weir = Serve::alone().arg("memory:3G").start();
+    let weir = Serve::with_own_scratch().arg("memory:3G").start();
     let info = qemu_img(["info", "-f", "raw", &weir.uri("memory")]).succeeds();
-    assert_says(&info, &["virtual size: 3 GiB (3221225472 bytes)"]);
+    assert_contains(&info, &["virtual size: 3 GiB (3221225472 bytes)"]);
 }
 
 #[test]
@@ -88,6 +88,6 @@ fn bench_completes_reading_and_writing() {
     ] {
         let printed =
             qemu_img(["bench", "-f", "raw", "-c", "2000", "-d", "32"]).args(more).arg(&uri).succeeds();
-        assert_says(&printed, &["Run completed in "]);
+        assert_contains(&printed, &["Run completed in "]);
     }
 }

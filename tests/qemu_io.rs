@@ -1,6 +1,6 @@
 //! qemu-io: writes whose pattern a later read verifies, zeroes, discards, a second opening.
 
-use crate::harness::{Client, MIB, Scratch, Serve, qemu_io};
+use crate::harness::{TestClient, MIB, Scratch, Serve, qemu_io};
 
 #[test]
 fn patterns_are_read_back_after_reopening() {
@@ -37,7 +37,7 @@ fn patterns_are_read_back_after_reopening() {
 }
 
 #[test]
-fn zeroes_and_discards_are_what_they_should_be() {
+fn zeroes_and_discards_read_as_specified() {
     let scratch = Scratch::new();
     for image in ["disk.raw", "memory:8M"] {
         let export = if image == "disk.raw" { "disk" } else { "memory" };
@@ -64,8 +64,8 @@ fn zeroes_and_discards_are_what_they_should_be() {
 
 #[test]
 fn a_verification_that_should_fail_does() {
-    let weir = Serve::alone().arg("memory:1M").start();
+    let weir = Serve::with_own_scratch().arg("memory:1M").start();
     let outcome =
-        Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 1 0 4k", &weir.uri("memory")]).run();
+        TestClient::new("qemu-io").args(["-f", "raw", "-c", "read -P 1 0 4k", &weir.uri("memory")]).run();
     assert_eq!(outcome.code(), 1, "a memory disk begins as zeroes, so these tests can fail");
 }

@@ -2,7 +2,7 @@
 //! weir, and what clients see, what they leave in the image and how it ends, compared.
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, assert_says, create_encrypted, need, pattern, peer, peer::Ran, qemu_img,
+    TestClient, MIB, Scratch, Serve, assert_contains, create_encrypted, need, pattern, peer, peer::ScriptRun, qemu_img,
     text,
 };
 
@@ -10,8 +10,8 @@ use crate::harness::{
 const SERVE: &str = r#"serve() { qemu-nbd --fork -k "$S" --pid-file=pid "$@" || echo "did not start: $?"; }"#;
 
 #[track_caller]
-fn same(script: &str, prepare: impl Fn(&Scratch)) -> Ran {
-    peer::same("qemu-nbd", &format!("{SERVE}\n{script}"), prepare)
+fn same(script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
+    peer::compare_with_qemu("qemu-nbd", &format!("{SERVE}\n{script}"), prepare)
 }
 
 fn filled(scratch: &Scratch) {
@@ -29,12 +29,12 @@ serve -t -f raw -n --aio=native disk.raw; about; stop
 umask 007; serve -t -f raw --cache=directsync disk.raw; stat -c %a "$S"; stop
 "#;
     let ran = same(script, filled);
-    assert_says(&ran.printed, &["\"export-size\": 1048576", "\"export-size\": 1044480", "770"]);
+    assert_contains(&ran.printed, &["\"export-size\": 1048576", "\"export-size\": 1044480", "770"]);
     assert_eq!(ran.said.lines().filter(|line| line.starts_with("qemu-nbd: ")).count(), 0, "{}", ran.said);
 }
 
 #[test]
-fn what_is_written_is_written_the_same() {
+fn writes_leave_the_same_image() {
     let script = r#"
 serve -t -f raw disk.raw
 write_at 0x11 0 4k; write_at 0x22 700000 1000
@@ -45,7 +45,7 @@ nbdsh -u "$uri" -c 'h.trim(131072, 524288)' -c 'h.flush()'; read_at 0 524288 131
 [ $(($(stat -c %b disk.raw) * 512)) -lt 1048576 ] && echo "a hole"
 "#;
     let ran = same(script, filled);
-    assert_says(&ran.printed, &["a hole"]);
+    assert_contains(&ran.printed, &["a hole"]);
     let kept = 131_072..131_072 + 65_536;
     assert!(ran.bytes("disk.raw")[kept.clone()] == pattern(MIB as usize)[kept], "a discard was passed on");
 }
@@ -62,11 +62,11 @@ wait $server; echo "it ended with $?"
 nbdinfo --size -- [ qemu-nbd -f raw disk.raw ]
 "#;
     // QEMU's has no export called `other`; weir's only export is everybody's default, not that.
-    assert_says(&same(script, filled).printed, &["it ended with 0"]);
+    assert_contains(&same(script, filled).printed, &["it ended with 0"]);
 }
 
 #[test]
-fn what_goes_to_a_snapshot_stays_there() {
+fn snapshot_mode_leaves_the_image_unchanged() {
     let script = r#"
 serve -t -s -f raw disk.raw; write_at 0x55 0 64k; read_at 0x55 0 64k; ls weir-snapshot-* 2>/dev/null; stop
 serve -t -s base.qcow2; write_at 0x55 0 64k; read_at 0x55 0 64k; stop
@@ -81,18 +81,18 @@ qemu-img check -q base.qcow2; echo "checked: $?"
         qemu_img(["create", "-q", "-f", "qcow2", text(&base), "8M"]).succeeds();
         for (byte, then) in [("0x33", Some("one")), ("0x77", None)] {
             let write = format!("write -P {byte} 0 64k");
-            Client::new("qemu-io").args(["-f", "qcow2"]).does([write], &base);
+            TestClient::new("qemu-io").args(["-f", "qcow2"]).run_qemu_io([write], &base);
             if let Some(name) = then {
                 qemu_img(["snapshot", "-c", name, text(&base)]).succeeds();
             }
         }
     });
     assert!(ran.bytes("disk.raw") == pattern(MIB as usize), "the image is as it was");
-    assert_says(&ran.printed, &["checked: 0", "\"is_read_only\": true"]);
+    assert_contains(&ran.printed, &["checked: 0", "\"is_read_only\": true"]);
 }
 
 #[test]
-fn secrets_bitmaps_and_tls_are_named_as_for_qemu() {
+fn options_of_secrets_bitmaps_and_tls_match() {
     let script = r#"
 serve -t --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=locked.qcow2
 write_at 0x11 0 64k; stop
@@ -115,13 +115,13 @@ nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
         for name in ["b0", "b1"] {
             qemu_img(["bitmap", "--add", text(&marked), name]).succeeds();
         }
-        Client::new("qemu-io").args(["-f", "qcow2"]).does(["write 1M 64k"], &marked);
+        TestClient::new("qemu-io").args(["-f", "qcow2"]).run_qemu_io(["write 1M 64k"], &marked);
     });
-    assert_says(&ran.printed, &["not without it", "dirty"]);
+    assert_contains(&ran.printed, &["not without it", "dirty"]);
 }
 
 #[test]
-fn it_listens_on_tcp_as_it_is_told() {
+fn tcp_address_options_match() {
     // Below those that the kernel gives to whoever asks for any (ip(7), ip_local_port_range).
     let port = 20_000 + std::process::id() % 10_000;
     let script = format!(
@@ -137,11 +137,11 @@ kill $server; ended $server
         filled(scratch);
         scratch.sparse("other.raw", MIB);
     });
-    assert_says(&ran.printed, &["0\n1048576\nin use: 1"]);
+    assert_contains(&ran.printed, &["0\n1048576\nin use: 1"]);
 }
 
 #[test]
-fn what_is_wrong_ends_the_same_way() {
+fn errors_have_the_same_status() {
     let cases = [
         "",
         "--bogus disk.raw",
@@ -172,7 +172,7 @@ fn what_is_wrong_ends_the_same_way() {
 }
 
 #[test]
-fn what_another_server_has_is_listed_the_same() {
+fn list_of_another_server_matches() {
     // The server is weir for both.
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
@@ -185,5 +185,5 @@ fn what_another_server_has_is_listed_the_same() {
          qemu-nbd -L -k {socket}.none; echo $?",
         socket = text(weir.socket())
     );
-    assert_says(&same(&script, filled).printed, &["exports available: 2", "the first", "1\n1\n1\n"]);
+    assert_contains(&same(&script, filled).printed, &["exports available: 2", "the first", "1\n1\n1\n"]);
 }

@@ -2,8 +2,8 @@
 //! link to weir, and what clients see compared. `weir serve` has the same options.
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, assert_says, create_encrypted, export_size, need, need_root, pattern, peer,
-    peer::Ran, qemu_img, text,
+    TestClient, MIB, Scratch, Serve, assert_contains, create_encrypted, export_size, need, need_root, pattern, peer,
+    peer::ScriptRun, qemu_img, text,
 };
 
 /// In the background, until `stop`; a command of QMP, and what it answers.
@@ -31,8 +31,8 @@ END
 "#;
 
 #[track_caller]
-fn same(script: &str, prepare: impl Fn(&Scratch)) -> Ran {
-    peer::same("qemu-storage-daemon", &format!("{PRELUDE}{script}"), prepare)
+fn same(script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
+    peer::compare_with_qemu("qemu-storage-daemon", &format!("{PRELUDE}{script}"), prepare)
 }
 
 fn filled(scratch: &Scratch) {
@@ -40,7 +40,7 @@ fn filled(scratch: &Scratch) {
 }
 
 #[test]
-fn a_disk_is_described_in_either_form() {
+fn blockdev_accepts_json_and_key_value() {
     let script = r#"
 serve $(nbd "") --blockdev driver=file,node-name=f,filename="$PWD/disk.raw" --export nbd,id=e,node-name=f,name=,writable=on
 about; write_at 0x11 4096 4k; stop
@@ -54,11 +54,11 @@ serve --blockdev raw,node-name=r,read-only=on,file.driver=file,file.filename="$P
 about "nbd+unix:///disk?socket=$S"; stop
 "#;
     let ran = same(script, filled);
-    assert_says(&ran.printed, &["\"can_multi_conn\": false", "\"can_multi_conn\": true", "about"]);
+    assert_contains(&ran.printed, &["\"can_multi_conn\": false", "\"can_multi_conn\": true", "about"]);
 }
 
 #[test]
-fn an_image_lies_over_a_file_that_has_a_name() {
+fn format_node_references_a_named_file_node() {
     let script = r#"
 serve --blockdev driver=file,node-name=file,filename=disk.qcow2,aio=threads \
     --blockdev driver=qcow2,node-name=image,file=file $(nbd "") \
@@ -70,7 +70,7 @@ qemu-img compare -f qcow2 -F raw disk.qcow2 disk.raw || qemu-img check -q disk.q
         filled(scratch);
         qemu_img(["create", "-q", "-f", "qcow2", text(&scratch.path("disk.qcow2")), "1M"]).succeeds();
     });
-    assert_says(&ran.printed, &["Content mismatch at offset 0", "sound"]);
+    assert_contains(&ran.printed, &["Content mismatch at offset 0", "sound"]);
 }
 
 #[test]
@@ -82,11 +82,11 @@ ask query-block-exports; about | grep size; ask nbd-server-stop; ask query-block
 [ ! -e "$S" ] && echo "its socket has gone"; ask nbd-server-stop >/dev/null; ask quit
 ended "$(cat pid 2>/dev/null || echo 1000000000)"
 "#;
-    assert_says(&same(script, |_| ()).printed, &["\"id\": \"e\"", "its socket has gone"]);
+    assert_contains(&same(script, |_| ()).printed, &["\"id\": \"e\"", "its socket has gone"]);
 }
 
 #[test]
-fn doors_secrets_and_tls_are_had() {
+fn exports_secrets_and_tls_are_supported() {
     need_root("mounts of FUSE");
     need("psktool");
     let script = r#"
@@ -109,11 +109,11 @@ nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
         filled(scratch);
         create_encrypted(&scratch.path("locked.qcow2"));
     });
-    assert_says(&ran.printed, &["1048576\na socket for a machine", "not without it"]);
+    assert_contains(&ran.printed, &["1048576\na socket for a machine", "not without it"]);
 }
 
 #[test]
-fn what_is_wrong_is_said_by_whoever_started_it() {
+fn startup_errors_reach_the_parent_process() {
     let cases = [
         "--bogus",
         "--blockdev driver=bogus,node-name=a",
@@ -144,7 +144,7 @@ fn what_is_wrong_is_said_by_whoever_started_it() {
     assert_eq!(named, cases.len(), "each says one thing, in the program's name:\n{}", ran.said);
     for case in cases.iter().skip(1).filter(|case| !case.contains('$')) {
         let last = case.rfind("--").expect("an option");
-        assert_says(&ran.said, &[&format!("qemu-storage-daemon: {}: ", &case[last..])]);
+        assert_contains(&ran.said, &[&format!("qemu-storage-daemon: {}: ", &case[last..])]);
     }
 }
 
@@ -159,9 +159,9 @@ fn serve_has_the_same_options_beside_its_own() {
         .start();
     assert_eq!(export_size(&weir.uri("own")), MIB);
     let copy = scratch.path("copy");
-    Client::new("nbdcopy").args([&weir.uri("told"), text(&copy)]).succeeds();
+    TestClient::new("nbdcopy").args([&weir.uri("told"), text(&copy)]).succeeds();
     assert!(std::fs::read(copy).expect("it was copied") == pattern(MIB as usize));
     let said =
-        Serve::new(&scratch).where_said().args(["--nbd", "localhost:0", "--blockdev", "null-co,node-name=a"]);
-    assert_says(&said.rejects_usage(), &["--nbd localhost:0", "--nbd-server"]);
+        Serve::new(&scratch).at_given_addresses().args(["--nbd", "localhost:0", "--blockdev", "null-co,node-name=a"]);
+    assert_contains(&said.rejects_usage(), &["--nbd localhost:0", "--nbd-server"]);
 }

@@ -5,7 +5,7 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, operator::wait_until, qemu_io, text,
+    TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, operator::wait_until, qemu_io, text,
 };
 
 fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
@@ -35,7 +35,7 @@ fn inserted(client: &mut Qmp, disk: &str) -> Value {
 }
 
 #[test]
-fn qemus_library_speaks_with_it() {
+fn qemus_library_works() {
     let scratch = Scratch::new();
     let (weir, path) = serve(&scratch);
     let script = scratch.file(
@@ -75,22 +75,22 @@ async def main():
 asyncio.run(main())
 "#,
     );
-    Client::new("qmp-python").arg(script).arg(&path).succeeds();
+    TestClient::new("qmp-python").arg(script).arg(&path).succeeds();
     let (status, log) = weir.wait();
     assert!(status.success(), "{log}");
     assert!(!path.exists(), "the socket is gone with the daemon");
 }
 
 #[test]
-fn qmp_shell_speaks_with_it() {
+fn qmp_shell_works() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
     let script = "object-add qom-type=throttle-group id=gold limits={\"iops-total\":500}\n\
                   block_set_io_throttle device=b bps=0 bps_rd=0 bps_wr=0 iops=700 iops_rd=0 iops_wr=0 group=gold\n\
                   qom-get path=/objects/gold property=x-iops-total\n\
                   nonsense\n";
-    let said = Client::new("qmp-shell").arg(&path).reading(script).succeeds();
-    assert_says(&said, &["{\"return\": {}}", "{\"return\": 700}", "The command nonsense has not been found"]);
+    let said = TestClient::new("qmp-shell").arg(&path).with_stdin(script).succeeds();
+    assert_contains(&said, &["{\"return\": {}}", "{\"return\": 700}", "The command nonsense has not been found"]);
 }
 
 #[test]
@@ -147,16 +147,16 @@ fn a_change_that_is_refused_changes_nothing() {
         (json!({"iops": 1, "id": "a"}), "Need exactly one of 'device' and 'id'"),
         (json!({"iops": 1, "group": "b"}), "b: a disk or a group has this name already (choose another)"),
     ] {
-        let refused = client.refused("block_set_io_throttle", throttle("a", wrong));
+        let refused = client.command_error("block_set_io_throttle", throttle("a", wrong));
         assert_eq!(refused, ("GenericError".to_owned(), expected.to_owned()));
         assert_eq!(inserted(&mut client, "a"), before);
     }
-    let missing = client.refused("block_set_io_throttle", throttle("nope", json!({})));
+    let missing = client.command_error("block_set_io_throttle", throttle("nope", json!({})));
     assert_eq!(missing, ("DeviceNotFound".to_owned(), "Device 'nope' not found".to_owned()));
 }
 
 #[test]
-fn weirs_own_settings_are_set_together_or_not_at_all() {
+fn weirs_own_settings_are_set_atomically() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
     let mut client = Qmp::negotiated(&path);
@@ -181,19 +181,19 @@ fn weirs_own_settings_are_set_together_or_not_at_all() {
     assert_eq!(shown["limits"], json!({"iops-read": 50}));
     // 900 of 1000 are promised: 200 more are 100 too much, and none of the command happens.
     let (_, why) = client
-        .refused("x-weir-set", json!({"name": "b", "group": "gold", "weight": 9, "iops-reservation": 200}));
-    assert_says(&why, &["1100", "1000", "100"]);
+        .command_error("x-weir-set", json!({"name": "b", "group": "gold", "weight": 9, "iops-reservation": 200}));
+    assert_contains(&why, &["1100", "1000", "100"]);
     let b = status(&mut client)["disks"][1].clone();
     assert_eq!((b.get("group"), &b["weight"]), (None, &json!(100)));
     client.command("x-weir-set", json!({"name": "a", "group": ""}));
     assert_eq!(status(&mut client)["disks"][0].get("group"), None);
     client.command("object-del", json!({"id": "gold"}));
-    let (_, why) = client.refused("x-weir-set", json!({"name": "a", "weight": 0}));
+    let (_, why) = client.command_error("x-weir-set", json!({"name": "a", "weight": 0}));
     assert_eq!(why, "Parameter 'weight' (0) is out of range; it is from 1 to 10000");
 }
 
 #[test]
-fn what_was_done_is_counted() {
+fn requests_are_counted() {
     let scratch = Scratch::new();
     let (weir, path) = serve(&scratch);
     let mut client = Qmp::negotiated(&path);
@@ -212,7 +212,7 @@ fn what_was_done_is_counted() {
 }
 
 #[test]
-fn the_socket_is_its_owners_alone() {
+fn socket_is_private_to_its_owner() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
     assert_eq!(fs::metadata(&path).expect("it is there").permissions().mode() & 0o777, 0o600);
@@ -223,8 +223,8 @@ fn the_socket_is_its_owners_alone() {
     let connect =
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(4096))";
     let stranger =
-        Client::new("setpriv").args(["--reuid=65534", "--clear-groups", "/usr/bin/python3", "-c", connect]);
-    assert_says(&stranger.arg(&path).succeeds(), &["this socket is for root and the user with the number 0"]);
+        TestClient::new("setpriv").args(["--reuid=65534", "--clear-groups", "/usr/bin/python3", "-c", connect]);
+    assert_contains(&stranger.arg(&path).succeeds(), &["this socket is for root and the user with the number 0"]);
     Qmp::negotiated(&path);
 }
 

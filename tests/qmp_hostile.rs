@@ -12,7 +12,7 @@ fn serve() -> (Weir, PathBuf) {
     let scratch = Scratch::new();
     let path = scratch.socket("qmp");
     let weir =
-        Serve::keeping(scratch).args(["memory:1M", "--qmp"]).arg(format!("unix:{}", text(&path))).start();
+        Serve::owning(scratch).args(["memory:1M", "--qmp"]).arg(format!("unix:{}", text(&path))).start();
     (weir, path)
 }
 
@@ -22,7 +22,7 @@ fn goes_on(path: &Path) {
 }
 
 #[test]
-fn broken_json_is_answered_and_the_next_line_is_heard() {
+fn invalid_json_is_answered_and_the_next_line_parsed() {
     let (_weir, path) = serve();
     let mut client = Qmp::negotiated(&path);
     for nonsense in [
@@ -77,7 +77,7 @@ fn nesting_and_length_are_bounded() {
 }
 
 #[test]
-fn who_never_reads_holds_up_nobody() {
+fn client_that_never_reads_delays_no_other() {
     let (weir, path) = serve();
     let before = weir.resident_bytes();
     let mut deaf = Qmp::connect(&path);
@@ -108,7 +108,7 @@ fn many_clients_at_once_are_each_answered() {
 }
 
 #[test]
-fn who_hangs_up_in_the_middle_of_a_word_is_forgotten() {
+fn disconnect_within_a_token_leaves_no_state() {
     let (_weir, path) = serve();
     for cut in ["", "{", "{\"execute\":\"quit", "{\"execute\":\"query-block\"}"] {
         for _ in 0..40 {

@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 
 use crate::harness::{MIB, Qmp, Scratch, Serve, Weir, need, search_path, text};
 
-struct Peer(Child);
+struct QemuProcess(Child);
 
-impl Drop for Peer {
+impl Drop for QemuProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -23,7 +23,7 @@ impl Drop for Peer {
 }
 
 /// Its monitor is the listening socket on its standard input: a client may connect at once.
-fn start(program: &str, arguments: &[String], monitor: &Path) -> Peer {
+fn start(program: &str, arguments: &[String], monitor: &Path) -> QemuProcess {
     need(program);
     let listener = UnixListener::bind(monitor).expect("the directory is ours");
     // Two of QEMU's threads may be told of one client; the later one must not wait for a second.
@@ -32,18 +32,18 @@ fn start(program: &str, arguments: &[String], monitor: &Path) -> Peer {
     command.args(["--chardev", "socket,id=c,fd=0,server=on,wait=off"]).args(arguments);
     command.env("PATH", search_path());
     command.stdin(OwnedFd::from(listener)).stdout(Stdio::null()).stderr(Stdio::null());
-    Peer(command.spawn().expect("it was found"))
+    QemuProcess(command.spawn().expect("it was found"))
 }
 
 /// weir and QEMU, each with a disk called `disk`.
-struct Pair {
+struct QmpPair {
     _weir: Weir,
-    _qemu: Peer,
+    _qemu: QemuProcess,
     ours: Qmp,
     theirs: Qmp,
 }
 
-impl Pair {
+impl QmpPair {
     fn new(scratch: &Scratch, program: &str, arguments: impl FnOnce(PathBuf) -> Vec<String>) -> Self {
         let (ours, theirs) = (scratch.socket("ours"), scratch.socket("theirs"));
         let weir = Serve::new(scratch)
@@ -72,8 +72,8 @@ impl Pair {
     /// Answers of success are equal by `view`, errors by their class; returns QEMU's.
     #[track_caller]
     fn compare(&mut self, command: &str, arguments: &Value, view: fn(&Value) -> Value) -> Value {
-        let ours = self.ours.ask(command, arguments.clone());
-        let theirs = self.theirs.ask(command, arguments.clone());
+        let ours = self.ours.command_reply(command, arguments.clone());
+        let theirs = self.theirs.command_reply(command, arguments.clone());
         let shown = format!("{command} {arguments}\nweir: {ours}\nQEMU: {theirs}");
         assert_eq!(ours["error"]["class"], theirs["error"]["class"], "{shown}");
         if theirs.get("error").is_none() {
@@ -91,9 +91,9 @@ fn limits(devices: &Value) -> Value {
 }
 
 #[test]
-fn throttling_a_device_does_what_it_does_in_qemu() {
+fn device_throttling_matches_qemu() {
     let scratch = Scratch::new();
-    let mut pair = Pair::machine(&scratch);
+    let mut pair = QmpPair::machine(&scratch);
     let rates = |others: Value| {
         let mut all = json!({"bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
         all.as_object_mut().expect("an object").extend(others.as_object().expect("an object").clone());
@@ -132,9 +132,9 @@ fn throttling_a_device_does_what_it_does_in_qemu() {
 }
 
 #[test]
-fn a_disk_is_described_as_qemu_describes_it() {
+fn disk_description_matches_qemu() {
     let scratch = Scratch::new();
-    let mut pair = Pair::machine(&scratch);
+    let mut pair = QmpPair::machine(&scratch);
     for (command, at) in
         [("query-block", "/0/inserted"), ("query-named-block-nodes", "/0"), ("query-blockstats", "/0/stats")]
     {
@@ -175,9 +175,9 @@ fn by_name(list: &Value) -> Value {
 }
 
 #[test]
-fn throttle_groups_are_the_objects_they_are_in_qemu() {
+fn throttle_group_objects_match_qemu() {
     let scratch = Scratch::new();
-    let mut pair = Pair::storage_daemon(&scratch);
+    let mut pair = QmpPair::storage_daemon(&scratch);
     let group = |others: Value| {
         let mut all = json!({"qom-type": "throttle-group", "id": "gold"});
         all.as_object_mut().expect("an object").extend(others.as_object().expect("an object").clone());
@@ -229,9 +229,9 @@ fn throttle_groups_are_the_objects_they_are_in_qemu() {
 }
 
 #[test]
-fn what_is_no_request_has_the_same_class_and_the_connection_lives_on() {
+fn invalid_request_has_the_same_class_and_keeps_the_connection() {
     let scratch = Scratch::new();
-    let mut pair = Pair::storage_daemon(&scratch);
+    let mut pair = QmpPair::storage_daemon(&scratch);
     for request in [
         r#"{"execute":"nonsense"}"#,
         r#"{"execute":5}"#,

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, Weir, nbdsh, need, search_path, text};
+use crate::harness::{TestClient, MIB, Scratch, Serve, Weir, nbdsh, need, search_path, text};
 
 /// A machine around devices: what libvirt's schema asks for.
 fn machine(devices: &str) -> String {
@@ -23,11 +23,11 @@ fn machine(devices: &str) -> String {
 }
 
 #[test]
-fn libvirt_takes_the_disks() {
+fn libvirt_accepts_the_disks() {
     let scratch = Scratch::new();
     let judge = |name: &str, devices: &str| {
         let file = scratch.file(name, machine(devices));
-        Client::new("virt-xml-validate").args([text(&file), "domain"]).run()
+        TestClient::new("virt-xml-validate").args([text(&file), "domain"]).run()
     };
     let mut disks = 0;
     // Debian's libvirt, 9.0, is a version too old for this.
@@ -39,7 +39,7 @@ fn libvirt_takes_the_disks() {
             let from = block.find("<disk ").expect("a disk");
             let to = block.find("</disk>").expect("its end") + "</disk>".len();
             let outcome = judge(document, &block[from..to].replace(NEWER, ""));
-            assert_eq!(outcome.code(), 0, "{document}: {}{}", outcome.printed(), outcome.said());
+            assert_eq!(outcome.code(), 0, "{document}: {}{}", outcome.stdout(), outcome.stderr());
             disks += 1;
         }
     }
@@ -48,11 +48,11 @@ fn libvirt_takes_the_disks() {
 }
 
 /// A disk at a socket that stays, served by one weir after another.
-struct Site {
+struct RecipeSite {
     scratch: Scratch,
 }
 
-impl Site {
+impl RecipeSite {
     fn new() -> Self {
         let scratch = Scratch::new();
         scratch.sparse("disk.raw", MIB);
@@ -69,14 +69,14 @@ impl Site {
 }
 
 /// QEMU's client, which is told one command after another.
-struct Session {
+struct QemuIoSession {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
-impl Session {
-    fn new(site: &Site, more: &str) -> Self {
+impl QemuIoSession {
+    fn new(site: &RecipeSite, more: &str) -> Self {
         need("qemu-io");
         let options = format!("driver=nbd,server.type=unix,server.path={},export=disk{more}", site.socket());
         let mut child = Command::new("qemu-io")
@@ -92,12 +92,12 @@ impl Session {
         Self { child, input, output }
     }
 
-    fn tell(&mut self, command: &str) {
+    fn send(&mut self, command: &str) {
         writeln!(self.input, "{command}").expect("it reads");
     }
 
     /// What it says of the command it was told: whether that worked.
-    fn worked(&mut self) -> bool {
+    fn succeeded(&mut self) -> bool {
         loop {
             let mut line = String::new();
             assert_ne!(self.output.read_line(&mut line).expect("it writes text"), 0, "it has ended");
@@ -111,13 +111,13 @@ impl Session {
         }
     }
 
-    fn does(&mut self, command: &str) -> bool {
-        self.tell(command);
-        self.worked()
+    fn run(&mut self, command: &str) -> bool {
+        self.send(command);
+        self.succeeded()
     }
 }
 
-impl Drop for Session {
+impl Drop for QemuIoSession {
     fn drop(&mut self) {
         let _ = writeln!(self.input, "quit");
         let _ = self.child.kill();
@@ -126,33 +126,33 @@ impl Drop for Session {
 }
 
 #[test]
-fn qemu_waits_for_as_long_as_it_was_told() {
-    let site = Site::new();
+fn qemu_waits_for_its_reconnect_delay() {
+    let site = RecipeSite::new();
     let weir = site.serve();
-    let mut session = Session::new(&site, ",reconnect-delay=300");
-    assert!(session.does("write -P 5 0 4k"));
+    let mut session = QemuIoSession::new(&site, ",reconnect-delay=300");
+    assert!(session.run("write -P 5 0 4k"));
     weir.crash();
-    session.tell("write -P 6 4k 4k");
+    session.send("write -P 6 4k 4k");
     let weir = site.serve();
-    assert!(session.worked(), "it has waited, and is sent again");
-    assert!(session.does("read -P 5 0 4k") && session.does("read -P 6 4k 4k"));
+    assert!(session.succeeded(), "it has waited, and is sent again");
+    assert!(session.run("read -P 5 0 4k") && session.run("read -P 6 4k 4k"));
     drop(session);
     weir.stop();
 }
 
 #[test]
-fn qemu_goes_on_once_weir_is_back() {
-    let site = Site::new();
+fn qemu_continues_after_a_restart_of_weir() {
+    let site = RecipeSite::new();
     for more in ["", ",reconnect-delay=1"] {
         let weir = site.serve();
-        let mut session = Session::new(&site, more);
-        assert!(session.does("write -P 5 0 4k"), "{more}");
+        let mut session = QemuIoSession::new(&site, more);
+        assert!(session.run("write -P 5 0 4k"), "{more}");
         weir.stop();
-        assert!(!session.does("write -P 6 4k 4k"), "{more}: nobody is there");
+        assert!(!session.run("write -P 6 4k 4k"), "{more}: nobody is there");
         let weir = site.serve();
         // It tries to connect in its own time.
-        while !session.does("write -P 7 4k 4k") {}
-        assert!(session.does("read -P 5 0 4k") && session.does("read -P 7 4k 4k"), "{more}");
+        while !session.run("write -P 7 4k 4k") {}
+        assert!(session.run("read -P 5 0 4k") && session.run("read -P 7 4k 4k"), "{more}");
         drop(session);
         weir.stop();
     }
@@ -166,29 +166,29 @@ fn pauses() -> Vec<Duration> {
 }
 
 #[test]
-fn a_pause_is_seen_as_the_table_says() {
+fn pauses_match_the_table() {
     for pause in pauses() {
-        let site = Site::new();
+        let site = RecipeSite::new();
         let weir = site.serve();
-        let (mut patient, mut hasty) = (Session::new(&site, ",reconnect-delay=300"), Session::new(&site, ""));
-        assert!(patient.does("write -P 5 0 4k") && hasty.does("read -P 5 0 4k"));
+        let (mut patient, mut hasty) = (QemuIoSession::new(&site, ",reconnect-delay=300"), QemuIoSession::new(&site, ""));
+        assert!(patient.run("write -P 5 0 4k") && hasty.run("read -P 5 0 4k"));
         weir.crash();
-        patient.tell("write -P 6 4k 4k");
-        assert!(!hasty.does("read -P 5 0 4k"), "{pause:?}: it does not wait");
+        patient.send("write -P 6 4k 4k");
+        assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: it does not wait");
         thread::sleep(pause);
-        assert!(!hasty.does("read -P 5 0 4k"), "{pause:?}: nobody is there");
+        assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: nobody is there");
         let weir = site.serve();
-        assert!(patient.worked(), "{pause:?}: it has waited, and is sent again");
-        assert!(patient.does("read -P 6 4k 4k"), "{pause:?}");
-        while !hasty.does("read -P 6 4k 4k") {}
+        assert!(patient.succeeded(), "{pause:?}: it has waited, and is sent again");
+        assert!(patient.run("read -P 6 4k 4k"), "{pause:?}");
+        while !hasty.run("read -P 6 4k 4k") {}
         drop((patient, hasty));
         weir.stop();
     }
 }
 
 #[test]
-fn libnbd_fails_and_does_not_come_back() {
-    let site = Site::new();
+fn libnbd_fails_without_reconnecting() {
+    let site = RecipeSite::new();
     let weir = site.serve();
     let script = "
 import os, signal

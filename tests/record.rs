@@ -20,20 +20,20 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, DEADLINE, Qmp, Scratch, Serve, WEIR, Weir, Wire, alone, assert_says, need_root,
-    operator::{fails, misuses, prints, socket, start},
+    TestClient, DEADLINE, Qmp, Scratch, Serve, WEIR, Weir, RawNbdClient, script_without_foreign_mounts, assert_contains, need_root,
+    operator::{run_failing, run_misused, run_ok, socket, start},
     pause, text, weir,
-    wire::{CMD_READ, Request},
+    wire::{CMD_READ, RawNbdRequest},
 };
 
 /// The command while it records.
-pub(crate) struct Recorder {
+pub(crate) struct RunningRecorder {
     child: Child,
     said: BufReader<ChildStderr>,
     to: PathBuf,
 }
 
-impl Recorder {
+impl RunningRecorder {
     /// Returns once it records.
     #[track_caller]
     pub(crate) fn begin(scratch: &Scratch, to: &Path, of: &[&str]) -> Self {
@@ -43,7 +43,7 @@ impl Recorder {
         let mut said = BufReader::new(child.stderr.take().expect("it is piped"));
         let mut line = String::new();
         said.read_line(&mut line).expect("it says something");
-        assert_says(&line, &["weir: recording to ", " (stop with Ctrl-C)"]);
+        assert_contains(&line, &["weir: recording to ", " (stop with Ctrl-C)"]);
         Self { child, said, to: to.to_owned() }
     }
 
@@ -60,21 +60,21 @@ impl Recorder {
 
     /// What it has recorded, by Ctrl-C.
     #[track_caller]
-    pub(crate) fn end(self) -> Recorded {
+    pub(crate) fn end(self) -> RecordedRequests {
         self.signal(Signal::SIGINT);
         let to = self.to.clone();
         let (code, said) = self.wait();
         assert_eq!(code, Some(0), "{said}");
-        let recorded = Recorded::read(&to);
-        assert_says(&said, &[&format!("weir: {} requests in ", recorded.0.len())]);
+        let recorded = RecordedRequests::read(&to);
+        assert_contains(&said, &[&format!("weir: {} requests in ", recorded.0.len())]);
         recorded
     }
 }
 
 /// Requests: disk, what it was, and what held it.
-pub(crate) struct Recorded(Vec<[String; 3]>);
+pub(crate) struct RecordedRequests(Vec<[String; 3]>);
 
-impl Recorded {
+impl RecordedRequests {
     #[track_caller]
     fn read(from: &Path) -> Self {
         let to = from.with_extension("csv");
@@ -104,7 +104,7 @@ impl Recorded {
 /// How many requests fio says that it has made, and has seen answered.
 #[track_caller]
 pub(crate) fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
-    let printed = Client::new("fio")
+    let printed = TestClient::new("fio")
         .args(["--name=load", "--ioengine=nbd", "--bs=4096", "--iodepth=16", "--output-format=json"])
         .args(["--size=16M".to_owned(), format!("--rw={rw}"), format!("--number_ios={requests}")])
         .arg(format!("--uri={}", weir.uri(disk)))
@@ -117,11 +117,11 @@ pub(crate) fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
 }
 
 #[test]
-fn what_fio_has_asked_is_in_a_recording_that_simulate_reads() {
+fn recording_contains_fios_requests_for_simulate() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "500"]);
     let file = scratch.path("day.recording");
-    let recorder = Recorder::begin(&scratch, &file, &[]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &[]);
     let reads = fio(&weir, "a", "randread", 1000);
     let writes = fio(&weir, "b", "randwrite", 300);
     let recorded = recorder.end();
@@ -136,11 +136,11 @@ fn what_fio_has_asked_is_in_a_recording_that_simulate_reads() {
 }
 
 #[test]
-fn where_nothing_was_asked_that_is_said() {
+fn empty_recording_is_reported() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let file = scratch.path("none.recording");
-    let recorder = Recorder::begin(&scratch, &file, &[]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &[]);
     recorder.signal(Signal::SIGINT);
     assert_eq!(recorder.wait(), (Some(0), "weir: no requests\n".to_owned()));
     weir.stop();
@@ -150,21 +150,21 @@ fn where_nothing_was_asked_that_is_said() {
 }
 
 #[test]
-fn a_recording_is_written_as_its_name_asks() {
+fn file_name_selects_the_format() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "200"]);
     let files = ["day.csv.zst", "day.iolog", "day.dat"].map(|name| scratch.path(name));
-    let recorders = files.each_ref().map(|file| Recorder::begin(&scratch, file, &["a"]));
+    let recorders = files.each_ref().map(|file| RunningRecorder::begin(&scratch, file, &["a"]));
     assert_eq!(fio(&weir, "a", "randread", 300), 300);
     for recorder in recorders {
         recorder.signal(Signal::SIGINT);
         let (status, said) = recorder.wait();
         assert_eq!(status, Some(0), "{said}");
-        assert_says(&said, &["300 requests in "]);
+        assert_contains(&said, &["300 requests in "]);
     }
     weir.stop();
     // As text it tells as much as a recording.
-    let as_recorded = Client::new("zstd").args(["-dcq", text(&files[0])]).succeeds();
+    let as_recorded = TestClient::new("zstd").args(["-dcq", text(&files[0])]).succeeds();
     let header = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n";
     assert!(as_recorded.starts_with(header), "{as_recorded}");
     assert_eq!(as_recorded.lines().count(), 301);
@@ -186,33 +186,33 @@ fn a_recording_is_written_as_its_name_asks() {
 }
 
 #[test]
-fn what_was_recorded_as_text_outlives_the_command() {
+fn text_recording_survives_a_kill_of_the_command() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     for name in ["day.csv", "day.CSV.ZST", "day.csv.gz"] {
         let file = scratch.path(name);
-        let mut recorder = Recorder::begin(&scratch, &file, &["a"]);
+        let mut recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
         fio(&weir, "a", "randread", 300);
         let info = || crate::harness::weir(&["trace", "info", "--json", text(&file)]).run();
         let end = Instant::now() + DEADLINE;
         // Cut off, it is read as far as it goes.
-        while !info().printed().contains("\"requests\": 300") {
-            assert!(Instant::now() < end, "{name}: it is not there: {}", info().said());
+        while !info().stdout().contains("\"requests\": 300") {
+            assert!(Instant::now() < end, "{name}: it is not there: {}", info().stderr());
             pause();
         }
         recorder.signal(Signal::SIGKILL);
         recorder.child.wait().expect("it is ours");
-        assert!(info().printed().contains("\"requests\": 300"));
+        assert!(info().stdout().contains("\"requests\": 300"));
     }
     weir.stop();
 }
 
 #[test]
-fn merged_requests_are_recorded_as_they_were_asked() {
+fn merged_requests_are_recorded_separately() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let file = scratch.path("merged.recording");
-    let recorder = Recorder::begin(&scratch, &file, &["a"]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
     // Sent as one piece, so that they are received together and lie side by side.
     let lengths = [16384, 512, 4096, 65536].repeat(8);
     let mut offset = 0;
@@ -222,9 +222,9 @@ fn merged_requests_are_recorded_as_they_were_asked() {
     });
     let asked: Vec<_> = ranges.collect();
     let read = |&[offset, length]: &[u64; 2]| {
-        Request { flags: 0, kind: CMD_READ, cookie: length, offset, length }.compact()
+        RawNbdRequest { flags: 0, kind: CMD_READ, cookie: length, offset, length }.compact()
     };
-    let (mut client, _) = Wire::go(weir.socket(), "a");
+    let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "a");
     client.send(&asked.iter().flat_map(read).collect::<Vec<_>>());
     for _ in &asked {
         let (error, length) = client.simple_reply();
@@ -250,46 +250,46 @@ fn merged_requests_are_recorded_as_they_were_asked() {
 }
 
 #[test]
-fn a_recording_is_of_the_disks_and_groups_that_it_names() {
+fn recording_covers_named_disks_and_groups() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "0"]);
-    prints(&scratch, &["group", "add", "gold", "--iops-total", "20000"]);
+    run_ok(&scratch, &["group", "add", "gold", "--iops-total", "20000"]);
     let file = scratch.path("gold.recording");
-    let recorder = Recorder::begin(&scratch, &file, &["gold"]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &["gold"]);
     fio(&weir, "a", "read", 100);
     // It joins.
-    prints(&scratch, &["throttle", "b", "--group", "gold"]);
+    run_ok(&scratch, &["throttle", "b", "--group", "gold"]);
     fio(&weir, "b", "read", 200);
     let recorded = recorder.end();
     assert_eq!(recorded.counts().get(&("b", "read")), Some(&200));
     assert!(recorded.0.iter().all(|[disk, ..]| disk == "b"), "{:?}", recorded.counts());
 
     // One that goes leaves what it was asked.
-    let recorder = Recorder::begin(&scratch, &file, &["a"]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
     fio(&weir, "a", "write", 50);
     fio(&weir, "b", "write", 50);
-    prints(&scratch, &["disk", "remove", "a"]);
+    run_ok(&scratch, &["disk", "remove", "a"]);
     let recorded = recorder.end();
     assert_eq!(recorded.counts().get(&("a", "write")), Some(&50));
     assert!(recorded.0.iter().all(|[disk, ..]| disk == "a"), "{:?}", recorded.counts());
 
     let before = fs::read(&file).expect("it is there");
-    let said = fails(&scratch, &["record", "a", "--output", text(&file)]);
-    assert_says(&said, &["a: no disk and no group has this name (`weir status` lists them)"]);
+    let said = run_failing(&scratch, &["record", "a", "--output", text(&file)]);
+    assert_contains(&said, &["a: no disk and no group has this name (`weir status` lists them)"]);
     assert!(fs::read(&file).expect("it is there") == before, "nothing was touched");
     let nowhere = scratch.path("nowhere/a");
-    let said = fails(&scratch, &["record", "--output", text(&nowhere)]);
-    assert_says(&said, &["nowhere/a: cannot be written", "No such file or directory"]);
+    let said = run_failing(&scratch, &["record", "--output", text(&nowhere)]);
+    assert_contains(&said, &["nowhere/a: cannot be written", "No such file or directory"]);
     let pipe = scratch.path("pipe");
     nix::unistd::mkfifo(&pipe, Mode::S_IRUSR | Mode::S_IWUSR).expect("a pipe");
-    let said = fails(&scratch, &["record", "--output", text(&pipe)]);
-    assert_says(&said, &["pipe: this pipe has no reader"]);
-    let recorder = Recorder::begin(&scratch, &file, &["b"]);
-    let said = fails(&scratch, &["record", "--output", text(&file)]);
-    assert_says(&said, &["another `weir record` writes to it"]);
+    let said = run_failing(&scratch, &["record", "--output", text(&pipe)]);
+    assert_contains(&said, &["pipe: this pipe has no reader"]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &["b"]);
+    let said = run_failing(&scratch, &["record", "--output", text(&file)]);
+    assert_contains(&said, &["another `weir record` writes to it"]);
     fio(&weir, "b", "write", 50);
     assert_eq!(recorder.end().counts().get(&("b", "write")), Some(&50));
-    misuses(&scratch, &["record"]);
+    run_misused(&scratch, &["record"]);
     weir.stop();
 }
 
@@ -298,8 +298,8 @@ fn wait_for_none(weir: &Weir, scratch: &Scratch) {
     weir.wait_for_log("a recording has ended");
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     assert_eq!(qmp.command("x-weir-query-recordings", json!({})), json!([]));
-    let refused = qmp.refused("x-weir-record-stop", json!({ "id": 0 }));
-    assert_says(&refused.1, &["there is no recording 0"]);
+    let refused = qmp.command_error("x-weir-record-stop", json!({ "id": 0 }));
+    assert_contains(&refused.1, &["there is no recording 0"]);
 }
 
 #[test]
@@ -307,57 +307,57 @@ fn a_recording_ends_when_its_time_is_over() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let file = scratch.path("short.recording");
-    prints(&scratch, &["record", "--for", "10ms", "--output", text(&file)]);
+    run_ok(&scratch, &["record", "--for", "10ms", "--output", text(&file)]);
     wait_for_none(&weir, &scratch);
     // And to standard output.
     let printed = self::weir(&["record", "--for", "10ms", "--output", "-", "--qmp", &socket(&scratch)]).run();
-    assert_says(&printed.printed(), &["weir recording 2\n"]);
+    assert_contains(&printed.stdout(), &["weir recording 2\n"]);
     // What a file has that it goes into is not this command's.
     let others = scratch.file("others", "before\n");
     let script =
         format!("{WEIR} record --for 10ms --output - --qmp {} >> {}", socket(&scratch), text(&others));
-    Client::new("sh").args(["-c", &script]).succeeds();
+    TestClient::new("sh").args(["-c", &script]).succeeds();
     assert!(fs::read(&others).expect("it is there").starts_with(b"before\n"));
     // Of a recording that never began nothing is left.
     let never = scratch.path("never");
-    fails(&scratch, &["record", "nobody", "--output", text(&never)]);
+    run_failing(&scratch, &["record", "nobody", "--output", text(&never)]);
     assert!(!never.exists());
     weir.stop();
 }
 
 #[test]
-fn the_end_of_the_daemon_is_said_and_what_came_before_is_kept() {
+fn end_of_the_daemon_is_reported_and_the_recording_kept() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let file = scratch.path("until.recording");
-    let recorder = Recorder::begin(&scratch, &file, &["a"]);
+    let recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
     fio(&weir, "a", "read", 100);
     weir.stop();
     let (code, said) = recorder.wait();
     assert_eq!(code, Some(1));
-    assert_says(&said, &["weir: the daemon has ended ("]);
-    assert_eq!(Recorded::read(&file).counts()[&("a", "read")], 100);
+    assert_contains(&said, &["weir: the daemon has ended ("]);
+    assert_eq!(RecordedRequests::read(&file).counts()[&("a", "read")], 100);
 }
 
 #[test]
 fn a_full_disk_ends_a_recording_and_nothing_else() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
-    let recorder = Recorder::begin(&scratch, Path::new("/dev/full"), &[]);
+    let recorder = RunningRecorder::begin(&scratch, Path::new("/dev/full"), &[]);
     let (code, said) = recorder.wait();
     assert_eq!(code, Some(1));
-    assert_says(&said, &["/dev/full: cannot be written", "No space left on device"]);
+    assert_contains(&said, &["/dev/full: cannot be written", "No space left on device"]);
     wait_for_none(&weir, &scratch);
     assert_eq!(fio(&weir, "a", "read", 100), 100);
     weir.stop();
 }
 
 #[test]
-fn a_command_that_is_killed_ends_its_recording_and_no_other() {
+fn killed_command_ends_only_its_recording() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
-    let killed = Recorder::begin(&scratch, &scratch.path("killed.recording"), &[]);
-    let other = Recorder::begin(&scratch, &scratch.path("other.recording"), &["a"]);
+    let killed = RunningRecorder::begin(&scratch, &scratch.path("killed.recording"), &[]);
+    let other = RunningRecorder::begin(&scratch, &scratch.path("other.recording"), &["a"]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let running = qmp.command("x-weir-query-recordings", json!({}));
     assert_eq!((&running[0]["of"], &running[1]["of"]), (&json!([]), &json!(["a"])));
@@ -365,7 +365,7 @@ fn a_command_that_is_killed_ends_its_recording_and_no_other() {
     assert_eq!(killed.wait().0, None);
     fio(&weir, "a", "read", 100);
     let said = weir.wait_for_log("a recording has ended");
-    assert_says(&said, &["its reader has closed it"]);
+    assert_contains(&said, &["its reader has closed it"]);
     assert_eq!(qmp.command("x-weir-query-recordings", json!({})).as_array().map(Vec::len), Some(1));
     fio(&weir, "a", "read", 100);
     assert_eq!(other.end().counts()[&("a", "read")], 200);
@@ -373,7 +373,7 @@ fn a_command_that_is_killed_ends_its_recording_and_no_other() {
 }
 
 /// Files of the daemon's own recording.
-fn kept(directory: &Path) -> Vec<PathBuf> {
+fn recording_files(directory: &Path) -> Vec<PathBuf> {
     let names = fs::read_dir(directory).expect("it is there");
     let mut names: Vec<_> = names.map(|file| file.expect("it can be read").path()).collect();
     names.sort();
@@ -381,7 +381,7 @@ fn kept(directory: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
+fn daemon_records_to_its_directory() {
     let scratch = Scratch::new();
     let directory = scratch.path("day");
     fs::create_dir(&directory).expect("it can be made");
@@ -397,41 +397,41 @@ fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let running = qmp.command("x-weir-query-recordings", json!({}));
     assert_eq!(running[0]["directory"].as_str(), Some(text(&directory)), "{running:#}");
-    let refused = qmp.refused("x-weir-record-stop", json!({ "id": running[0]["id"] }));
-    assert_says(&refused.1, &["is the daemon's own (take `record` out of what it was started with)"]);
+    let refused = qmp.command_error("x-weir-record-stop", json!({ "id": running[0]["id"] }));
+    assert_contains(&refused.1, &["is the daemon's own (take `record` out of what it was started with)"]);
     // Beside it, another.
-    let recorder = Recorder::begin(&scratch, &scratch.path("more.recording"), &["a"]);
+    let recorder = RunningRecorder::begin(&scratch, &scratch.path("more.recording"), &["a"]);
     assert_eq!(fio(&daemon, "a", "write", 20), 20);
     assert_eq!(recorder.end().counts()[&("a", "write")], 20);
 
     // Another directory would be outside of the sandbox, if weir is in one.
     config("record = { directory = \"nowhere\" }");
-    assert_says(&fails(&scratch, &["reload"]), &["nowhere: recordings cannot be written there"]);
+    assert_contains(&run_failing(&scratch, &["reload"]), &["nowhere: recordings cannot be written there"]);
     config("");
     let before = format!("record: {},keep=7200s,limit=64M → none", text(&directory));
-    assert_says(&prints(&scratch, &["reload"]), &[&before]);
+    assert_contains(&run_ok(&scratch, &["reload"]), &[&before]);
     assert_eq!(qmp.command("x-weir-query-recordings", json!({})), json!([]));
     fio(&daemon, "a", "read", 500);
     config("record = { directory = \"day\" }");
-    assert_says(&prints(&scratch, &["reload"]), &["record: none → "]);
+    assert_contains(&run_ok(&scratch, &["reload"]), &["record: none → "]);
     config("record = { directory = \"day\", keep = \"3h\" }");
-    assert_says(&prints(&scratch, &["reload"]), &["keep=10800s"]);
+    assert_contains(&run_ok(&scratch, &["reload"]), &["keep=10800s"]);
     assert_eq!(fio(&daemon, "a", "write", 30), 30);
     // Another would remove what this one keeps.
-    let other = Serve::alone().args(["memory:1M", "--record", text(&directory)]);
+    let other = Serve::with_own_scratch().args(["memory:1M", "--record", text(&directory)]);
     let said = format!(
         "record: {}: another daemon records there (give each a directory of its own)",
         text(&directory)
     );
-    let (status, log) = other.begin().wait();
+    let (status, log) = other.spawn_unready().wait();
     assert_eq!(status.code(), Some(1), "{log}");
-    assert_says(&log, &[&said]);
+    assert_contains(&log, &[&said]);
     daemon.stop();
     let mut counts = BTreeMap::<String, u64>::new();
-    for file in kept(&directory) {
+    for file in recording_files(&directory) {
         let to = scratch.path(file.file_name().and_then(|name| name.to_str()).expect("a name"));
         fs::copy(file, &to).expect("there is room");
-        for ((_, op), count) in Recorded::read(&to).counts() {
+        for ((_, op), count) in RecordedRequests::read(&to).counts() {
             *counts.entry(op.to_owned()).or_default() += count;
         }
     }
@@ -440,18 +440,18 @@ fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
     config("record = { directory = \"nowhere\" }");
     let check = || weir(&["check-config", text(&file)]).fails();
     let place = ": daemon.record.directory = \"nowhere\": record: ";
-    assert_says(
+    assert_contains(
         &check(),
         &[place, "nowhere: recordings cannot be written there (", "No such file or directory"],
     );
     config("record = { directory = \"day\", limit = \"1M\" }");
-    assert_says(&check(), &["daemon.record.limit = \"1M\": is too small; it must be at least 16M"]);
+    assert_contains(&check(), &["daemon.record.limit = \"1M\": is too small; it must be at least 16M"]);
     config("record = { keep = \"2h\" }");
-    assert_says(&check(), &["daemon.record: no directory (add directory = \"PATH\")"]);
+    assert_contains(&check(), &["daemon.record: no directory (add directory = \"PATH\")"]);
 }
 
 #[test]
-fn where_there_is_no_room_nothing_is_recorded_until_there_is() {
+fn full_directory_suspends_recording() {
     need_root("mounts");
     let scratch = Scratch::new();
     let mount = scratch.path("mount");
@@ -460,18 +460,18 @@ fn where_there_is_no_room_nothing_is_recorded_until_there_is() {
     let script = r#"mount -t tmpfs -o size=4k record "$0" && dd if=/dev/zero of="$0/full" bs=4k count=1 2>/dev/null && exec "$@""#;
     let weir = Serve::new(&scratch)
         .args(["memory:16M", "--name", "a", "--qmp", &socket(&scratch), "--record", text(&mount)])
-        .behind(["unshare", "--mount", "sh", "-c", &alone(script), text(&mount)])
+        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(script), text(&mount)])
         .start();
     assert_eq!(fio(&weir, "a", "read", 100), 100);
     let said = weir.wait_for_log("nothing is recorded until this is fixed");
-    assert_says(&said, &["No space left on device"]);
+    assert_contains(&said, &["No space left on device"]);
     let pid = weir.pid().to_string();
     let inside = ["--mount", "--target", &pid, "mount", "-o", "remount,size=16M", text(&mount)];
-    Client::new("nsenter").args(inside).succeeds();
+    TestClient::new("nsenter").args(inside).succeeds();
     // Asked until it is written again, and the daemon ends.
     let uri = weir.uri("a");
     thread::scope(|scope| {
-        let load = Client::new("fio")
+        let load = TestClient::new("fio")
             .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--size=16M"])
             .args(["--rate_iops=500", "--time_based", "--runtime=10m"])
             .arg(format!("--uri={uri}"));
@@ -487,10 +487,10 @@ fn a_recording_is_described_as_json() {
     let weir = start(&scratch, &[]);
     let file = scratch.path("a.recording");
     let arguments = ["record", "a", "--for", "1s", "--json", "--output", text(&file)];
-    let told: Value = serde_json::from_str(&prints(&scratch, &arguments)).expect("JSON");
+    let told: Value = serde_json::from_str(&run_ok(&scratch, &arguments)).expect("JSON");
     let bytes = fs::metadata(&file).unwrap().len();
     assert_eq!(told, json!({ "output": text(&file), "requests": 0, "lost": 0, "bytes": bytes }));
-    let said = misuses(&scratch, &["record", "--json", "--output", "-"]);
-    assert_says(&said, &["--json: standard output has the recording"]);
+    let said = run_misused(&scratch, &["record", "--json", "--output", "-"]);
+    assert_contains(&said, &["--json: standard output has the recording"]);
     weir.stop();
 }

@@ -5,10 +5,10 @@ use std::{collections::BTreeSet, fs};
 use crate::{
     harness::{
         Scratch, Serve,
-        operator::{prints, socket},
+        operator::{run_ok, socket},
         text, weir,
     },
-    record::{Recorder, fio},
+    record::{RunningRecorder, fio},
 };
 
 /// A disk that is limited by itself and by a group that it enters and leaves.
@@ -27,14 +27,14 @@ fn a_recording_has_the_limits_that_were_in_force() {
     let file = scratch.file("weir.toml", config);
     let daemon = Serve::new(&scratch).arg("--config").arg(&file).start();
     let recording = scratch.path("a.recording");
-    let recorder = Recorder::begin(&scratch, &recording, &["a"]);
+    let recorder = RunningRecorder::begin(&scratch, &recording, &["a"]);
     assert_eq!(fio(&daemon, "a", "randread", 100), 100);
-    prints(&scratch, &["throttle", "a", "--iops-total", "500"]);
+    run_ok(&scratch, &["throttle", "a", "--iops-total", "500"]);
     assert_eq!(fio(&daemon, "a", "randread", 100), 100);
-    prints(&scratch, &["throttle", "a", "--group", "gold"]);
-    prints(&scratch, &["throttle", "gold", "--iops-total", "800"]);
+    run_ok(&scratch, &["throttle", "a", "--group", "gold"]);
+    run_ok(&scratch, &["throttle", "gold", "--iops-total", "800"]);
     assert_eq!(fio(&daemon, "a", "randread", 100), 100);
-    prints(&scratch, &["throttle", "a", "--no-group"]);
+    run_ok(&scratch, &["throttle", "a", "--no-group"]);
     assert_eq!(fio(&daemon, "a", "randread", 100), 100);
     recorder.end();
     daemon.stop();

@@ -15,15 +15,15 @@ use serde_json::{Value, json};
 
 use crate::{
     harness::{
-        Client, DEADLINE, MIB, Outcome, Qmp, Scratch, Serve, Weir, Wire, assert_says,
-        operator::{self, fails, find, prints, prints_json, serve, socket, status},
+        TestClient, DEADLINE, MIB, TestOutcome, Qmp, Scratch, Serve, Weir, RawNbdClient, assert_contains,
+        operator::{self, run_failing, find, run_ok, run_json, serve, socket, status},
         text, weir, weir_image,
     },
     machines::{features, front_end},
 };
 
 /// A daemon with a config file that can be written anew.
-struct Party {
+struct ReloadedDaemon {
     scratch: Scratch,
     file: PathBuf,
     weir: Weir,
@@ -44,7 +44,7 @@ group = \"gold\"
 iops-reservation = 400
 ";
 
-impl Party {
+impl ReloadedDaemon {
     fn new(disks: &str) -> Self {
         let scratch = Scratch::new();
         let file = scratch.file("weir.toml", with_daemon(&scratch, disks));
@@ -69,25 +69,25 @@ impl Party {
 
     /// It is refused, and said so before it is done.
     #[track_caller]
-    fn refuses(&self, disks: &str, said: &[&str]) {
-        self.refuses_in_the_end(disks, said);
-        assert_says(&fails(&self.scratch, &["reload", "--dry-run"]), said);
+    fn assert_rejected(&self, disks: &str, said: &[&str]) {
+        self.assert_rejected_on_apply(disks, said);
+        assert_contains(&run_failing(&self.scratch, &["reload", "--dry-run"]), said);
     }
 
     /// What only the deed shows.
     #[track_caller]
-    fn refuses_in_the_end(&self, disks: &str, said: &[&str]) {
-        let before = steady(status(&self.scratch, "0"));
+    fn assert_rejected_on_apply(&self, disks: &str, said: &[&str]) {
+        let before = without_counters(status(&self.scratch, "0"));
         self.write(disks);
         let _ = weir(&["reload", "--dry-run", "--qmp", &socket(&self.scratch)]).run();
-        assert_eq!(steady(status(&self.scratch, "0")), before, "nothing was to change");
-        assert_says(&fails(&self.scratch, &["reload"]), said);
-        assert_eq!(steady(status(&self.scratch, "0")), before, "nothing has changed");
+        assert_eq!(without_counters(status(&self.scratch, "0")), before, "nothing was to change");
+        assert_contains(&run_failing(&self.scratch, &["reload"]), said);
+        assert_eq!(without_counters(status(&self.scratch, "0")), before, "nothing has changed");
     }
 }
 
 /// Without what changes by itself.
-fn steady(mut status: Value) -> Value {
+fn without_counters(mut status: Value) -> Value {
     let members = status.as_object_mut().unwrap();
     members.retain(|key, _| ["disks", "groups", "exports"].contains(&key.as_str()));
     for entry in members.values_mut().flat_map(|list| list.as_array_mut().unwrap()) {
@@ -108,14 +108,14 @@ fn with_daemon(scratch: &Scratch, disks: &str) -> String {
 
 #[test]
 fn the_difference_is_applied_as_one_change() {
-    let party = Party::new(BEFORE);
+    let party = ReloadedDaemon::new(BEFORE);
     let uri = format!("nbd+unix:///a?socket={}", text(&party.scratch.socket("nbd")));
-    let (mut wire, _) = Wire::go(&party.scratch.socket("nbd"), "a");
-    assert_eq!(prints(&party.scratch, &["reload", "--dry-run"]), "nothing would change\n");
-    assert_eq!(prints(&party.scratch, &["reload"]), "nothing has changed\n");
+    let (mut wire, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "a");
+    assert_eq!(run_ok(&party.scratch, &["reload", "--dry-run"]), "nothing would change\n");
+    assert_eq!(run_ok(&party.scratch, &["reload"]), "nothing has changed\n");
     // Promises change hands, which is too much one after the other; b goes and c comes, with an
     // image of its own; a limit of a's own; what was changed and not saved is taken back.
-    prints(&party.scratch, &["throttle", "gold", "--weight", "7"]);
+    run_ok(&party.scratch, &["throttle", "gold", "--weight", "7"]);
     party.scratch.sparse("c.raw", MIB);
     party.write(
         "
@@ -150,13 +150,13 @@ disk    a       iops-read: none → 50
 disk    a       iops-reservation: 600 → 300
 disk    c       added
 ";
-    let before = steady(status(&party.scratch, "0"));
-    let foreseen = prints(&party.scratch, &["reload", "--dry-run"]);
-    assert_eq!(steady(status(&party.scratch, "0")), before, "nothing was to change");
-    let said = prints(&party.scratch, &["reload"]);
+    let before = without_counters(status(&party.scratch, "0"));
+    let foreseen = run_ok(&party.scratch, &["reload", "--dry-run"]);
+    assert_eq!(without_counters(status(&party.scratch, "0")), before, "nothing was to change");
+    let said = run_ok(&party.scratch, &["reload"]);
     assert_eq!(foreseen, said);
-    assert_says(&said, &expect.lines().collect::<Vec<_>>());
-    assert_says(
+    assert_contains(&said, &expect.lines().collect::<Vec<_>>());
+    assert_contains(
         &said,
         &["export  b       removed at unix:", "export  c       added at unix:", "disk    b       removed\n"],
     );
@@ -169,9 +169,9 @@ disk    c       added
     // Who was connected still is, and who comes finds what there is.
     wire.read(0, 512).unwrap();
     drop(wire);
-    let list = Client::new("nbdinfo").args(["--list", &uri]).succeeds();
+    let list = TestClient::new("nbdinfo").args(["--list", &uri]).succeeds();
     assert!(list.contains("export=\"c\"") && !list.contains("export=\"b\""), "{list}");
-    assert_eq!(prints_json(&party.scratch, &["reload", "--json"]), json!([]));
+    assert_eq!(run_json(&party.scratch, &["reload", "--json"]), json!([]));
     // And back, by a signal.
     party.write(BEFORE);
     party.weir.signal(Signal::SIGHUP);
@@ -179,11 +179,11 @@ disk    c       added
     assert_eq!(party.names("disks"), ["a", "b"]);
     assert_eq!(party.setting("disks", "a", "iops-reservation"), 600);
     let log = party.weir.stop();
-    assert_says(&log, &["reloaded"]);
+    assert_contains(&log, &["reloaded"]);
 }
 
 /// Groups and disks by chance, which may promise more than there is.
-fn drawn(random: &mut fastrand::Rng) -> String {
+fn random_config(random: &mut fastrand::Rng) -> String {
     let mut text = "\n[group.host]\niops-total = 1000\n".to_owned();
     let groups: Vec<_> = ["gold", "silver", "tin"].into_iter().filter(|_| random.bool()).collect();
     for group in &groups {
@@ -213,12 +213,12 @@ fn drawn(random: &mut fastrand::Rng) -> String {
 }
 
 #[test]
-fn a_reload_leads_to_what_a_start_leads_to() {
+fn reload_and_start_yield_the_same_state() {
     let seed = fastrand::u64(..);
     let mut random = fastrand::Rng::with_seed(seed);
-    let party = Party::new("\n[disk.always]\nimage = \"memory:1M\"\n");
+    let party = ReloadedDaemon::new("\n[disk.always]\nimage = \"memory:1M\"\n");
     let found = |scratch: &Scratch| {
-        let mut status = steady(status(scratch, "0"));
+        let mut status = without_counters(status(scratch, "0"));
         for export in status["exports"].as_array_mut().unwrap() {
             // The directory is another.
             let address = export["address"].as_str().unwrap();
@@ -227,7 +227,7 @@ fn a_reload_leads_to_what_a_start_leads_to() {
         status
     };
     for round in 0..10 {
-        let disks = drawn(&mut random);
+        let disks = random_config(&mut random);
         let before = found(&party.scratch);
         party.write(&disks);
         let at = format!("seed {seed}, round {round}: {disks}");
@@ -236,9 +236,9 @@ fn a_reload_leads_to_what_a_start_leads_to() {
         let foreseen = weir(&["reload", "--dry-run", "--json", "--qmp", &control]).run();
         assert_eq!(found(&party.scratch), before, "{at}: nothing was to change");
         let reloaded = weir(&["reload", "--json", "--qmp", &control]).run();
-        let did = |outcome: &Outcome| (outcome.code(), outcome.printed(), outcome.said());
+        let did = |outcome: &TestOutcome| (outcome.code(), outcome.stdout(), outcome.stderr());
         assert_eq!(did(&foreseen), did(&reloaded), "{at}");
-        assert_eq!(reloaded.code() == 0, is_right, "{at}: {}", reloaded.said());
+        assert_eq!(reloaded.code() == 0, is_right, "{at}: {}", reloaded.stderr());
         if !is_right {
             assert_eq!(found(&party.scratch), before, "{at}: nothing has changed");
             continue;
@@ -252,33 +252,33 @@ fn a_reload_leads_to_what_a_start_leads_to() {
 }
 
 #[test]
-fn what_cannot_be_is_named_and_nothing_changes() {
-    let party = Party::new(BEFORE);
+fn invalid_config_is_named_and_changes_nothing() {
+    let party = ReloadedDaemon::new(BEFORE);
     let line = |old: &str, new: &str| {
         assert_eq!(BEFORE.matches(old).count(), 1, "{old}");
         // With a change that alone could be.
         BEFORE.replace(old, new).replace("iops-total = 1000", "iops-total = 2000")
     };
-    party.refuses(
+    party.assert_rejected(
         &line("iops-reservation = 600", "iops-reservatin = 600"),
         &["weir.toml:12: disk.a.iops-reservatin: unknown key"],
     );
-    party.refuses(
+    party.assert_rejected(
         &line("iops-reservation = 400", "iops-reservation = 1900"),
         &["weir.toml:17: disk.b.iops-reservation = 1900", "would be reserved"],
     );
-    party.refuses(
+    party.assert_rejected(
         &line("iops-reservation = 400", "cache = \"none\""),
         &["weir.toml:14: disk.b: cache: cannot be changed while the disk is served"],
     );
-    party.refuses(
+    party.assert_rejected(
         &format!("{}\n[disk.c]\nimage = \"c.raw\"\nformat = \"raw\"\n", line("iops-reservation = 400", "")),
         &["c.raw: no such file (create it first"],
     );
     let pipe = party.scratch.path("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let secret = "\n[disk.c]\nimage = \"c.qcow2\"\nformat = \"qcow2\"\nsecret-file = \"pipe\"\n";
-    party.refuses(
+    party.assert_rejected(
         &(line("iops-reservation = 400", "") + secret),
         &["disk c: secret-file:", "pipe is no regular file, and only a start waits for a pipe"],
     );
@@ -289,10 +289,10 @@ fn what_cannot_be_is_named_and_nothing_changes() {
         ("record = { directory = \"nowhere\" }", "daemon.record"),
     ] {
         let file = format!("{key}\n{BEFORE}");
-        party.refuses(&file, &[&format!("weir.toml:5: {said}")]);
+        party.assert_rejected(&file, &[&format!("weir.toml:5: {said}")]);
     }
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";
-    party.refuses(
+    party.assert_rejected(
         &(line("iops-reservation = 400", "") + door),
         &[
             "weir.toml:21: disk.d.export[1].file",
@@ -304,13 +304,13 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
-    party.refuses_in_the_end(
+    party.assert_rejected_on_apply(
         &(line("iops-reservation = 400", "description = \"another\"") + door),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
     assert!(!party.scratch.path("other").exists(), "its socket has gone");
     let client = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"vhost-user-blk\", listen = \"unix:vm\", client = true }]\n";
-    party.refuses(
+    party.assert_rejected(
         &(line("iops-reservation = 400", "") + client),
         &[
             "disk d at unix:",
@@ -318,29 +318,29 @@ fn what_cannot_be_is_named_and_nothing_changes() {
         ],
     );
     let events = qmp.command("x-weir-query-events", json!({}));
-    assert_eq!(qmp.heard("X_WEIR_SETTINGS_CHANGED"), 0, "no limit has changed");
-    assert_eq!(qmp.heard("BLOCK_EXPORT_DELETED"), 0, "nobody has heard of it, or it is there");
+    assert_eq!(qmp.count_events("X_WEIR_SETTINGS_CHANGED"), 0, "no limit has changed");
+    assert_eq!(qmp.count_events("BLOCK_EXPORT_DELETED"), 0, "nobody has heard of it, or it is there");
     let kinds = events.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap());
     let kinds: Vec<_> = kinds.filter(|kind| kind.contains("added") || kind.contains("changed")).collect();
     assert!(kinds.is_empty(), "nothing of it has happened: {kinds:?}");
-    let (busy, _) = Wire::go(&party.scratch.socket("nbd"), "b");
+    let (busy, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
-    party.refuses(without_b, &["export b of disk b: in use: client ", &format!("({})", std::process::id())]);
+    party.assert_rejected(without_b, &["export b of disk b: in use: client ", &format!("({})", std::process::id())]);
     drop(busy);
     party.weir.stop();
 }
 
 #[test]
-fn exports_that_are_put_back_are_each_what_they_were() {
+fn rolled_back_exports_are_unchanged() {
     let disk = |more: &str, last: &str| {
         let listens =
             ["one", "two", "three"].map(|end| format!("{{ type = \"nbd\", listen = \"unix:{end}\" }}"));
         let exports = listens.join(", ") + last;
         format!("{BEFORE}[disk.d]\nimage = \"memory:1M\"\n{more}\nexport = [{exports}]\n")
     };
-    let party = Party::new(&disk("", ""));
+    let party = ReloadedDaemon::new(&disk("", ""));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
-    party.refuses_in_the_end(
+    party.assert_rejected_on_apply(
         &disk("description = \"another\"", ", { type = \"vhost-user-blk\", listen = \"unix:taken\" }"),
         &["taken: a socket is there already"],
     );
@@ -348,15 +348,15 @@ fn exports_that_are_put_back_are_each_what_they_were() {
 }
 
 #[test]
-fn a_change_of_an_export_in_use_is_refused_with_its_line_and_keys() {
+fn change_of_an_export_in_use_is_rejected_with_line_and_keys() {
     let disk = |more: &str| {
         let export = format!("export = {{ type = \"vhost-user-blk\", listen = \"unix:vm\"{more} }}");
         format!("\n[disk.b]\nimage = \"memory:1M\"\n\n[disk.a]\nimage = \"memory:1M\"\n{export}\n")
     };
-    let party = Party::new(&disk(""));
+    let party = ReloadedDaemon::new(&disk(""));
     let mut machine = front_end(&party.scratch.path("vm"));
     features(&mut machine);
-    party.refuses(
+    party.assert_rejected(
         &disk(", queues = 4, discard = false"),
         &[
             "disk.a.export",
@@ -369,7 +369,7 @@ fn a_change_of_an_export_in_use_is_refused_with_its_line_and_keys() {
 }
 
 #[test]
-fn a_disk_that_says_nothing_is_told_where_there_is_no_server() {
+fn disk_without_export_and_listener_is_reported() {
     let scratch = Scratch::new();
     let vm =
         "[disk.vm]\nimage = \"memory:1M\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:vm\" }\n";
@@ -377,8 +377,8 @@ fn a_disk_that_says_nothing_is_told_where_there_is_no_server() {
     let file = scratch.file("weir.toml", &config);
     let weir = serve(&scratch, &file);
     fs::write(&file, format!("{config}\n[disk.new]\nimage = \"memory:1M\"\n")).unwrap();
-    assert_says(
-        &fails(&scratch, &["reload"]),
+    assert_contains(
+        &run_failing(&scratch, &["reload"]),
         &[
             "weir.toml:7: disk.new: has no export",
             "[daemon] no nbd",
@@ -389,14 +389,14 @@ fn a_disk_that_says_nothing_is_told_where_there_is_no_server() {
     let other =
         "\n[disk.new]\nimage = \"memory:1M\"\nexport = { type = \"nbd\", listen = \"localhost:1\" }\n";
     fs::write(&file, format!("{config}{other}")).unwrap();
-    assert_says(&fails(&scratch, &["reload"]), &["weir.toml:9: disk.new.export.listen", ": disk new: "]);
+    assert_contains(&run_failing(&scratch, &["reload"]), &["weir.toml:9: disk.new.export.listen", ": disk new: "]);
     weir.stop();
 }
 
 #[test]
-fn exports_come_and_go_with_their_servers() {
+fn exports_follow_their_listeners() {
     let disk = "\n[disk.a]\nimage = \"memory:1M\"\n";
-    let party = Party::new(disk);
+    let party = ReloadedDaemon::new(disk);
     let other = party.scratch.path("other");
     let address = format!("unix:{}", text(&party.scratch.socket("nbd")));
     let both = format!(
@@ -404,29 +404,29 @@ fn exports_come_and_go_with_their_servers() {
     );
     let second = "\n[disk.b]\nimage = \"memory:1M\"\n";
     party.write(&format!("{disk}{both}{second}"));
-    assert_says(&prints(&party.scratch, &["reload"]), &["export  x     added at unix:"]);
-    let size = |uri: &str| Client::new("nbdinfo").args(["--size", uri]).succeeds();
+    assert_contains(&run_ok(&party.scratch, &["reload"]), &["export  x     added at unix:"]);
+    let size = |uri: &str| TestClient::new("nbdinfo").args(["--size", uri]).succeeds();
     assert_eq!(size(&format!("nbd+unix:///x?socket={}", text(&other))), "1048576\n");
     party.write(&format!("{disk}description = \"the first\"\n{second}"));
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
-    let said = prints(&party.scratch, &["reload"]);
+    let said = run_ok(&party.scratch, &["reload"]);
     let gone = [(); 2].map(|()| qmp.event("BLOCK_EXPORT_DELETED"));
     assert_eq!(gone, [json!({ "id": "a" }), json!({ "id": "x" })]);
-    assert_says(
+    assert_contains(
         &said,
         &["export  x     removed at unix:", "export  a     removed at unix:", "export  a     added at unix:"],
     );
     assert!(!other.exists(), "nobody is served there");
-    let list = Client::new("nbdinfo")
+    let list = TestClient::new("nbdinfo")
         .args(["--list", &format!("nbd+unix:///?socket={}", text(&party.scratch.socket("nbd")))])
         .succeeds();
-    assert_says(&list, &["the first"]);
+    assert_contains(&list, &["the first"]);
     party.weir.stop();
 }
 
 #[test]
-fn a_file_asks_for_a_disk_that_came_over_the_control_socket() {
-    let party = Party::new("\n[disk.a]\nimage = \"memory:1M\"\n");
+fn config_adopts_a_disk_added_over_qmp() {
+    let party = ReloadedDaemon::new("\n[disk.a]\nimage = \"memory:1M\"\n");
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     qmp.command(
         "blockdev-add",
@@ -436,18 +436,18 @@ fn a_file_asks_for_a_disk_that_came_over_the_control_socket() {
         |keys: &str| format!("\n[disk.a]\nimage = \"memory:1M\"\n\n[disk.b]\nimage = \"memory:1M\"\n{keys}");
     let refused = |keys: &str, why: &str| {
         let rule = format!("disk.b: {why}: cannot be changed while the disk is served");
-        party.refuses(&with(keys), &[&rule]);
+        party.assert_rejected(&with(keys), &[&rule]);
     };
     refused("", "discard");
     refused("detect-zeroes = \"on\"\ndelay = \"read=1ms\"\n", "discard, detect-zeroes, delay");
     refused("discard = \"ignore\"\noptions = \"size=512\"\n", "options");
     party.write(&with("discard = \"ignore\"\n"));
-    assert_says(&prints(&party.scratch, &["reload"]), &["export  b     added at unix:"]);
+    assert_contains(&run_ok(&party.scratch, &["reload"]), &["export  b     added at unix:"]);
     party.weir.stop();
 }
 
 #[test]
-fn a_service_manager_hears_of_a_reload() {
+fn service_manager_is_notified_of_a_reload() {
     let scratch = Scratch::new();
     let notify = scratch.socket("notify");
     let socket = UnixDatagram::bind(&notify).unwrap();
@@ -459,15 +459,15 @@ fn a_service_manager_hears_of_a_reload() {
     };
     let file = scratch.file("weir.toml", with_daemon(&scratch, "[disk.a]\nimage = \"memory:1M\"\n"));
     let weir =
-        Serve::new(&scratch).where_said().arg("--config").arg(&file).env("NOTIFY_SOCKET", &notify).start();
+        Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).env("NOTIFY_SOCKET", &notify).start();
     assert_eq!(heard().trim_end(), "READY=1");
     // With a mistake it is still at work.
     fs::write(&file, "[disk.a]\n").unwrap();
     for said in ["nothing has changed: ", "nothing has changed: "] {
         weir.signal(Signal::SIGHUP);
-        assert_says(&heard(), &["RELOADING=1", "MONOTONIC_USEC="]);
+        assert_contains(&heard(), &["RELOADING=1", "MONOTONIC_USEC="]);
         assert_eq!(heard().trim_end(), "READY=1");
-        assert_says(&weir.wait_for_log(said), &["weir.toml:1: disk.a: no image"]);
+        assert_contains(&weir.wait_for_log(said), &["weir.toml:1: disk.a: no image"]);
     }
     weir.stop();
 }
@@ -476,12 +476,12 @@ fn a_service_manager_hears_of_a_reload() {
 fn without_a_file_there_is_nothing_to_reload() {
     let scratch = Scratch::new();
     let weir = operator::start(&scratch, &[]);
-    assert_says(&fails(&scratch, &["reload"]), &["started without a config file", "--config FILE"]);
+    assert_contains(&run_failing(&scratch, &["reload"]), &["started without a config file", "--config FILE"]);
     weir.stop();
 }
 
 #[test]
-fn all_mistakes_of_a_file_are_told_at_once() {
+fn all_errors_of_a_file_are_reported_together() {
     let scratch = Scratch::new();
     let text_of = "[disk.a]\nimage = \"memory:1M\"\ncahce = \"none\"\ngroup = \"gold\"\n\n\
                    [group.gold]\niops-total = \"1K\"\nwatermark = 101\n\n[daemon]\nworkers = 0\n";
@@ -495,16 +495,16 @@ fn all_mistakes_of_a_file_are_told_at_once() {
     let expect: String = expect.map(|wrong| format!("weir: {}:{wrong}\n", text(&file))).concat();
     for check in [&["check-config", text(&file)][..], &["serve", "--check", "--config", text(&file)]] {
         let outcome = weir(check).run();
-        assert_eq!((outcome.code(), outcome.said()), (1, expect.clone()));
+        assert_eq!((outcome.code(), outcome.stderr()), (1, expect.clone()));
     }
     // A start stops at the first.
     let first = expect.lines().next().unwrap();
     let outcome = weir(&["serve", "--config", text(&file)]).run();
-    assert_eq!((outcome.code(), outcome.said().trim_end()), (1, first));
+    assert_eq!((outcome.code(), outcome.stderr().trim_end()), (1, first));
 }
 
 #[test]
-fn a_check_finds_whom_a_start_would_refuse_an_image() {
+fn check_finds_image_conflicts_of_a_start() {
     let scratch = Scratch::new();
     scratch.sparse("a.raw", MIB);
     fs::hard_link(scratch.path("a.raw"), scratch.path("hard.raw")).unwrap();
@@ -540,13 +540,13 @@ fn a_check_finds_whom_a_start_would_refuse_an_image() {
         (a(), ("corrupt.qcow2", ""), "corrupt.qcow2: is marked corrupt (`weir image check --repair`"),
     ] {
         write(&[first, disk("b", second.0, second.1)]);
-        let started = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
+        let started = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
         let started = started.lines().last().and_then(|line| line.strip_prefix("weir: ")).unwrap_or_default();
         let place = format!("{}:9: disk.b.image = \"{}\": ", text(&file), second.0);
-        assert_says(started, &[&place, why]);
+        assert_contains(started, &[&place, why]);
         for check in checks {
             let outcome = weir(check).arg(&file).run();
-            assert_eq!((outcome.code(), outcome.said()), (1, format!("weir: {started}\n")));
+            assert_eq!((outcome.code(), outcome.stderr()), (1, format!("weir: {started}\n")));
         }
     }
     // What a start opens is right.
@@ -559,7 +559,7 @@ fn a_check_finds_whom_a_start_would_refuse_an_image() {
         for check in checks {
             weir(check).arg(&file).succeeds();
         }
-        Serve::new(&scratch).where_said().arg("--config").arg(&file).start().stop();
+        Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).start().stop();
     }
 }
 
@@ -581,7 +581,7 @@ fn a_config_is_checked_while_it_is_served() {
     // Who asks whether a daemon could start hears what that one has.
     let outcome = check().run();
     assert_eq!(outcome.code(), 1);
-    let said = outcome.said();
+    let said = outcome.stderr();
     let pid = daemon.pid();
     let mut lines = said.lines();
     for (line, key, why) in [
@@ -592,48 +592,48 @@ fn a_config_is_checked_while_it_is_served() {
         (5, "daemon.pid-file", format!("is the pid file of process {pid}, which runs")),
     ] {
         let place = format!("weir: {}:{line}: {key} = \"", file.display());
-        assert_says(lines.next().unwrap_or(&said), &[&place, &why]);
+        assert_contains(lines.next().unwrap_or(&said), &[&place, &why]);
     }
     assert_eq!(lines.next(), None, "{said}");
     // Nothing of it was held, nobody has called, and the daemon goes on.
     assert_eq!(status(&scratch, "0")["disks"][0]["connections"], 0);
-    assert!(!daemon.logged().contains("WARN"), "{}", daemon.logged());
+    assert!(!daemon.log_text().contains("WARN"), "{}", daemon.log_text());
     daemon.stop();
     check().succeeds();
     let port = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = port.local_addr().unwrap().to_string();
     let check = || weir(&["serve", "--check", "memory:1M", "--nbd", &address]);
-    assert_says(&check().fails(), &[&format!("weir: --nbd {address}: {address}: the port is in use")]);
+    assert_contains(&check().fails(), &[&format!("weir: --nbd {address}: {address}: the port is in use")]);
     drop(port);
     check().succeeds();
 }
 
 #[test]
-fn what_a_start_would_warn_of_is_counted_when_a_config_is_checked() {
+fn check_counts_warnings_of_a_start() {
     let scratch = Scratch::new();
     // More than any machine has.
     let file = scratch.file("weir.toml", with_daemon(&scratch, "\n[disk.a]\nimage = \"memory:8T\"\n"));
     let outcome = weir(&["check-config", text(&file)]).run();
-    assert_says(&outcome.said(), &["disks in memory have"]);
+    assert_contains(&outcome.stderr(), &["disks in memory have"]);
     let sum = format!("{}: 1 disk, 0 groups, 1 export: it would start, with 1 warning\n", text(&file));
     assert_eq!(outcome.succeeded(), sum);
 }
 
 #[test]
-fn a_disk_that_is_handed_over_to_nobody_is_told_of() {
+fn handover_without_vhost_user_export_is_reported() {
     let scratch = Scratch::new();
     scratch.sparse("a.raw", MIB);
     let disk = "\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\nhandover = true\n";
     let file = scratch.file("weir.toml", with_daemon(&scratch, disk));
     let outcome = weir(&["check-config", text(&file)]).run();
-    assert_says(&outcome.said(), &["handover", "exported to none (add a vhost-user-blk export"]);
+    assert_contains(&outcome.stderr(), &["handover", "exported to none (add a vhost-user-blk export"]);
     let machine = "export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\" }]\n";
     let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"unix:q\"\n{disk}{machine}"));
-    assert_says(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: nothing is wrong\n"]);
+    assert_contains(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: nothing is wrong\n"]);
 }
 
 #[test]
-fn all_that_is_wrong_with_the_machine_is_told() {
+fn all_host_errors_are_reported() {
     let scratch = Scratch::new();
     scratch.file("text", "hi");
     let disks = "
@@ -653,8 +653,8 @@ l2-cache-size = \"1M\"
     let file = scratch.file("weir.toml", with_daemon(&scratch, &format!("{daemon}{disks}")));
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_eq!(outcome.code(), 1);
-    assert_says(
-        &outcome.said(),
+    assert_contains(
+        &outcome.stderr(),
         &[
             "weir.toml:9: disk.a.image = \"none.raw\"",
             "no such file (create it first",
@@ -700,19 +700,19 @@ l2-cache-size = \"1M\"
         let outcome = weir(&["check-config", file.to_str().unwrap()]).run();
         assert_eq!(outcome.code(), 1);
         let line = if daemon.is_empty() { 5 } else { 2 };
-        assert_says(&outcome.said(), &[&format!("weir: {}:{line}: ", file.display()), expect]);
+        assert_contains(&outcome.stderr(), &[&format!("weir: {}:{line}: ", file.display()), expect]);
     }
     let file = scratch.file("wrong.toml", "[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_eq!(outcome.code(), 1);
-    assert_says(&outcome.said(), &["wrong.toml:3: disk.a.chache: unknown key (did you mean \"cache\"?)"]);
+    assert_contains(&outcome.stderr(), &["wrong.toml:3: disk.a.chache: unknown key (did you mean \"cache\"?)"]);
     assert_eq!(weir(&["check-config"]).run().code(), 2);
     assert_eq!(weir(&["serve", "--check"]).run().code(), 2);
 }
 
 #[test]
 fn a_client_that_asks_for_a_name_of_a_reload_waits_for_its_end() {
-    let party = Party::new("sandbox = \"off\"\n[disk.a]\nimage = \"memory:1M\"\n");
+    let party = ReloadedDaemon::new("sandbox = \"off\"\n[disk.a]\nimage = \"memory:1M\"\n");
     let server = UnixListener::bind(party.scratch.socket("back")).unwrap();
     let image = format!("nbd+unix:///?socket={}", text(&party.scratch.socket("back")));
     party.write(&format!(
@@ -765,16 +765,16 @@ fn two_servers_at_one_address_are_found_when_a_config_is_checked() {
         let file = scratch.file("weir.toml", text);
         let outcome = weir(&["check-config"]).arg(&file).run();
         assert_eq!(outcome.code(), 1, "{one} {other}");
-        let said = outcome.said();
-        assert_says(&said, &["this daemon also listens at", "give each server its own address"]);
+        let said = outcome.stderr();
+        assert_contains(&said, &["this daemon also listens at", "give each server its own address"]);
         assert_eq!(said.lines().count(), 1, "{said}");
     }
     // A named pipe needs a reader, which a check cannot see.
     nix::unistd::mkfifo(&scratch.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let text = "[daemon]\nlog-file = \"pipe\"\n[disk.a]\nimage = \"memory:1M\"\n";
     let outcome = weir(&["check-config"]).arg(scratch.file("weir.toml", text)).run();
-    assert_says(&outcome.said(), &["is a named pipe"]);
-    assert_says(&outcome.succeeded(), &["it would start, with 1 warning"]);
+    assert_contains(&outcome.stderr(), &["is a named pipe"]);
+    assert_contains(&outcome.succeeded(), &["it would start, with 1 warning"]);
 }
 
 #[test]
@@ -783,7 +783,7 @@ fn findings_of_a_check_are_described_as_json() {
     let check = |text: &str| {
         let file = scratch.file("weir.toml", text);
         let outcome = weir(&["check-config", "--json", file.to_str().unwrap()]).run();
-        let found: Value = serde_json::from_str(&outcome.printed()).expect("JSON");
+        let found: Value = serde_json::from_str(&outcome.stdout()).expect("JSON");
         (outcome.code(), found, file.display().to_string())
     };
     assert_eq!(check("[disk.a]\nimage = \"memory:1M\"\n").1, json!([]));
@@ -798,10 +798,10 @@ fn findings_of_a_check_are_described_as_json() {
     assert_eq!((code, found.as_array().unwrap().len()), (1, 2), "{found}");
     let place = |found: &Value| ["severity", "file", "line", "key"].map(|key| found[key].clone());
     assert_eq!(place(&found[0]), [json!("error"), json!(file), json!(3), json!("disk.a.image")]);
-    assert_says(found[0]["message"].as_str().unwrap(), &["no such file"]);
+    assert_contains(found[0]["message"].as_str().unwrap(), &["no such file"]);
     assert!(!found[0]["message"].as_str().unwrap().contains("disk.a.image"), "{found}");
     assert_eq!(place(&found[1]), [json!("warning"), json!(file), Value::Null, Value::Null]);
     let (code, found, _) = check("[group.g]\n[disk.a]\nimage = \"memory:1M\"\n");
     assert_eq!((code, found.as_array().unwrap().len()), (0, 1), "{found}");
-    assert_says(found[0]["message"].as_str().unwrap(), &["no disk is in this group"]);
+    assert_contains(found[0]["message"].as_str().unwrap(), &["no disk is in this group"]);
 }

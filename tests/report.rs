@@ -9,7 +9,7 @@ use std::{f64::consts::TAU, fs, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, Scratch, assert_says, text, weir};
+use crate::harness::{TestClient, Scratch, assert_contains, text, weir};
 
 /// Writes down what a browser makes of `page.html` in frames of several kinds, and of pictures.
 ///
@@ -138,7 +138,7 @@ fn keep(scratch: &Scratch, name: &str, result: &Value) -> String {
     text(&scratch.file(name, result.to_string())).to_owned()
 }
 
-fn chromium(directory: &Path, page: &str, options: &[&str]) -> Client {
+fn chromium(directory: &Path, page: &str, options: &[&str]) -> TestClient {
     let profile = format!("--user-data-dir={}", directory.join("profile").display());
     // Its sandbox needs what root in a container does not have, and the pages are our own.
     let always = [
@@ -150,14 +150,14 @@ fn chromium(directory: &Path, page: &str, options: &[&str]) -> Client {
         &profile,
     ];
     let address = format!("file://{}", directory.join(page).display());
-    Client::new("chromium").args(always).args(options).arg(address)
+    TestClient::new("chromium").args(always).args(options).arg(address)
 }
 
 fn photograph(directory: &Path, file: &str, size: &str, options: &[&str]) {
     let picture = format!("--screenshot={}", directory.join(file).display());
     let outcome =
         chromium(directory, "page.html", &[&picture, &format!("--window-size={size}")]).args(options).run();
-    let said = outcome.said();
+    let said = outcome.stderr();
     outcome.succeeded();
     assert!(!said.contains("CONSOLE"), "{said}");
 }
@@ -173,7 +173,7 @@ fn measured(directory: &Path) -> Value {
 }
 
 #[test]
-fn a_page_can_be_read_on_a_desk_on_a_phone_and_in_the_dark() {
+fn page_is_readable_on_desktop_phone_and_in_dark_colours() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));
     let page = scratch.path("page.html");
@@ -239,7 +239,7 @@ fn a_result_is_shown_as_tables() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));
     let printed = weir(&["report", &a]).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &[
             "weir tune '/srv/<images>'\n",
@@ -256,7 +256,7 @@ fn a_result_is_shown_as_tables() {
 }
 
 #[test]
-fn charts_are_drawn_into_files_of_their_own() {
+fn charts_are_written_to_separate_files() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));
     let directory = scratch.path("charts");
@@ -269,13 +269,13 @@ fn charts_are_drawn_into_files_of_their_own() {
 }
 
 #[test]
-fn what_the_bench_kept_is_shown_and_compared() {
+fn saved_bench_results_are_shown_and_compared() {
     let scratch = Scratch::new();
     let (a, page) = (scratch.path("a.json"), scratch.path("page.html"));
     let bench = ["bench", "-q", "-c", "5000", "--result", text(&a), "--report", text(&page), "memory:16M"];
     weir(&bench).succeeds();
     let drawn = fs::read_to_string(&page).expect("it was drawn");
-    assert_says(&drawn, &["<title>weir bench</title>", "Requests and their latencies", "role=\"img\""]);
+    assert_contains(&drawn, &["<title>weir bench</title>", "Requests and their latencies", "role=\"img\""]);
     weir(&["report", text(&a), "--report", text(&page)]).succeeds();
     assert_eq!(
         fs::read_to_string(&page).expect("it was drawn again"),
@@ -283,7 +283,7 @@ fn what_the_bench_kept_is_shown_and_compared() {
         "the file has all that is drawn"
     );
     let printed = weir(&["report", text(&a), text(&a)]).succeeds();
-    assert_says(&printed, &["read IOPS", "No real difference"]);
+    assert_contains(&printed, &["read IOPS", "No real difference"]);
 }
 
 #[test]
@@ -296,7 +296,7 @@ fn two_results_are_compared() {
     let slower = keep(&scratch, "slower.json", &slower);
     let page = scratch.path("page.html");
     let printed = weir(&["report", &a, &slower, "--report", text(&page)]).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &[
             "Kernel  Linux 6.18  Linux 7.0\n",
@@ -305,11 +305,11 @@ fn two_results_are_compared() {
             "only in B: another\n\n1 of 2 measures differs by more than noise: B is better in 0 and worse in 1.\n",
         ],
     );
-    assert_says(&fs::read_to_string(&page).expect("it was drawn"), &["<svg ", "Linux 7.0", "no difference"]);
+    assert_contains(&fs::read_to_string(&page).expect("it was drawn"), &["<svg ", "Linux 7.0", "no difference"]);
     assert_eq!(weir(&["report", &a, &slower, "--fail-on-worse"]).run().code(), 1);
     assert_eq!(weir(&["report", &slower, &a, "--fail-on-worse"]).run().code(), 0, "better is not worse");
     let printed = weir(&["report", &a, &same, "--fail-on-worse"]).succeeds();
-    assert_says(&printed, &["No real difference: none of 3 measures differs by more than noise.\n"]);
+    assert_contains(&printed, &["No real difference: none of 3 measures differs by more than noise.\n"]);
     let told = weir(&["report", &a, &slower, "--json"]).json();
     assert_eq!((&told["worse"], &told["better"]), (&json!(1), &json!(0)), "{told:#}");
     assert_eq!(told["measures"][0]["verdict"], "worse", "{told:#}");
@@ -338,10 +338,10 @@ fn a_recording_is_drawn_with_its_limits() {
     let page = scratch.path("day.html");
     let config = scratch.file("weir.toml", "[disk.vm1]\nimage = \"null:1G\"\niops-total = 50\n");
     let printed = weir(&["report", &recording, "-o", text(&page), "--config", text(&config)]).succeeds();
-    assert_says(&printed, &["disk vm1: 2000 requests; 99 of 100 took at most", "mostly by iops-total."]);
-    assert_says(&printed, &["Charts: vm1: requests a second; ", &format!("Written: {}\n", text(&page))]);
+    assert_contains(&printed, &["disk vm1: 2000 requests; 99 of 100 took at most", "mostly by iops-total."]);
+    assert_contains(&printed, &["Charts: vm1: requests a second; ", &format!("Written: {}\n", text(&page))]);
     let drawn = fs::read_to_string(&page).expect("it was drawn");
-    assert_says(
+    assert_contains(
         &drawn,
         &[
             "<figcaption>vm1: requests a second</figcaption>",
@@ -354,20 +354,20 @@ fn a_recording_is_drawn_with_its_limits() {
     let far = scratch.file("far.toml", "[disk.vm1]\nimage = \"null:1G\"\niops-total = 20000\n");
     weir(&["report", &recording, "-o", text(&page), "--config", text(&far)]).succeeds();
     let drawn = fs::read_to_string(&page).expect("it was drawn");
-    assert_says(&drawn, &["<p class=\"note\">Above the range shown: iops-total 20000.</p>"]);
+    assert_contains(&drawn, &["<p class=\"note\">Above the range shown: iops-total 20000.</p>"]);
     let directory = scratch.path("charts");
     let printed = weir(&["report", &recording, "--charts", text(&directory)]).succeeds();
-    assert_says(&printed, &["--config FILE draws those of a config file"]);
+    assert_contains(&printed, &["--config FILE draws those of a config file"]);
     assert!(directory.join("vm1-latency.svg").exists(), "each chart is a file");
     assert_eq!(weir(&["report", &recording, "--json"]).run().code(), 2);
     let a = keep(&scratch, "a.json", &result(1.0));
-    assert_says(&weir(&["report", &recording, &a]).run().said(), &["a.json: is no recording"]);
-    assert_says(&weir(&["report", &a, "--config", text(&config)]).run().said(), &["--config: draws limits"]);
+    assert_contains(&weir(&["report", &recording, &a]).run().stderr(), &["a.json: is no recording"]);
+    assert_contains(&weir(&["report", &a, "--config", text(&config)]).run().stderr(), &["--config: draws limits"]);
 }
 
 /// `weir trace info` and `weir report` print the same duration, rates and shares of a recording.
 #[test]
-fn a_recording_has_the_same_figures_in_the_report_as_in_the_information() {
+fn report_and_trace_info_have_equal_figures() {
     let scratch = Scratch::new();
     let recording = recording(&scratch);
     let report = weir(&["report", &recording]).succeeds();
@@ -393,7 +393,7 @@ fn a_recording_has_the_same_figures_in_the_report_as_in_the_information() {
 
 /// A page of a recording of disks with long names fits, and its busiest disks come first.
 #[test]
-fn a_recording_can_be_read_on_a_desk_and_on_a_phone() {
+fn recording_page_is_readable_on_desktop_and_phone() {
     let scratch = Scratch::new();
     let mut trace = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n".to_owned();
     for number in 0..3000_u64 {
@@ -436,15 +436,15 @@ fn a_single_run_has_no_interval() {
         result
     };
     let (a, b) = (keep(&scratch, "a.json", &with(1.5)), keep(&scratch, "b.json", &with(1.6)));
-    assert_says(&weir(&["report", &a]).succeeds(), &["startup    1.5s  one run             1\n"]);
-    assert_says(&weir(&["report", &a, &b]).succeeds(), &["one run  1.5s (one run)  1.6s (one run)\n"]);
+    assert_contains(&weir(&["report", &a]).succeeds(), &["startup    1.5s  one run             1\n"]);
+    assert_contains(&weir(&["report", &a, &b]).succeeds(), &["one run  1.5s (one run)  1.6s (one run)\n"]);
     let told = weir(&["report", &a, "--json"]).json();
     let expected = json!({ "median": 1.5, "low": null, "high": null });
     assert_eq!(told["measures"][0]["estimate"], expected, "{told:#}");
 }
 
 #[test]
-fn what_is_no_result_is_refused() {
+fn invalid_result_is_rejected() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));
     let mut newer = result(1.0);
@@ -464,7 +464,7 @@ fn what_is_no_result_is_refused() {
         for arguments in [vec!["report", &file], vec!["report", &a, &file]] {
             let outcome = weir(&arguments).run();
             assert_eq!(outcome.code(), 1);
-            assert_says(&outcome.said(), &[&format!("weir: {file}: "), why]);
+            assert_contains(&outcome.stderr(), &[&format!("weir: {file}: "), why]);
         }
     }
     assert_eq!(weir(&["report", &a, "--fail-on-worse"]).run().code(), 2, "there is nothing to be worse than");

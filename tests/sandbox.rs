@@ -13,8 +13,8 @@ use std::{
 use serde_json::json;
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, need_root,
-    operator::{fails, prints, socket},
+    TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, need_root,
+    operator::{run_failing, run_ok, socket},
     text,
 };
 
@@ -36,7 +36,7 @@ fn is_served(weir: &Weir, export: &str) {
 }
 
 #[test]
-fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
+fn all_threads_are_sandboxed_and_outside_files_rejected_by_name() {
     need_root("capabilities");
     let (scratch, other) = (Scratch::new(), Scratch::new());
     let image = scratch.sparse("a.raw", MIB);
@@ -49,14 +49,14 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
     assert_eq!(of_threads(&weir, "CapEff"), ["0000000000000406"]);
     assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000406"]);
     let (beside, outside) = (scratch.sparse("b.raw", MIB), other.sparse("c.raw", MIB));
-    prints(&scratch, &["disk", "add", "b", text(&beside), "-f", "raw"]);
+    run_ok(&scratch, &["disk", "add", "b", text(&beside), "-f", "raw"]);
     is_served(&weir, "b");
-    let refused = fails(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
-    assert_says(&refused, &["c.raw: the sandbox allows images only in ", "--image-root"]);
+    let refused = run_failing(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
+    assert_contains(&refused, &["c.raw: the sandbox allows images only in ", "--image-root"]);
     let (image, machine) = (scratch.sparse("d.raw", MIB), format!("unix:{}", text(&other.path("vm"))));
     let add = ["disk", "add", "d", text(&image), "-f", "raw", "--vhost-user-blk", &machine];
     let expect = format!("{machine}: the sandbox allows sockets only in ");
-    assert_says(&fails(&scratch, &add), &[&expect, text(image.parent().unwrap()), "(choose one of these, "]);
+    assert_contains(&run_failing(&scratch, &add), &[&expect, text(image.parent().unwrap()), "(choose one of these, "]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let (pipe, stale) = (scratch.path("pipe"), scratch.socket("stale"));
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -76,14 +76,14 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
             "a sandboxed daemon cannot check whether a process listens there (remove it if none does",
         ),
     ] {
-        let (_, refused) = qmp.refused(command, arguments);
-        assert_says(&refused, &[expect]);
+        let (_, refused) = qmp.command_error(command, arguments);
+        assert_contains(&refused, &[expect]);
     }
     weir.stop();
 }
 
 #[test]
-fn another_user_serves_what_root_has_opened() {
+fn unprivileged_user_serves_files_opened_by_root() {
     need_root("another user");
     let scratch = Scratch::new();
     let image = scratch.sparse("a.raw", MIB);
@@ -97,7 +97,7 @@ fn another_user_serves_what_root_has_opened() {
     assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000000"]);
     assert_eq!(fs::metadata(weir.socket()).unwrap().uid(), nobody.as_raw());
     // It is still root's to command.
-    assert!(prints(&scratch, &["status", "--interval", "0"]).contains("a "));
+    assert!(run_ok(&scratch, &["status", "--interval", "0"]).contains("a "));
     assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{}\n", weir.pid()));
     weir.stop();
     // The directory is root's: it cannot be removed, and names nobody.
@@ -105,40 +105,40 @@ fn another_user_serves_what_root_has_opened() {
 }
 
 #[test]
-fn who_the_daemon_cannot_be_is_named() {
+fn invalid_user_is_named() {
     let scratch = Scratch::new();
     let serve = |more: &[&str]| Serve::new(&scratch).arg("memory:1M").args(more);
     let said = serve(&["--user", "no-such-user"]).fails();
-    assert_says(
+    assert_contains(
         &said,
         &["user: there is no user \"no-such-user\" (`useradd --system no-such-user` makes one)"],
     );
     let said = serve(&["--user", ":root"]).rejects_usage();
-    assert_says(&said, &["'--user <USER[:GROUP]>': has no user"]);
+    assert_contains(&said, &["'--user <USER[:GROUP]>': has no user"]);
     let file = scratch.sparse("file", 0);
     let said = serve(&["--user", "nobody", "--fuse", text(&file)]).fails();
-    assert_says(&said, &["needs root while the daemon runs (leave one of them out)"]);
-    assert_says(&serve(&["--sandbox", "maybe"]).rejects_usage(), &["(on, require, off)"]);
+    assert_contains(&said, &["needs root while the daemon runs (leave one of them out)"]);
+    assert_contains(&serve(&["--sandbox", "maybe"]).rejects_usage(), &["(on, require, off)"]);
 }
 
 #[test]
-fn without_it_everything_is_as_it_was() {
+fn sandbox_off_restricts_nothing() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).arg("memory:1M").args(["--name", "a", "--sandbox", "off"]).start();
     is_served(&weir, "a");
     assert_eq!(of_threads(&weir, "NoNewPrivs"), ["0"]);
-    assert_eq!(Client::new("nbdinfo").args(["--size", &weir.uri("a")]).succeeds(), format!("{MIB}\n"));
+    assert_eq!(TestClient::new("nbdinfo").args(["--size", &weir.uri("a")]).succeeds(), format!("{MIB}\n"));
     weir.stop();
 }
 
 #[test]
-fn who_has_come_before_it_is_let_in_behind_it() {
+fn earlier_connections_are_accepted_after_the_sandbox() {
     let scratch = Scratch::new();
     let path = scratch.socket("machine");
     let listener = UnixListener::bind(&path).unwrap();
     let _machine = UnixStream::connect(&path).unwrap();
     let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
-    let serve = Serve::alone().where_said().behind(["sh", "-c", script]).reading(listener);
+    let serve = Serve::with_own_scratch().at_given_addresses().wrapped_by(["sh", "-c", script]).reading(listener);
     let weir = serve.args(["memory:1M", "--vhost-user-blk", "fd:3"]).start();
     weir.wait_for_log("a front end has connected");
     let log = weir.stop();

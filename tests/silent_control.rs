@@ -17,29 +17,29 @@ use serde_json::json;
 use crate::{
     bench::bench,
     harness::{
-        DEADLINE, MIB, Qmp, Scratch, Weir, Wire,
+        DEADLINE, MIB, Qmp, Scratch, Weir, RawNbdClient,
         fuse_server::{
             ALL, FALLOCATE, FLUSH, FSYNC, FuseServer, GETATTR, LOOKUP, LSEEK, OPEN, READ, RELEASE, SETATTR,
             SETLK, STATFS, WRITE,
         },
-        operator::{prints, serve, socket},
+        operator::{run_ok, serve, socket},
         text,
-        wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, Request},
+        wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, RawNbdRequest},
     },
-    silent_files::uses_everything,
+    silent_files::use_all_commands,
 };
 
 const BYTES: u64 = 16 * MIB;
 
 /// A daemon with disks `a`, `v` (over vhost-user-blk) and `h` on the file system that can be held.
-struct HeldDisk {
+struct HungDisk {
     // Dropped before the daemon, which cannot end while its requests are held.
     fuse: FuseServer,
     weir: Weir,
     scratch: Scratch,
 }
 
-impl HeldDisk {
+impl HungDisk {
     fn new() -> Self {
         let scratch = Scratch::new();
         let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
@@ -60,8 +60,8 @@ impl HeldDisk {
         Self { fuse, weir, scratch }
     }
 
-    fn client(&self, disk: &str) -> Wire {
-        Wire::go(&self.scratch.socket("nbd"), disk).0
+    fn client(&self, disk: &str) -> RawNbdClient {
+        RawNbdClient::negotiated(&self.scratch.socket("nbd"), disk).0
     }
 
     fn control(&self) -> Qmp {
@@ -84,17 +84,17 @@ impl HeldDisk {
     }
 
     /// Starts requests and commands of every kind on the file system. None of them is awaited.
-    fn use_held_disk(&self) -> (Vec<Wire>, Vec<Qmp>) {
+    fn use_held_disk(&self) -> (Vec<RawNbdClient>, Vec<Qmp>) {
         let mut client = self.client("h");
         // Not at either end, which opening has read into the page cache.
         for (kind, offset, length) in
             [(CMD_WRITE, 0, 4096), (CMD_READ, BYTES / 2, 4096), (CMD_TRIM, 65_536, 65_536), (CMD_FLUSH, 0, 0)]
         {
             let payload = vec![7; if kind == CMD_WRITE { 4096 } else { 0 }];
-            client.request(Request { flags: 0, kind, cookie: offset, offset, length }, &payload);
+            client.request(RawNbdRequest { flags: 0, kind, cookie: offset, offset, length }, &payload);
         }
-        let (mut status, _) = Wire::go_extended(&self.scratch.socket("nbd"), "h");
-        let request = Request { flags: 0, kind: CMD_BLOCK_STATUS, cookie: 1, offset: 0, length: MIB };
+        let (mut status, _) = RawNbdClient::negotiated_extended(&self.scratch.socket("nbd"), "h");
+        let request = RawNbdRequest { flags: 0, kind: CMD_BLOCK_STATUS, cookie: 1, offset: 0, length: MIB };
         status.send(&request.extended());
         let mut resize = self.control();
         resize.send(
@@ -114,44 +114,44 @@ impl HeldDisk {
     }
 }
 
-fn beside(held: u32) {
-    let daemon = HeldDisk::new();
+fn test_beside_hung_requests(held: u32) {
+    let daemon = HungDisk::new();
     let line = daemon.weir.wait_for_log("page at=");
     let address = line.split_once("at=").expect("an address").1.split(' ').next().expect("a word");
     let mut other = daemon.client("a");
     let added = daemon.add_reader("known").answer();
     assert_eq!(added["return"], json!({}), "{added}");
-    daemon.fuse.stop(&[held]);
+    daemon.fuse.block_requests(&[held]);
     let waiting = daemon.use_held_disk();
-    daemon.fuse.wait_until_held(held);
+    daemon.fuse.wait_until_blocked(held);
 
-    uses_everything(&mut other);
-    uses_everything(&mut daemon.client("a"));
+    use_all_commands(&mut other);
+    use_all_commands(&mut daemon.client("a"));
     let mut control = daemon.control();
     for command in ["query-block", "query-named-block-nodes", "query-blockstats", "x-weir-query-status"] {
-        let answer = control.ask(command, json!({}));
+        let answer = control.command_reply(command, json!({}));
         assert!(answer["return"].to_string().contains("\"h\""), "{command}: {answer}");
     }
     for path in ["/api/v1/overview", "/api/v1/events", "/api/v1/openapi.json", "/api/v1/disks/h/history"] {
         let stream = TcpStream::connect(address).expect("it listens");
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-        HeldDisk::get(stream, path);
+        HungDisk::get(stream, path);
     }
     let stream = UnixStream::connect(daemon.scratch.socket("metrics")).expect("it listens");
     stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-    HeldDisk::get(stream, "/metrics");
+    HungDisk::get(stream, "/metrics");
     bench("-w -c 16 -d 4 -s 4K", format!("vhost-user:{}", text(&daemon.scratch.socket("machine"))))
         .succeeds();
-    prints(&daemon.scratch, &["disk", "add", "b", "memory:1M"]);
+    run_ok(&daemon.scratch, &["disk", "add", "b", "memory:1M"]);
     assert_eq!(daemon.client("b").read(0, 512).map(|data| data.len()), Ok(512));
-    prints(&daemon.scratch, &["disk", "remove", "b"]);
-    prints(&daemon.scratch, &["reload"]);
+    run_ok(&daemon.scratch, &["disk", "remove", "b"]);
+    run_ok(&daemon.scratch, &["reload"]);
     daemon.weir.signal(Signal::SIGHUP);
     daemon.weir.wait_for_log("SIGHUP: the config file was read again");
-    uses_everything(&mut other);
+    use_all_commands(&mut other);
 
     // Then the file system answers nothing any more, which the end of the daemon waits for.
-    daemon.fuse.stop(&ALL);
+    daemon.fuse.block_requests(&ALL);
     daemon.weir.signal(Signal::SIGTERM);
     daemon.weir.wait_for_log("stopped");
     // A process does not end while its file system has requests of it in flight.

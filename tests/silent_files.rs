@@ -10,10 +10,10 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, Weir, Wire,
+    TestClient, MIB, Qmp, Scratch, Serve, WEIR, Weir, RawNbdClient,
     fuse_server::{ALL, FALLOCATE, FSYNC, FuseServer, GETATTR, LSEEK, READ, WRITE},
     qemu_img, text,
-    wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, FLAG_FUA, Request},
+    wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, FLAG_FUA, RawNbdRequest},
 };
 
 const BYTES: u64 = 16 * MIB;
@@ -24,14 +24,14 @@ const REQUESTS: u64 = 16;
 const EIO: u32 = 5;
 
 /// A daemon with disk `a`, and disk `h` on the file system that can be stopped.
-struct House {
+struct HungFileDaemon {
     // Dropped before the daemon, which cannot end while its requests are held.
     fuse: FuseServer,
     weir: Weir,
     scratch: Scratch,
 }
 
-impl House {
+impl HungFileDaemon {
     fn new(more: &[&str]) -> Self {
         let scratch = Scratch::new();
         let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
@@ -48,30 +48,30 @@ impl House {
         self.scratch.socket("control")
     }
 
-    fn clients(&self, disk: &str) -> Vec<Wire> {
-        (0..CLIENTS).map(|_| Wire::go(self.weir.socket(), disk).0).collect()
+    fn clients(&self, disk: &str) -> Vec<RawNbdClient> {
+        (0..CLIENTS).map(|_| RawNbdClient::negotiated(self.weir.socket(), disk).0).collect()
     }
 
     /// Fails unless a client that was there, one that comes now and the control socket are
     /// answered.
     #[track_caller]
-    fn serves_the_others(&self, client: &mut Wire) {
-        uses_everything(client);
-        uses_everything(&mut Wire::go(self.weir.socket(), "a").0);
+    fn assert_others_served(&self, client: &mut RawNbdClient) {
+        use_all_commands(client);
+        use_all_commands(&mut RawNbdClient::negotiated(self.weir.socket(), "a").0);
         let mut control = Qmp::negotiated(&self.control());
         for command in ["query-block", "query-named-block-nodes", "query-blockstats", "x-weir-query-status"] {
-            let answer = control.ask(command, json!({}));
+            let answer = control.command_reply(command, json!({}));
             assert!(answer["return"].to_string().contains("\"h\""), "{command}: {answer}");
         }
     }
 }
 
-fn request(kind: u16, flags: u16, offset: u64, length: u64) -> Request {
-    Request { flags, kind, cookie: offset, offset, length }
+fn request(kind: u16, flags: u16, offset: u64, length: u64) -> RawNbdRequest {
+    RawNbdRequest { flags, kind, cookie: offset, offset, length }
 }
 
 #[track_caller]
-pub(crate) fn uses_everything(client: &mut Wire) {
+pub(crate) fn use_all_commands(client: &mut RawNbdClient) {
     assert_eq!(client.read(4096, 4096).map(|data| data.len()), Ok(4096));
     for (kind, flags, length) in [(CMD_WRITE, FLAG_FUA, 512), (CMD_TRIM, 0, 65_536), (CMD_FLUSH, 0, 0)] {
         let payload = vec![7; if kind == CMD_WRITE { 512 } else { 0 }];
@@ -82,11 +82,11 @@ pub(crate) fn uses_everything(client: &mut Wire) {
 
 /// Clients of `h` send requests of `kind`, of `length` bytes each, while the file system holds
 /// requests of kind `held`. Disk `a` and the control socket are used meanwhile.
-fn stopped_at(held: u32, kind: u16, length: u64) {
-    let house = House::new(&[]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
+fn test_hung_requests(held: u32, kind: u16, length: u64) {
+    let house = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
     let mut clients = house.clients("h");
-    house.fuse.stop(&[held]);
+    house.fuse.block_requests(&[held]);
     for (number, client) in (0..).zip(&mut clients) {
         for turn in 0..REQUESTS {
             let offset = if kind == CMD_FLUSH { 0 } else { (number * REQUESTS + turn) * 65_536 };
@@ -94,9 +94,9 @@ fn stopped_at(held: u32, kind: u16, length: u64) {
             client.request(request(kind, 0, offset, length), &payload);
         }
     }
-    house.fuse.wait_until_held(held);
-    house.serves_the_others(&mut other);
-    house.fuse.go_on();
+    house.fuse.wait_until_blocked(held);
+    house.assert_others_served(&mut other);
+    house.fuse.unblock();
     for client in &mut clients {
         for _ in 0..REQUESTS {
             assert_eq!(client.simple_reply().0, 0);
@@ -110,26 +110,26 @@ fn stopped_at(held: u32, kind: u16, length: u64) {
 }
 
 #[test]
-fn reads_that_are_not_answered_delay_no_other_disk() {
-    stopped_at(READ, CMD_READ, 4096);
+fn hung_reads_delay_no_other_disk() {
+    test_hung_requests(READ, CMD_READ, 4096);
 }
 
 #[test]
-fn writes_that_are_not_answered_delay_no_other_disk() {
-    stopped_at(WRITE, CMD_WRITE, 4096);
+fn hung_writes_delay_no_other_disk() {
+    test_hung_requests(WRITE, CMD_WRITE, 4096);
 }
 
 #[test]
-fn discards_that_are_not_answered_delay_no_other_disk() {
-    stopped_at(FALLOCATE, CMD_TRIM, 4096);
+fn hung_discards_delay_no_other_disk() {
+    test_hung_requests(FALLOCATE, CMD_TRIM, 4096);
 }
 
 #[test]
-fn flushes_that_are_not_answered_delay_no_other_disk() {
-    let house = House::new(&[]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
+fn hung_flushes_delay_no_other_disk() {
+    let house = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
     let mut clients = house.clients("h");
-    house.fuse.stop(&[FSYNC]);
+    house.fuse.block_requests(&[FSYNC]);
     // First: the kernel keeps writes to a file out while it is synced.
     for client in &mut clients {
         client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
@@ -138,9 +138,9 @@ fn flushes_that_are_not_answered_delay_no_other_disk() {
     for client in &mut clients {
         client.request(request(CMD_FLUSH, 0, 0, 0), &[]);
     }
-    house.fuse.wait_until_held(FSYNC);
-    house.serves_the_others(&mut other);
-    house.fuse.go_on();
+    house.fuse.wait_until_blocked(FSYNC);
+    house.assert_others_served(&mut other);
+    house.fuse.unblock();
     clients.iter_mut().for_each(|client| assert_eq!(client.simple_reply(), (0, 0)));
     drop((clients, other));
     house.weir.stop();
@@ -148,8 +148,8 @@ fn flushes_that_are_not_answered_delay_no_other_disk() {
 
 #[test]
 fn a_flush_fails_after_a_synchronous_write_has_collected_the_error() {
-    let house = House::new(&[]);
-    let mut client = Wire::go(house.weir.socket(), "h").0;
+    let house = HungFileDaemon::new(&[]);
+    let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
     client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
     assert_eq!(client.simple_reply(), (0, 0));
     house.fuse.fail_once(FSYNC);
@@ -164,17 +164,17 @@ fn a_flush_fails_after_a_synchronous_write_has_collected_the_error() {
 }
 
 #[test]
-fn block_status_that_is_not_answered_delays_no_other_disk() {
-    let house = House::new(&[]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
-    let mut clients: Vec<_> = (0..CLIENTS).map(|_| Wire::go_extended(house.weir.socket(), "h").0).collect();
-    house.fuse.stop(&[LSEEK]);
+fn hung_block_status_delays_no_other_disk() {
+    let house = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    let mut clients: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated_extended(house.weir.socket(), "h").0).collect();
+    house.fuse.block_requests(&[LSEEK]);
     for client in &mut clients {
         client.send(&request(CMD_BLOCK_STATUS, 0, 0, MIB).extended());
     }
-    house.fuse.wait_until_held(LSEEK);
-    house.serves_the_others(&mut other);
-    house.fuse.go_on();
+    house.fuse.wait_until_blocked(LSEEK);
+    house.assert_others_served(&mut other);
+    house.fuse.unblock();
     for client in &mut clients {
         client.chunk();
     }
@@ -183,29 +183,29 @@ fn block_status_that_is_not_answered_delays_no_other_disk() {
 }
 
 #[test]
-fn clients_negotiate_with_the_last_known_size_while_the_file_system_does_not_answer() {
-    let house = House::new(&["--http", "127.0.0.1:0"]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
-    house.fuse.stop(&[GETATTR]);
-    let clients: Vec<_> = (0..CLIENTS).map(|_| Wire::go(house.weir.socket(), "h")).collect();
-    house.fuse.wait_until_held(GETATTR);
+fn handshake_uses_the_last_known_size_of_a_hung_file() {
+    let house = HungFileDaemon::new(&["--http", "127.0.0.1:0"]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    house.fuse.block_requests(&[GETATTR]);
+    let clients: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated(house.weir.socket(), "h")).collect();
+    house.fuse.wait_until_blocked(GETATTR);
     assert!(clients.iter().all(|(_, size)| *size == BYTES));
-    house.serves_the_others(&mut other);
-    house.fuse.go_on();
+    house.assert_others_served(&mut other);
+    house.fuse.unblock();
     drop((clients, other));
     house.weir.stop();
 }
 
 #[test]
-fn a_signal_ends_the_daemon_although_a_file_system_does_not_answer() {
-    let house = House::new(&[]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
-    let mut client = Wire::go(house.weir.socket(), "h").0;
-    house.fuse.stop(&ALL);
+fn signal_ends_the_daemon_despite_a_hung_file_system() {
+    let house = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
+    house.fuse.block_requests(&ALL);
     // Not at either end, which opening has read into the page cache.
     client.request(request(CMD_READ, 0, BYTES / 2, 4096), &[]);
     client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
-    house.fuse.wait_until_held(READ);
+    house.fuse.wait_until_blocked(READ);
     other.request(request(CMD_WRITE, 0, 0, 512), &[9; 512]);
     assert_eq!(other.simple_reply(), (0, 0));
     house.weir.signal(Signal::SIGTERM);
@@ -220,7 +220,7 @@ fn a_signal_ends_the_daemon_although_a_file_system_does_not_answer() {
 }
 
 #[test]
-fn a_disk_that_does_not_answer_is_removed_and_can_be_added_again() {
+fn hung_disk_is_removed_and_added_again() {
     let scratch = Scratch::new();
     let control = scratch.socket("control");
     let weir = Serve::new(&scratch)
@@ -231,48 +231,48 @@ fn a_disk_that_does_not_answer_is_removed_and_can_be_added_again() {
     let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
     let mut qmp = Qmp::negotiated(&control);
     let add = json!({"driver": "file", "node-name": "h", "filename": text(&fuse.file())});
-    assert_eq!(qmp.ask("blockdev-add", add.clone())["return"], json!({}));
-    fuse.stop(&ALL);
+    assert_eq!(qmp.command_reply("blockdev-add", add.clone())["return"], json!({}));
+    fuse.block_requests(&ALL);
     qmp.send(r#"{"execute": "blockdev-del", "arguments": {"node-name": "h"}}"#);
-    uses_everything(&mut Wire::go(weir.socket(), "a").0);
-    let status = Qmp::negotiated(&control).ask("x-weir-query-status", json!({}));
+    use_all_commands(&mut RawNbdClient::negotiated(weir.socket(), "a").0);
+    let status = Qmp::negotiated(&control).command_reply("x-weir-query-status", json!({}));
     assert!(status["return"].is_object(), "{status}");
     assert_eq!(qmp.answer()["return"], json!({}));
     weir.wait_for_log("the files of a disk that was removed are still open");
-    fuse.go_on();
-    assert_eq!(qmp.ask("blockdev-add", add)["return"], json!({}));
+    fuse.unblock();
+    assert_eq!(qmp.command_reply("blockdev-add", add)["return"], json!({}));
     weir.stop();
 }
 
 #[test]
 fn a_disk_is_removed_although_requests_of_a_removed_export_are_in_flight() {
-    let house = House::new(&[]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
-    let mut client = Wire::go(house.weir.socket(), "h").0;
-    house.fuse.stop(&ALL);
+    let house = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
+    house.fuse.block_requests(&ALL);
     client.request(request(CMD_READ, 0, BYTES / 2, 4096), &[]);
     client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
-    house.fuse.wait_until_held(READ);
+    house.fuse.wait_until_blocked(READ);
     let mut qmp = Qmp::negotiated(&house.control());
-    let exports = qmp.ask("query-block-exports", json!({}));
+    let exports = qmp.command_reply("query-block-exports", json!({}));
     let of_h = exports["return"].as_array().into_iter().flatten().find(|export| export["node-name"] == "h");
     let id = of_h.unwrap_or_else(|| panic!("{exports}"))["id"].clone();
-    assert_eq!(qmp.ask("block-export-del", json!({"id": id, "mode": "hard"}))["return"], json!({}));
+    assert_eq!(qmp.command_reply("block-export-del", json!({"id": id, "mode": "hard"}))["return"], json!({}));
     qmp.send(r#"{"execute": "x-weir-remove-disk", "arguments": {"name": "h"}}"#);
-    uses_everything(&mut other);
+    use_all_commands(&mut other);
     let removed = qmp.answer();
     assert_eq!(removed["return"], json!({}), "{removed}");
     house.weir.wait_for_log("the file system does not answer: the disk is abandoned");
-    qmp.ask("query-block-exports", json!({}));
-    assert_eq!(qmp.heard("BLOCK_EXPORT_DELETED"), 1);
-    uses_everything(&mut other);
-    house.fuse.go_on();
+    qmp.command_reply("query-block-exports", json!({}));
+    assert_eq!(qmp.count_events("BLOCK_EXPORT_DELETED"), 1);
+    use_all_commands(&mut other);
+    house.fuse.unblock();
     drop((client, other));
     house.weir.stop();
 }
 
 #[test]
-fn an_error_of_a_query_is_no_change_of_a_backing_file() {
+fn failed_query_is_not_a_backing_file_change() {
     let scratch = Scratch::new();
     let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
     let overlay = scratch.path("overlay.qcow2");
@@ -282,28 +282,28 @@ fn an_error_of_a_query_is_no_change_of_a_backing_file() {
     fuse.fail_once(GETATTR);
     fuse.wait_until_failed(GETATTR);
     // The next query follows if the image is still watched.
-    fuse.stop(&[GETATTR]);
-    fuse.wait_until_held(GETATTR);
-    fuse.go_on();
-    let mut client = Wire::go(weir.socket(), "overlay").0;
+    fuse.block_requests(&[GETATTR]);
+    fuse.wait_until_blocked(GETATTR);
+    fuse.unblock();
+    let mut client = RawNbdClient::negotiated(weir.socket(), "overlay").0;
     assert_eq!(client.read(MIB, 4096).map(|data| data.len()), Ok(4096));
     drop(client);
     weir.stop();
 }
 
 #[test]
-fn another_daemon_does_not_take_over_an_unresponsive_disk() {
-    let house = House::new(&[]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
-    house.fuse.stop(&[GETATTR, READ]);
+fn upgrade_rejects_an_unresponsive_disk() {
+    let house = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    house.fuse.block_requests(&[GETATTR, READ]);
     let control = format!("unix:{}", text(&house.control()));
-    let said = Client::new(WEIR)
+    let said = TestClient::new(WEIR)
         .args(["serve", text(&house.scratch.path("a.raw")), text(&house.fuse.file())])
         .args(["--format", "raw", "--qmp", &control, "--takeover"])
         .fails();
     assert!(said.contains("disk h: its size cannot be seen"), "{said}");
-    house.serves_the_others(&mut other);
-    house.fuse.go_on();
+    house.assert_others_served(&mut other);
+    house.fuse.unblock();
     drop(other);
     house.weir.stop();
 }
@@ -318,17 +318,17 @@ fn reader(file: &Path) -> Child {
 }
 
 #[test]
-fn a_file_over_fuse_whose_image_is_not_answered_delays_no_other_disk() {
+fn hung_image_of_a_fuse_export_delays_no_other_disk() {
     let shown = Scratch::new();
     let (a, h) = (shown.file("a", []), shown.file("h", []));
-    let house = House::new(&["--fuse", text(&a), "--fuse", text(&h)]);
-    let mut other = Wire::go(house.weir.socket(), "a").0;
-    house.fuse.stop(&[READ]);
+    let house = HungFileDaemon::new(&["--fuse", text(&a), "--fuse", text(&h)]);
+    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    house.fuse.block_requests(&[READ]);
     let mut waiting: Vec<_> = (0..CLIENTS).map(|_| reader(&h)).collect();
-    house.fuse.wait_until_held(READ);
+    house.fuse.wait_until_blocked(READ);
     assert!(reader(&a).wait().expect("it is ours").success());
-    house.serves_the_others(&mut other);
-    house.fuse.go_on();
+    house.assert_others_served(&mut other);
+    house.fuse.unblock();
     for reader in &mut waiting {
         assert!(reader.wait().expect("it is ours").success());
     }

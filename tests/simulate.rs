@@ -13,12 +13,12 @@ use std::{
 };
 
 use crate::harness::{
-    Scratch, Serve, Wire, assert_says, text, weir,
-    wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, Request},
+    Scratch, Serve, RawNbdClient, assert_contains, text, weir,
+    wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, RawNbdRequest},
 };
 
 #[derive(Clone, Copy)]
-struct Asked {
+struct TimedRequest {
     at: Duration,
     write: bool,
     offset: u64,
@@ -26,23 +26,23 @@ struct Asked {
 }
 
 /// 300 requests in two seconds, in bursts; each lies away from all others, so none are merged.
-fn requests() -> Vec<Asked> {
+fn requests() -> Vec<TimedRequest> {
     let mut random = fastrand::Rng::with_seed(42);
     let mut at = Duration::ZERO;
     let request = |number: u64| {
         at += Duration::from_micros(random.u64(0..13_000));
         let length = [4096, 8192, 16_384, 32_768][random.usize(..4)];
-        Asked { at, write: random.bool(), offset: number * (3 << 20), length }
+        TimedRequest { at, write: random.bool(), offset: number * (3 << 20), length }
     };
-    let mut requests: Vec<Asked> = (0..300).map(request).collect();
+    let mut requests: Vec<TimedRequest> = (0..300).map(request).collect();
     let first = requests[0].at;
     requests.iter_mut().for_each(|request| request.at -= first);
     requests
 }
 
-fn csv(requests: &[Asked]) -> String {
+fn csv(requests: &[TimedRequest]) -> String {
     let mut csv = "time_ns,disk,op,offset,length\n".to_owned();
-    for Asked { at, write, offset, length } in requests {
+    for TimedRequest { at, write, offset, length } in requests {
         let op = if *write { "write" } else { "read" };
         writeln!(csv, "{},null,{op},{offset},{length}", at.as_nanos()).unwrap();
     }
@@ -50,7 +50,7 @@ fn csv(requests: &[Asked]) -> String {
 }
 
 /// When each request is done by the simulation, in the order of the trace.
-fn simulated(scratch: &Scratch, requests: &[Asked], limits: &[&str]) -> Vec<Duration> {
+fn simulated(scratch: &Scratch, requests: &[TimedRequest], limits: &[&str]) -> Vec<Duration> {
     let trace = scratch.file("trace.csv", csv(requests));
     let events = scratch.path("events.csv");
     let arguments = ["simulate", text(&trace), "--size", "1G", "--events", text(&events)];
@@ -66,7 +66,7 @@ fn simulated(scratch: &Scratch, requests: &[Asked], limits: &[&str]) -> Vec<Dura
 }
 
 /// When each request was answered that was sent at its time, whatever had become of the others.
-fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
+fn replayed(socket: &Path, requests: &[TimedRequest]) -> Vec<Duration> {
     let mut stream = connected(socket);
     let mut answers = stream.try_clone().unwrap();
     thread::scope(|scope| {
@@ -89,8 +89,8 @@ fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
         // The first is on time: a bucket's clock begins with it.
         let began = Instant::now();
         for (number, request) in (0..).zip(requests) {
-            let Asked { at, write, offset, length } = *request;
-            let header = Request {
+            let TimedRequest { at, write, offset, length } = *request;
+            let header = RawNbdRequest {
                 flags: 0,
                 kind: if write { CMD_WRITE } else { CMD_READ },
                 cookie: number,
@@ -114,8 +114,8 @@ fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
 
 /// A connection on which a flush has been answered: the daemon is ready, and no limit has noticed.
 fn connected(socket: &Path) -> UnixStream {
-    let (mut wire, _) = Wire::go(socket, "null");
-    wire.request(Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 }, &[]);
+    let (mut wire, _) = RawNbdClient::negotiated(socket, "null");
+    wire.request(RawNbdRequest { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 }, &[]);
     assert_eq!(wire.simple_reply(), (0, 0));
     wire.into_stream()
 }
@@ -170,29 +170,29 @@ fn a_comparison_names_what_differs() {
 
 /// Without a config file, disks have no limits of their own that a sweep could change.
 #[test]
-fn a_sweep_of_a_name_says_what_to_add() {
+fn sweep_of_an_unknown_name_suggests_options() {
     let scratch = Scratch::new();
     let trace = scratch.file("trace.csv", csv(&requests()));
     let sweep = ["simulate", text(&trace), "--sweep", "iops-total=50..400:50", "--sweep-of", "backup"];
     let outcome = weir(&sweep).run();
     assert_eq!(outcome.code(), 2);
     let advice = "(add --config FILE with this disk or group, or --group backup, or leave --sweep-of out)";
-    assert_says(&outcome.said(), &["--sweep-of backup: without --config", advice]);
+    assert_contains(&outcome.stderr(), &["--sweep-of backup: without --config", advice]);
     let judged = ["--group", "backup", "--p99", "5ms", "--p99-of", "vm9"];
     let outcome = weir(&[&sweep[..], &judged].concat()).run();
-    assert_says(&outcome.said(), &["--p99-of vm9: there are no requests"]);
+    assert_contains(&outcome.stderr(), &["--p99-of vm9: there are no requests"]);
 }
 
 #[test]
-fn what_the_limits_do_is_printed_before_and_after() {
+fn effect_of_limits_is_printed_before_and_after() {
     let scratch = Scratch::new();
     let trace = scratch.file("trace.csv", csv(&requests()));
     let printed =
         weir(&["simulate", text(&trace), "--iops-total", "100", "--delay", "read=1ms,parallel=4"]).succeeds();
-    assert_says(&printed, &["LIMITS", "without", "with", "waited", "served", "THROTTLED", "iops-total "]);
+    assert_contains(&printed, &["LIMITS", "without", "with", "waited", "served", "THROTTLED", "iops-total "]);
     let printed =
         weir(&["simulate", text(&trace), "--sweep", "iops-total=50..400:50", "--p99", "50ms"]).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &["iops-total", "P99.9", "The smallest that keeps 99 of 100 requests below 50ms: iops-total="],
     );
@@ -208,12 +208,12 @@ fn limits_beside_a_config_file_are_refused() {
         let option = format!("--{}", setting.name());
         let said = weir(&["simulate", text(&trace), "--config", text(&config), &option, "1"]).run();
         assert_eq!(said.code(), 2, "{option}");
-        assert_says(&said.said(), &["'--config <FILE>' cannot be used with", &option]);
+        assert_contains(&said.stderr(), &["'--config <FILE>' cannot be used with", &option]);
     }
 }
 
 /// `backup` writes in bursts to a device that `db` shares.
-fn neighbours(scratch: &Scratch) -> (String, String) {
+fn two_disk_config(scratch: &Scratch) -> (String, String) {
     let mut csv = "time_ns,disk,op,offset,length\n".to_owned();
     for tick in 0..400_u64 {
         let at = tick * 5_000_000;
@@ -229,13 +229,13 @@ fn neighbours(scratch: &Scratch) -> (String, String) {
 }
 
 #[test]
-fn a_sweep_judges_the_disk_that_is_named_and_advises_in_its_direction() {
+fn sweep_judges_the_named_disk() {
     let scratch = Scratch::new();
-    let (trace, config) = neighbours(&scratch);
+    let (trace, config) = two_disk_config(&scratch);
     let sweep = ["simulate", &trace, "--config", &config, "--device", "write=1ms,parallel=1"];
     let sweep = [&sweep[..], &["--sweep", "iops-total=100..900:200", "--sweep-of", "backup"]].concat();
     let printed = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "db"]].concat()).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &[
             "P99 db",
@@ -244,33 +244,33 @@ fn a_sweep_judges_the_disk_that_is_named_and_advises_in_its_direction() {
         ],
     );
     let printed = weir(&[&sweep[..], &["--p99", "1ms"]].concat()).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &["None of these keeps 99 of 100 requests of backup below 1.0ms (larger ones do not help: "],
     );
     let said = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "dbb"]].concat()).run();
-    assert_says(&said.said(), &["--p99-of dbb: there are no requests of a disk or group of this name"]);
+    assert_contains(&said.stderr(), &["--p99-of dbb: there are no requests of a disk or group of this name"]);
 }
 
 #[test]
 fn the_two_streams_of_2009_are_simulated_in_all_eight_cases() {
     let printed = weir(&["simulate", "--workload", "two-streams"]).succeeds();
-    assert_says(&printed, &["STREAM 1", "2009", "4 and 2 MB/s from 90 % on", "writeback"]);
+    assert_contains(&printed, &["STREAM 1", "2009", "4 and 2 MB/s from 90 % on", "writeback"]);
     assert_eq!(printed.lines().filter(|line| line.contains("direct")).count(), 4, "{printed}");
 }
 
 #[test]
-fn a_cluster_is_simulated_and_what_is_none_is_refused() {
+fn cluster_is_simulated_and_invalid_ones_rejected() {
     let cluster = |words: &[&str]| weir(&[&["simulate", "--cluster"], words].concat());
     let printed =
         cluster(&["hosts=20,disks=2,seconds=20,leader-deaths=1", "--iops-total", "4000"]).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &["AT ETCD, A SECOND", "all hosts", "unused while a host waits", "the leader dies"],
     );
     // What has no figure says why.
     let printed = cluster(&["hosts=5,disks=1,seconds=4,busy=0"]).succeeds();
-    assert_says(
+    assert_contains(
         &printed,
         &["- stands where demand was never steady, ", "- stands where no host was busy, so none waited"],
     );
@@ -291,6 +291,6 @@ fn a_cluster_is_simulated_and_what_is_none_is_refused() {
             "reserved in total, more than the limit of 100",
         ),
     ] {
-        assert_says(&cluster(words).fails(), &[why]);
+        assert_contains(&cluster(words).fails(), &[why]);
     }
 }

@@ -15,16 +15,16 @@ use std::{
 use nix::sys::signal::Signal;
 
 use crate::{
-    bench::told,
-    harness::{Client, MIB, Scratch, Serve, Wire, assert_says, export_size, text, weir},
+    bench::bench_json,
+    harness::{TestClient, MIB, Scratch, Serve, RawNbdClient, assert_contains, export_size, text, weir},
 };
 
 #[test]
-fn what_is_no_image_is_named() {
+fn invalid_images_are_named() {
     let scratch = Scratch::new();
     let missing = scratch.path("nothing.raw");
     let said = Serve::new(&scratch).arg(&missing).fails();
-    assert_says(&said, &[&format!("weir: {}: ", text(&missing)), "no such file"]);
+    assert_contains(&said, &[&format!("weir: {}: ", text(&missing)), "no such file"]);
     assert!(said.ends_with(')'), "what to do comes last: {said}");
     let (directory, empty) = (scratch.path(""), scratch.sparse("empty.raw", 0));
     for (image, why) in [
@@ -33,7 +33,7 @@ fn what_is_no_image_is_named() {
         (text(&empty), "size"),
         ("/dev/zero", "character device"),
     ] {
-        assert_says(&Serve::new(&scratch).arg(image).fails(), &[image, why]);
+        assert_contains(&Serve::new(&scratch).arg(image).fails(), &[image, why]);
     }
 }
 
@@ -46,27 +46,27 @@ fn permissions_are_named() {
     let given_up = "-dac_override,-dac_read_search";
     let without = ["setpriv", "--bounding-set", given_up, "--inh-caps", given_up];
     let root = nix::unistd::geteuid().is_root();
-    let serve = || if root { Serve::new(&scratch).behind(without) } else { Serve::new(&scratch) };
-    assert_says(&serve().arg(&image).fails(), &[text(&image), "ermission", "--read-only"]);
+    let serve = || if root { Serve::new(&scratch).wrapped_by(without) } else { Serve::new(&scratch) };
+    assert_contains(&serve().arg(&image).fails(), &[text(&image), "ermission", "--read-only"]);
     serve().arg(&image).arg("--read-only").start().stop();
     fs::set_permissions(&image, fs::Permissions::from_mode(0o000)).unwrap();
-    assert_says(&serve().arg(&image).arg("--read-only").fails(), &[text(&image), "ermission"]);
+    assert_contains(&serve().arg(&image).arg("--read-only").fails(), &[text(&image), "ermission"]);
 }
 
 #[test]
 fn a_port_in_use_is_named() {
     let theirs = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = theirs.local_addr().unwrap().to_string();
-    let said = Serve::alone().where_said().args(["memory:1M", "--nbd", &address]).fails();
-    assert_says(&said, &[&address, "the port is in use", "ss -ltnp"]);
+    let said = Serve::with_own_scratch().at_given_addresses().args(["memory:1M", "--nbd", &address]).fails();
+    assert_contains(&said, &[&address, "the port is in use", "ss -ltnp"]);
 }
 
 #[test]
-fn a_socket_in_use_is_left_alone_and_a_stale_one_replaced() {
+fn socket_in_use_is_kept_and_a_stale_one_replaced() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).arg("memory:1M").start();
     let said = Serve::new(&scratch).arg("memory:2M").fails();
-    assert_says(&said, &[text(weir.socket()), "in use"]);
+    assert_contains(&said, &[text(weir.socket()), "in use"]);
     assert_eq!(export_size(&weir.uri("memory")), MIB, "the first still serves");
     let socket = weir.socket().to_owned();
     weir.crash();
@@ -78,7 +78,7 @@ fn a_socket_in_use_is_left_alone_and_a_stale_one_replaced() {
 }
 
 #[test]
-fn the_wrong_use_of_the_command_line_has_status_2() {
+fn usage_errors_have_status_2() {
     let scratch = Scratch::new();
     for (arguments, parts) in [
         (&["memory:1M", "--iops-totl", "5"][..], &["weir: unexpected argument '--iops-totl' found"][..]),
@@ -96,13 +96,13 @@ fn the_wrong_use_of_the_command_line_has_status_2() {
         (&["memory:1M", "memory:1M"], &["memory", "--name"]),
         (&[], &["IMAGE"]),
     ] {
-        assert_says(&Serve::new(&scratch).args(arguments).rejects_usage(), parts);
+        assert_contains(&Serve::new(&scratch).args(arguments).rejects_usage(), parts);
     }
     let nothing = weir(&[]).run();
     assert_eq!(nothing.code(), 2);
     // What there is, without what weir runs by itself.
-    assert_says(&nothing.said(), &["Usage: weir <COMMAND>", "\n  serve ", "\n  status "]);
-    assert!(!nothing.said().contains("attach-keeper"), "{}", nothing.said());
+    assert_contains(&nothing.stderr(), &["Usage: weir <COMMAND>", "\n  serve ", "\n  status "]);
+    assert!(!nothing.stderr().contains("attach-keeper"), "{}", nothing.stderr());
     let version = weir(&["--version"]).succeeds();
     assert_eq!(version, concat!("weir ", env!("CARGO_PKG_VERSION"), "\n"));
 }
@@ -112,9 +112,9 @@ fn a_config_error_names_file_line_key_value_and_rule() {
     let scratch = Scratch::new();
     let check = |config: &str, parts: &[&str]| {
         let path = scratch.file("weir.toml", config);
-        let said = Serve::new(&scratch).where_said().arg("--config").arg(&path).fails();
-        assert_says(&said, &["weir: ", text(&path)]);
-        assert_says(&said, parts);
+        let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&path).fails();
+        assert_contains(&said, &["weir: ", text(&path)]);
+        assert_contains(&said, parts);
     };
     let disk = "[disk.vm1]\nimage = \"memory:1M\"\n";
     check(
@@ -142,12 +142,12 @@ fn a_config_error_names_file_line_key_value_and_rule() {
 fn a_config_file_without_disks_is_refused() {
     let scratch = Scratch::new();
     let config = scratch.file("weir.toml", "[group.gold]\niops-total = 1000\n");
-    let said = Serve::new(&scratch).where_said().arg("--config").arg(config).fails();
-    assert_says(&said, &["there is nothing to serve", "[disk.NAME]"]);
+    let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(config).fails();
+    assert_contains(&said, &["there is nothing to serve", "[disk.NAME]"]);
 }
 
 #[test]
-fn a_config_file_serves_disks_where_it_says() {
+fn config_file_selects_addresses() {
     let scratch = Scratch::new();
     scratch.filled("vm1.raw", 2 * MIB);
     let (one, two) = (scratch.socket("one"), scratch.socket("two"));
@@ -178,20 +178,20 @@ description = "scratch space"
             two = text(&two),
         ),
     );
-    let weir = Serve::new(&scratch).where_said().arg("--config").arg(config).start();
+    let weir = Serve::new(&scratch).at_given_addresses().arg("--config").arg(config).start();
     let size = |socket: &std::path::Path, export: &str| {
         export_size(&format!("nbd+unix:///{export}?socket={}", text(socket)))
     };
     assert_eq!(size(&one, "vm1"), 2 * MIB);
     assert_eq!(size(&two, "first"), 2 * MIB);
     assert_eq!(size(&two, "vm2"), 3 * MIB);
-    assert_says(weir.ready_line(), &["vm1", "first", "vm2", text(&one), text(&two)]);
+    assert_contains(weir.ready_line(), &["vm1", "first", "vm2", text(&one), text(&two)]);
     weir.stop();
     assert!(!one.exists() && !two.exists(), "the sockets go with the daemon");
 }
 
 #[test]
-fn paths_in_a_config_file_begin_where_it_is() {
+fn paths_in_a_config_are_relative_to_it() {
     let scratch = Scratch::new();
     // Beside the sockets, whose paths are short.
     let [config, image] = ["weir.toml", "vm1.raw"].map(|name| scratch.socket(name));
@@ -199,14 +199,14 @@ fn paths_in_a_config_file_begin_where_it_is() {
     let two = "export = [{ type = \"nbd\", listen = \"unix:two\" }]";
     let disks = format!("[disk.vm1]\nimage = \"vm1.raw\"\n[disk.vm2]\nimage = \"null:1M\"\n{two}\n");
     fs::write(&config, format!("[daemon]\nnbd = \"unix:all\"\n{disks}")).unwrap();
-    let weir = Serve::new(&scratch).where_said().arg("--config").arg(config).start();
-    assert_eq!(Wire::go(&scratch.socket("all"), "vm1").0.read(0, 4096), Ok(vec![7; 4096]));
-    assert_eq!(Wire::go(&scratch.socket("two"), "vm2").1, MIB);
+    let weir = Serve::new(&scratch).at_given_addresses().arg("--config").arg(config).start();
+    assert_eq!(RawNbdClient::negotiated(&scratch.socket("all"), "vm1").0.read(0, 4096), Ok(vec![7; 4096]));
+    assert_eq!(RawNbdClient::negotiated(&scratch.socket("two"), "vm2").1, MIB);
     weir.stop();
 }
 
 #[test]
-fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
+fn socket_activation_and_readiness() {
     let scratch = Scratch::new();
     let (path, notify) = (scratch.socket("their s"), scratch.socket("notify"));
     let control = format!("unix:{}", text(&scratch.socket("control")));
@@ -215,8 +215,8 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
     // The shell moves the socket to where the protocol wants it, as a service manager does.
     let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
     let weir = Serve::new(&scratch)
-        .where_said()
-        .behind(["sh", "-c", script])
+        .at_given_addresses()
+        .wrapped_by(["sh", "-c", script])
         .reading(listener.try_clone().unwrap())
         .env("NOTIFY_SOCKET", &notify)
         .args(["null:1M", "--qmp", &control])
@@ -229,11 +229,11 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
         String::from_utf8_lossy(&message[..length]).trim().to_owned()
     };
     assert_eq!(told(), "READY=1");
-    assert_eq!(Wire::go(&path, "null").1, MIB);
+    assert_eq!(RawNbdClient::negotiated(&path, "null").1, MIB);
     let at = format!("unix:{}", text(&path));
     let add = ["disk", "add", "another", "null:2M", "--nbd", &at, "--qmp", &control];
     crate::harness::weir(&add).succeeds();
-    assert_eq!(Wire::go(&path, "another").1, 2 * MIB);
+    assert_eq!(RawNbdClient::negotiated(&path, "another").1, 2 * MIB);
     weir.signal(Signal::SIGTERM);
     assert_eq!(told(), "STOPPING=1");
     assert!(weir.wait().0.success());
@@ -243,7 +243,7 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
 }
 
 #[test]
-fn a_machines_socket_is_passed_by_its_name() {
+fn vhost_user_socket_is_passed_by_name() {
     // As a service manager does; `$0` is the first socket, and so on.
     const MANAGER: &str = "
 import fcntl, os, socket, sys
@@ -269,13 +269,13 @@ os.execv(program[0], program)
         let disks = format!("[disk.a]\nimage = \"null:1M\"\n[disk.b]\nimage = \"null:2M\"\n{export}\n");
         let config = scratch.file("weir.toml", disks);
         let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
-        Serve::new(&scratch).where_said().behind(manager).arg("--config").arg(config)
+        Serve::new(&scratch).at_given_addresses().wrapped_by(manager).arg("--config").arg(config)
     };
     // By its number too; the other one is left to NBD's clients.
     for name in ["vm1", "4"] {
         let weir = start(name).start();
-        told("-c 1", format!("vhost-user:{}", text(&machine)));
-        assert_eq!(Wire::go(&clients, "a").1, MIB);
+        bench_json("-c 1", format!("vhost-user:{}", text(&machine)));
+        assert_eq!(RawNbdClient::negotiated(&clients, "a").1, MIB);
         weir.stop();
         assert!(machine.exists(), "the socket is its maker's");
     }
@@ -286,29 +286,29 @@ os.execv(program[0], program)
     let control = format!("unix:{}", text(&scratch.socket("control")));
     let both = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:clients,read-only", "--qmp", &control];
     let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
-    let weir = Serve::new(&scratch).where_said().behind(manager).args(both).start();
+    let weir = Serve::new(&scratch).at_given_addresses().wrapped_by(manager).args(both).start();
     let (nbd, vhost) = (format!("null?socket={}", text(&clients)), format!("vhost-user:{}", text(&machine)));
-    assert_says(weir.ready_line(), &[&nbd, &vhost]);
-    let next = Serve::new(&scratch).where_said().args(both).arg("--takeover").start();
+    assert_contains(weir.ready_line(), &[&nbd, &vhost]);
+    let next = Serve::new(&scratch).at_given_addresses().args(both).arg("--takeover").start();
     assert!(weir.wait().0.success());
-    told("-c 1", &vhost);
-    assert_eq!(Wire::go(&clients, "null").1, MIB);
+    bench_json("-c 1", &vhost);
+    assert_eq!(RawNbdClient::negotiated(&clients, "null").1, MIB);
     next.stop();
     assert!(machine.exists() && clients.exists(), "they are their maker's");
     let taken = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:vm1"];
-    assert_says(
-        &Serve::new(&scratch).where_said().args(taken).rejects_usage(),
+    assert_contains(
+        &Serve::new(&scratch).at_given_addresses().args(taken).rejects_usage(),
         &["fd:vm1", "another export has the same address"],
     );
-    assert_says(
+    assert_contains(
         &start("vm2").fails(),
         &["fd:vm2: no such socket was passed, or it is in use (sockets left: 2; names: clients, vm1; "],
     );
 }
 
 #[test]
-fn the_log_speaks_json_if_asked() {
-    let weir = Serve::alone().args(["null:1M", "--log-format", "json"]).start();
+fn log_is_json_on_request() {
+    let weir = Serve::with_own_scratch().args(["null:1M", "--log-format", "json"]).start();
     let ready: serde_json::Value = serde_json::from_str(weir.ready_line()).expect("it is JSON");
     assert_eq!(ready["message"], "ready", "{ready:#}");
 }
@@ -322,8 +322,8 @@ fn a_thousand_disks_start_and_answer() {
         config.push_str(&format!("[disk.vm{number}]\nimage = \"memory:{}M\"\n", number % 7 + 1));
     }
     let config = scratch.file("weir.toml", config);
-    let weir = Serve::new(&scratch).where_said().arg("--config").arg(&config).start();
-    let list = Client::new("nbdinfo")
+    let weir = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&config).start();
+    let list = TestClient::new("nbdinfo")
         .args(["--list", "--json", &format!("nbd+unix:///?socket={}", text(&socket))])
         .json();
     assert_eq!(list["exports"].as_array().map(Vec::len), Some(1000));
@@ -335,24 +335,24 @@ fn a_thousand_disks_start_and_answer() {
 }
 
 #[test]
-fn the_ready_line_has_a_uri_to_paste() {
+fn ready_line_contains_a_uri() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).on_tcp().args(["memory:1M", "--name", "disk"]).start();
-    assert_says(weir.ready_line(), &[&weir.uri("disk")]);
+    assert_contains(weir.ready_line(), &[&weir.uri("disk")]);
     assert_eq!(export_size(&weir.uri("disk")), MIB);
 
     let weir = Serve::new(&scratch).args(["memory:2M", "--name", "vm 1"]).start();
     assert!(weir.ready_line().ends_with(&weir.uri("vm%201")), "{}", weir.ready_line());
     assert_eq!(export_size(&weir.uri("vm%201")), 2 * MIB);
 
-    let weir = Serve::new(&scratch).where_said().args(["memory:3M", "--nbd", "localhost:0"]).start();
+    let weir = Serve::new(&scratch).at_given_addresses().args(["memory:3M", "--nbd", "localhost:0"]).start();
     let (_, uri) = weir.ready_line().rsplit_once("exports=").expect("it names them");
     assert!(uri.starts_with("nbd://localhost:"), "{uri}");
     assert_eq!(export_size(uri), 3 * MIB);
 }
 
 #[test]
-fn the_pid_file_is_there_while_the_daemon_is() {
+fn pid_file_exists_while_the_daemon_runs() {
     let scratch = Scratch::new();
     let file = scratch.path("pid");
     let weir = Serve::new(&scratch).arg("memory:1M").arg("--pid-file").arg(&file).start();
@@ -367,12 +367,12 @@ fn a_pid_file_belongs_to_one_daemon() {
     let scratch = Scratch::new();
     let (file, other) = (scratch.path("pid"), format!("unix:{}", text(&scratch.socket("other"))));
     let second =
-        || Serve::new(&scratch).where_said().args(["memory:1M", "--nbd", &other, "--pid-file"]).arg(&file);
+        || Serve::new(&scratch).at_given_addresses().args(["memory:1M", "--nbd", &other, "--pid-file"]).arg(&file);
     fs::write(&file, "4000000000\n").unwrap();
     let weir = Serve::new(&scratch).arg("memory:1M").arg("--pid-file").arg(&file).start();
     let number = weir.pid().to_string();
     assert_eq!(fs::read_to_string(&file).unwrap().trim(), number, "one that was left behind is taken over");
-    assert_says(&second().fails(), &[&format!("is the pid file of process {number}, which runs")]);
+    assert_contains(&second().fails(), &[&format!("is the pid file of process {number}, which runs")]);
     assert_eq!(fs::read_to_string(&file).unwrap().trim(), number);
     // A crash leaves it behind.
     weir.crash();
@@ -380,25 +380,25 @@ fn a_pid_file_belongs_to_one_daemon() {
     second().start().stop();
     assert!(!file.exists());
     fs::write(&file, "hi\n").unwrap();
-    assert_says(&second().fails(), &["does not hold the number of a process"]);
+    assert_contains(&second().fails(), &["does not hold the number of a process"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "hi\n");
 }
 
 #[test]
-fn a_disk_in_memory_that_cannot_be_filled_is_warned_of() {
-    let log = Serve::alone().args(["memory:1G", "--memory", "128M"]).start().stop();
-    assert_says(&log, &["WARN", "disks in memory have 1G together", "ENOSPC"]);
-    let log = Serve::alone().args(["memory:16M", "--memory", "128M"]).start().stop();
+fn oversized_memory_disk_is_a_warning() {
+    let log = Serve::with_own_scratch().args(["memory:1G", "--memory", "128M"]).start().stop();
+    assert_contains(&log, &["WARN", "disks in memory have 1G together", "ENOSPC"]);
+    let log = Serve::with_own_scratch().args(["memory:16M", "--memory", "128M"]).start().stop();
     assert!(!log.contains("WARN"), "{log}");
 }
 
 #[test]
-fn a_promise_above_its_limit_is_refused_as_what_it_is() {
+fn reservation_above_its_limit_is_rejected() {
     let scratch = Scratch::new();
     let promise = ["memory:1M", "--iops-reservation", "500", "--iops-total", "10"];
     for more in [&[][..], &["--group", "g"]] {
         let said = Serve::new(&scratch).args(promise).args(more).rejects_usage();
-        assert_says(
+        assert_contains(
             &said,
             &["--iops-reservation 500: 500 IOPS would be reserved, 490 more than the limit of 10"],
         );
@@ -406,12 +406,12 @@ fn a_promise_above_its_limit_is_refused_as_what_it_is() {
     }
     let file = scratch
         .file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\niops-total = 10\niops-reservation = 500\n");
-    let said = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
-    assert_says(&said, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be reserved"]);
+    let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
+    assert_contains(&said, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be reserved"]);
 }
 
 #[test]
-fn errors_say_everything_once_and_without_numbers() {
+fn errors_are_complete_and_without_errno() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let (image, socket) = (text(&image), format!("unix:{}", text(&scratch.socket("other"))));
@@ -477,7 +477,7 @@ fn bitmaps_that_do_not_fit_into_memory_are_refused() {
         weir(&["image", "bitmap", "--add", "-g", granularity, text(&image), name]).succeeds();
     }
     let said = serve().fails();
-    assert_says(&said, &["bitmaps that record writes: 256 MiB are required", "of the 128 MiB", "--memory"]);
+    assert_contains(&said, &["bitmaps that record writes: 256 MiB are required", "of the 128 MiB", "--memory"]);
     serve().arg("--read-only").start().stop();
     weir(&["image", "bitmap", "--remove", text(&image), "fine"]).succeeds();
     serve().start().stop();

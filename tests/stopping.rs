@@ -6,18 +6,18 @@ use std::{fs, os::unix::process::ExitStatusExt as _};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Weir, Wire, assert_says,
-    wire::{CMD_READ, CMD_WRITE, Request},
+    TestClient, MIB, Scratch, Serve, Weir, RawNbdClient, assert_contains,
+    wire::{CMD_READ, CMD_WRITE, RawNbdRequest},
 };
 
 #[test]
-fn what_was_acknowledged_before_sigterm_is_in_the_file() {
+fn writes_acknowledged_before_sigterm_are_in_the_file() {
     const BLOCK: u64 = 4096;
     let scratch = Scratch::new();
     for cache in ["writeback", "none"] {
         let image = scratch.sparse("disk.raw", 16 * MIB);
         let weir = Serve::new(&scratch).arg(&image).args(["--cache", cache]).start();
-        let (mut client, _) = Wire::go(weir.socket(), "disk");
+        let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
         let block = |number: u64| vec![(number % 255 + 1) as u8; BLOCK as usize];
         let mut acknowledged = Vec::new();
         let mut sent = 0;
@@ -26,7 +26,7 @@ fn what_was_acknowledged_before_sigterm_is_in_the_file() {
             let more = sent < 16 + acknowledged.len() as u64 && sent < 4096;
             let taken = more && {
                 let request =
-                    Request { flags: 0, kind: CMD_WRITE, cookie: sent, offset: sent * BLOCK, length: BLOCK };
+                    RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: sent, offset: sent * BLOCK, length: BLOCK };
                 client.try_send(&[request.compact(), block(sent)].concat())
             };
             if taken {
@@ -54,37 +54,37 @@ fn what_was_acknowledged_before_sigterm_is_in_the_file() {
 
 /// A client whose write has been taken in by a daemon that delays it.
 #[track_caller]
-fn writing(weir: &Weir) -> Wire {
-    let (mut client, _) = Wire::go(weir.socket(), "memory");
-    client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
+fn writing(weir: &Weir) -> RawNbdClient {
+    let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "memory");
+    client.request(RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
     // Answered at once, so the write before it has been taken in.
-    client.request(Request { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 4 }, &[]);
+    client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 4 }, &[]);
     assert_eq!(client.simple_reply(), (0, 2));
     assert_eq!(client.receive::<4>(), [0; 4]);
     client
 }
 
 #[test]
-fn what_is_in_flight_is_answered_before_the_daemon_ends() {
-    let weir = Serve::alone().args(["memory:1M", "--delay", "write=1s"]).start();
+fn requests_in_flight_complete_before_the_end() {
+    let weir = Serve::with_own_scratch().args(["memory:1M", "--delay", "write=1s"]).start();
     let mut client = writing(&weir);
     weir.signal(Signal::SIGTERM);
     assert_eq!(client.simple_reply(), (0, 1));
-    client.is_closed();
+    client.wait_for_close();
     assert!(weir.wait().0.success());
 }
 
 /// As `timeout` of coreutils does: it signals its child and then its process group.
 #[test]
-fn two_signals_at_once_are_one_wish() {
-    let weir = Serve::alone().args(["memory:1M", "--delay", "write=1s"]).start();
+fn two_simultaneous_signals_count_once() {
+    let weir = Serve::with_own_scratch().args(["memory:1M", "--delay", "write=1s"]).start();
     let mut client = writing(&weir);
     // Two different ones: of one kind a second could be lost before the first is heard.
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCONT] {
         weir.signal(signal);
     }
     assert_eq!(client.simple_reply(), (0, 1), "it ends in order");
-    client.is_closed();
+    client.wait_for_close();
     let (status, log) = weir.wait();
     assert!(status.success(), "{status}: {log}");
 }
@@ -101,35 +101,35 @@ fn a_second_signal_does_not_wait() {
         // What comes within a second of the first repeats it: somebody who means it does so again.
         let (status, log) = weir.wait_signalling(second);
         assert_eq!(status.code(), Some(1), "{log}");
-        assert_says(&log, &[&format!("weir: {second}: ended at once after a second request")]);
+        assert_contains(&log, &[&format!("weir: {second}: ended at once after a second request")]);
     }
 }
 
 #[test]
-fn an_idle_client_does_not_keep_the_daemon() {
-    let weir = Serve::alone().arg("memory:1M").start();
-    let mut idle = Wire::go(weir.socket(), "memory").0;
-    let mut greeted = Wire::greet(weir.socket());
-    let mut silent = Wire::connect(weir.socket());
+fn idle_client_does_not_delay_the_end() {
+    let weir = Serve::with_own_scratch().arg("memory:1M").start();
+    let mut idle = RawNbdClient::negotiated(weir.socket(), "memory").0;
+    let mut greeted = RawNbdClient::greet(weir.socket());
+    let mut silent = RawNbdClient::connect(weir.socket());
     weir.stop();
     for client in [&mut idle, &mut greeted, &mut silent] {
-        client.is_closed();
+        client.wait_for_close();
     }
 }
 
 #[test]
 fn sigint_ends_it_as_sigterm_does_and_sighup_does_not() {
-    let weir = Serve::alone().arg("memory:1M").start();
+    let weir = Serve::with_own_scratch().arg("memory:1M").start();
     weir.signal(Signal::SIGHUP);
     weir.wait_for_log("SIGHUP");
-    Client::new("nbdinfo").args(["--size", &weir.uri("memory")]).succeeds();
+    TestClient::new("nbdinfo").args(["--size", &weir.uri("memory")]).succeeds();
     weir.signal(Signal::SIGINT);
     let (status, log) = weir.wait();
     assert_eq!((status.code(), status.signal()), (Some(0), None), "{log}");
 }
 
 #[test]
-fn what_was_flushed_survives_a_crash_of_the_daemon() {
+fn flushed_data_survives_a_crash() {
     let scratch = Scratch::new();
     for cache in ["writeback", "writethrough", "none", "directsync", "unsafe"] {
         let image = scratch.sparse("disk.raw", MIB);
@@ -141,11 +141,11 @@ fn what_was_flushed_survives_a_crash_of_the_daemon() {
 }
 
 #[test]
-fn a_client_that_takes_no_replies_does_not_keep_the_daemon() {
-    let weir = Serve::alone().arg("memory:64M").start();
-    let (mut deaf, _) = Wire::go(weir.socket(), "memory");
+fn client_that_does_not_read_does_not_delay_the_end() {
+    let weir = Serve::with_own_scratch().arg("memory:64M").start();
+    let (mut deaf, _) = RawNbdClient::negotiated(weir.socket(), "memory");
     deaf.limit_writing();
-    let read = Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
+    let read = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
     // More than the daemon takes in, so that it has requests left when it is told to stop.
     while deaf.try_send(&read) {}
     weir.stop();

@@ -27,7 +27,7 @@ fn logging_to(log: &File) -> Command {
 }
 
 #[test]
-fn the_watchdog_hears_of_a_daemon_and_the_journal_has_the_priority_of_each_line() {
+fn watchdog_is_notified_and_journal_lines_have_priorities() {
     let scratch = Scratch::new();
     let (heard, log) = (scratch.socket("notify"), scratch.path("log"));
     let socket = UnixDatagram::bind(&heard).unwrap();
@@ -59,7 +59,7 @@ fn the_watchdog_hears_of_a_daemon_and_the_journal_has_the_priority_of_each_line(
 }
 
 #[test]
-fn an_error_has_the_priority_of_an_error_in_the_journal_and_nowhere_else() {
+fn error_priority_is_only_in_the_journal() {
     let scratch = Scratch::new();
     let log = scratch.path("log");
     let mut weir = logging_to(&File::create(&log).unwrap());

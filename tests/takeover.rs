@@ -30,21 +30,21 @@ use std::{
     time::Instant,
 };
 
-use between::{Step, kill_newcomer};
+use between::{UpgradeStep, kill_new_process};
 
 use serde_json::{Value, json};
 
 use crate::{
     bench::bench,
     fuse::can_mount,
-    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, pause, qemu_img, text, weir},
+    harness::{TestClient, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, pause, qemu_img, text, weir},
     machines::{features, front_end},
 };
 
 /// Of the messages.
 const FORMAT: u64 = 8;
 /// What the log says where a newcomer has failed.
-const GOES_ON: &str = "the upgrade failed, this process continues";
+const CONTINUES: &str = "the upgrade failed, this process continues";
 
 /// Bytes a second, and what may pass beyond them at once: the longest I/O that requests are merged
 /// into.
@@ -52,13 +52,13 @@ const LIMIT: f64 = 40e6;
 const LONGEST: f64 = 2e6;
 
 /// A daemon that can be taken over from, again and again: every one with the same arguments.
-struct House {
+struct UpgradedDaemon {
     scratch: Scratch,
     arguments: Vec<String>,
     on_tcp: bool,
 }
 
-impl House {
+impl UpgradedDaemon {
     fn new(scratch: Scratch, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         Self { scratch, arguments, on_tcp: false }
@@ -74,37 +74,37 @@ impl House {
         if self.on_tcp { serve.on_tcp() } else { serve }
     }
 
-    fn newcomer(&self) -> Serve {
+    fn new_process(&self) -> Serve {
         self.serve().arg("--takeover")
     }
 
     #[track_caller]
-    fn kill_newcomer(&self, step: Step) {
-        kill_newcomer(self.serve(), &self.control(), &self.scratch.socket("between"), step);
+    fn kill_new_process(&self, step: UpgradeStep) {
+        kill_new_process(self.serve(), &self.control(), &self.scratch.socket("between"), step);
     }
 
     /// A newcomer that comes to nothing: each is killed one step later, and then some leave.
     #[track_caller]
     fn fail_at(&self, turn: usize) {
         let strangers: [&[&str]; 3] = [&[], &["prepared"], &["prepared", "nonsense"]];
-        let turn = turn % (Step::ALL.len() + strangers.len());
-        let Some(words) = turn.checked_sub(Step::ALL.len()).map(|at| strangers[at]) else {
-            return self.kill_newcomer(Step::ALL[turn]);
+        let turn = turn % (UpgradeStep::ALL.len() + strangers.len());
+        let Some(words) = turn.checked_sub(UpgradeStep::ALL.len()).map(|at| strangers[at]) else {
+            return self.kill_new_process(UpgradeStep::ALL[turn]);
         };
-        let mut stranger = Stranger::ask(&self.control(), FORMAT).expect("it may");
-        stranger.hear();
+        let mut stranger = UpgradePeer::ask(&self.control(), FORMAT).expect("it may");
+        stranger.receive();
         for word in words {
-            stranger.say(word);
+            stranger.send(word);
             if *word == "prepared" {
-                stranger.hear();
+                stranger.receive();
             }
         }
     }
 
     /// The old one must end by itself, cleanly.
     #[track_caller]
-    fn take_over(&self, old: Weir) -> (Weir, u64) {
-        let new = self.newcomer().start();
+    fn upgrade(&self, old: Weir) -> (Weir, u64) {
+        let new = self.new_process().start();
         let (status, log) = old.wait();
         assert!(status.success() && !log.contains("panicked"), "the old one ended with {status}:\n{log}");
         assert!(log.contains("a new process has taken over"), "{log}");
@@ -151,7 +151,7 @@ print(disconnected)
 /// Where it writes, behind what the loads have.
 const OF_TLS: u64 = 32 * MIB;
 
-fn tls_client(weir: &Weir, house: &House) -> Child {
+fn tls_client(weir: &Weir, house: &UpgradedDaemon) -> Child {
     let (keys, stop) = (house.scratch.path(KEYS), house.scratch.path("stop"));
     let (uri, mark) = (weir.uri("disk"), if house.on_tcp { "?" } else { "&" });
     let uri = uri.replacen("nbd", "nbds", 1).replacen("://", "://alice@", 1);
@@ -163,7 +163,7 @@ fn tls_client(weir: &Weir, house: &House) -> Child {
 
 /// How often it was disconnected.
 #[track_caller]
-fn end_tls_client(client: Child, house: &House) -> usize {
+fn end_tls_client(client: Child, house: &UpgradedDaemon) -> usize {
     house.scratch.file("stop", "");
     let output = client.wait_with_output().expect("it is ours");
     let said = String::from_utf8_lossy(&output.stderr);
@@ -176,14 +176,14 @@ const KEYS: &str = "keys.psk";
 
 fn make_keys(scratch: &Scratch) -> PathBuf {
     let keys = scratch.path(KEYS);
-    Client::new("psktool").args(["-u", "alice", "-p"]).arg(&keys).succeeds();
+    TestClient::new("psktool").args(["-u", "alice", "-p"]).arg(&keys).succeeds();
     keys
 }
 
 /// fio on 16 MiB of an export: it reads and writes, and then reads back what it wrote. Once: over
 /// several loops it expects other bytes than it wrote, of any server.
 fn load(uri: String, scratch: &Scratch, offset: u64, seed: usize) -> thread::JoinHandle<()> {
-    let client = Client::new("fio")
+    let client = TestClient::new("fio")
         .args(["--ioengine=nbd", "--rw=randrw", "--size=16M", "--iodepth=16", "--bsrange=512-60k"])
         .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--blockalign=512"])
         .args(["--serialize_overlap=1", "--fsync=50"])
@@ -194,27 +194,27 @@ fn load(uri: String, scratch: &Scratch, offset: u64, seed: usize) -> thread::Joi
 }
 
 #[test]
-fn what_was_recorded_in_a_directory_goes_on_there() {
+fn recording_continues_after_an_upgrade() {
     let scratch = Scratch::new();
     let (disk, kept) = (scratch.filled("disk.raw", MIB), scratch.path("kept"));
     fs::create_dir(&kept).expect("it can be made");
-    let house = House::new(scratch, &[text(&disk), "--record", text(&kept)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&disk), "--record", text(&kept)]);
     let read = |weir: &Weir| weir.nbdsh("disk", "for i in range(10): h.pread(4096, 0)");
     let first = house.serve().start();
     read(&first);
-    let (second, _) = house.take_over(first);
+    let (second, _) = house.upgrade(first);
     read(&second);
     second.stop();
     let files = fs::read_dir(&kept).expect("it is there").map(|file| file.expect("it can be read").path());
-    let info = Client::new(crate::harness::WEIR).args(["trace", "info", "--json"]).args(files).json();
+    let info = TestClient::new(crate::harness::WEIR).args(["trace", "info", "--json"]).args(files).json();
     assert_eq!(info["disks"]["disk"]["reads"], 20, "{info:#}");
 }
 
 #[test]
-fn a_client_keeps_its_connection_and_its_terms() {
+fn connection_and_negotiated_features_survive() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);
-    let house = House::new(scratch, &[disk.to_str().unwrap()]);
+    let house = UpgradedDaemon::new(scratch, &[disk.to_str().unwrap()]);
     let first = house.serve().start();
     let script = "\
 import sys
@@ -242,9 +242,9 @@ h.shutdown()
     let mut said = client.stdout.take().expect("piped");
     let mut heard = move || said.read_exact(&mut [0; 6]).expect("it comes so far");
     heard();
-    let status = |house: &House| weir(&["status", "--json"]).env("WEIR_QMP", control(house)).json();
+    let status = |house: &UpgradedDaemon| weir(&["status", "--json"]).env("WEIR_QMP", control(house)).json();
     let before = status(&house)["disks"][0].clone();
-    let (second, _) = house.take_over(first);
+    let (second, _) = house.upgrade(first);
     let after = status(&house)["disks"][0].clone();
     for counted in ["reads", "writes", "read-bytes", "written-bytes"] {
         assert_eq!(after[counted], before[counted], "{counted}: {after}");
@@ -254,21 +254,21 @@ h.shutdown()
     };
     go_on(&mut client);
     heard();
-    let (_third, _) = house.take_over(second);
+    let (_third, _) = house.upgrade(second);
     go_on(&mut client);
     assert!(client.wait().expect("it is ours").success());
 }
 
-fn control(house: &House) -> String {
+fn control(house: &UpgradedDaemon) -> String {
     format!("unix:{}", house.control().display())
 }
 
 #[test]
-fn what_cannot_be_taken_over_is_named_and_goes_on() {
+fn untransferable_state_is_named_and_the_old_process_continues() {
     let scratch = Scratch::new();
     let (one, two) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
     let (one, two) = (one.to_str().unwrap().to_owned(), two.to_str().unwrap().to_owned());
-    let house = House::new(scratch, &[&one, &two]);
+    let house = UpgradedDaemon::new(scratch, &[&one, &two]);
     let refused = |arguments: &[&str], expect: &str| {
         let newcomer = Serve::new(&house.scratch).args(arguments).arg("--takeover");
         let said = newcomer.env("WEIR_QMP", control(&house)).fails();
@@ -282,9 +282,9 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
     refused(&[&one, "/nonexistent"], "/nonexistent: no such file");
     first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
-    let memory = House::new(house.scratch, &["memory:1M"]);
+    let memory = UpgradedDaemon::new(house.scratch, &["memory:1M"]);
     let first = memory.serve().start();
-    let said = memory.newcomer().fails();
+    let said = memory.new_process().fails();
     assert!(
         said.contains("disk memory: cannot be taken over (remove it with `weir disk remove`, or restart weir): its data is in memory"),
         "{said}"
@@ -293,7 +293,7 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
     first.stop();
     if can_mount() {
         let spot = memory.scratch.file("spot", "");
-        let files = House::new(memory.scratch, &[&one, "--fuse", text(&spot)]);
+        let files = UpgradedDaemon::new(memory.scratch, &[&one, "--fuse", text(&spot)]);
         let first = files.serve().start();
         let other = Serve::new(&files.scratch).args([&one, "--takeover"]).env("WEIR_QMP", control(&files));
         let said = other.fails();
@@ -306,17 +306,17 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
 /// Programs have it open all the time, their requests wait for a limit at every takeover, and some
 /// newcomers fail.
 #[test]
-fn a_file_of_this_host_stays_what_it_is() {
+fn fuse_export_survives() {
     if !can_mount() {
         return;
     }
     let scratch = Scratch::new();
     let (disk, spot) = (scratch.sparse("disk.raw", 16 * MIB), scratch.file("spot", ""));
-    let house = House::new(scratch, &[text(&disk), "--fuse", text(&spot), "--iops-total", "3000"]);
+    let house = UpgradedDaemon::new(scratch, &[text(&disk), "--fuse", text(&spot), "--iops-total", "3000"]);
     let mut current = house.serve().start();
     fs::set_permissions(&spot, fs::Permissions::from_mode(0o640)).unwrap();
     let open = fs::OpenOptions::new().read(true).write(true).open(&spot).unwrap();
-    let load = Client::new("fio")
+    let load = TestClient::new("fio")
         .args(["--name=file", "--ioengine=libaio", "--direct=1", "--iodepth=16", "--size=16M"])
         .args(["--rw=randrw", "--bsrange=512-60k", "--blockalign=512", "--serialize_overlap=1"])
         .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--fsync=50"])
@@ -324,23 +324,23 @@ fn a_file_of_this_host_stays_what_it_is() {
         .arg(format!("--aux-path={}", house.scratch.path("").display()));
     let load = thread::spawn(move || drop(load.succeeds()));
     let mut failed = 0;
-    while !load.is_finished() || failed < Step::ALL.len() {
+    while !load.is_finished() || failed < UpgradeStep::ALL.len() {
         house.fail_at(failed);
         failed += 1;
-        current.wait_for_log(GOES_ON);
-        current = house.take_over(current).0;
+        current.wait_for_log(CONTINUES);
+        current = house.upgrade(current).0;
     }
     load.join().expect("the load saw nothing of it");
     open.write_all_at(b"weir", 8192).unwrap();
     open.sync_all().unwrap();
     assert_eq!(fs::metadata(&spot).unwrap().permissions().mode() & 0o777, 0o640);
     let modified = fs::metadata(&spot).unwrap().modified().unwrap();
-    let current = house.take_over(current).0;
+    let current = house.upgrade(current).0;
     assert_eq!(fs::metadata(&spot).unwrap().modified().unwrap(), modified);
     let mut read = [0; 4];
     open.read_exact_at(&mut read, 8192).unwrap();
     assert_eq!(&read, b"weir");
-    let told = Qmp::negotiated(&house.control()).ask("x-weir-query-status", json!({}));
+    let told = Qmp::negotiated(&house.control()).command_reply("x-weir-query-status", json!({}));
     let exports = told["return"]["exports"].as_array().expect("a list");
     let file = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
     assert_eq!(file["openers"], 1, "{file}");
@@ -354,12 +354,12 @@ fn a_file_of_this_host_stays_what_it_is() {
 
 /// Its requests wait for a limit at every takeover, and some newcomers fail.
 #[test]
-fn a_virtual_machine_keeps_its_rings() {
+fn virtqueues_survive() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.sparse("disk.raw", 4 * MIB), scratch.socket("machine"));
     let door = format!("unix:{},queues=2", text(&socket));
     let arguments = [text(&disk), "--vhost-user-blk", &door, "--iops-total", "3000"];
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     let mut current = house.serve().start();
     let target = format!("vhost-user:{}", text(&socket));
     // Of each block once.
@@ -368,17 +368,17 @@ fn a_virtual_machine_keeps_its_rings() {
     let mut takeovers = 0;
     while !load.is_finished() {
         if takeovers % 3 == 1 {
-            let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
-            assert_eq!(stranger.hear()["machines"][0]["disk"], "disk");
-            stranger.say("prepared");
+            let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
+            assert_eq!(stranger.receive()["machines"][0]["disk"], "disk");
+            stranger.send("prepared");
             // At rest: it goes on from there.
-            let state = stranger.hear();
+            let state = stranger.receive();
             let machines = state["still"]["machines"].as_array();
             assert!(machines.is_some_and(|machines| machines.len() <= 1), "{state}");
             drop(stranger);
-            current.wait_for_log(GOES_ON);
+            current.wait_for_log(CONTINUES);
         }
-        current = house.take_over(current).0;
+        current = house.upgrade(current).0;
         takeovers += 1;
     }
     load.join().expect("the machine saw nothing of it");
@@ -386,7 +386,7 @@ fn a_virtual_machine_keeps_its_rings() {
     // Whoever comes later is let in, and nobody beside.
     let mut machine = front_end(&socket);
     features(&mut machine);
-    let current = house.take_over(current).0;
+    let current = house.upgrade(current).0;
     features(&mut machine);
     let (status, log) = {
         let other = Serve::new(&house.scratch).args([text(&disk), "--takeover"]);
@@ -400,9 +400,9 @@ fn a_virtual_machine_keeps_its_rings() {
 }
 
 /// A newcomer that says what it likes.
-struct Stranger(UnixStream);
+struct UpgradePeer(UnixStream);
 
-impl Stranger {
+impl UpgradePeer {
     fn ask(control: &Path, format: u64) -> Result<Self, String> {
         Self::ask_as(control, format, "0.0.0")
     }
@@ -411,21 +411,21 @@ impl Stranger {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut qmp = Qmp::negotiated(control);
         let arguments = json!({ "format": format, "version": version });
-        let answer = qmp.ask_with(&theirs, "x-weir-takeover", &arguments);
+        let answer = qmp.command_with_descriptor(&theirs, "x-weir-takeover", &arguments);
         match answer["error"]["desc"].as_str() {
             Some(why) => Err(why.to_owned()),
             None => Ok(Self(ours)),
         }
     }
 
-    fn say(&mut self, word: &str) {
+    fn send(&mut self, word: &str) {
         let text = format!("{word:?}");
         let lengths = [text.len() as u64, 0, 0].map(u64::to_le_bytes).concat();
         self.0.write_all(&[lengths.as_slice(), text.as_bytes()].concat()).unwrap();
     }
 
     /// Descriptors that come along are closed by the kernel.
-    fn hear(&mut self) -> Value {
+    fn receive(&mut self) -> Value {
         let mut lengths = [[0; 8]; 3];
         lengths.iter_mut().for_each(|length| self.0.read_exact(length).unwrap());
         let [text, bytes, descriptors] = lengths.map(|length| u64::from_le_bytes(length) as usize);
@@ -436,11 +436,11 @@ impl Stranger {
 }
 
 /// Waits until clients have read of so many disks.
-fn until_all_are_read(house: &House, count: usize) {
+fn until_all_are_read(house: &UpgradedDaemon, count: usize) {
     let mut qmp = Qmp::negotiated(&house.control());
     let is_read = |disk: &Value| disk["stats"]["rd_operations"].as_u64() > Some(0);
     loop {
-        let told = qmp.ask("query-blockstats", json!({}));
+        let told = qmp.command_reply("query-blockstats", json!({}));
         let disks = told["return"].as_array().expect("a list");
         if disks.iter().filter(|disk| is_read(disk)).count() == count {
             return;
@@ -450,7 +450,7 @@ fn until_all_are_read(house: &House, count: usize) {
 }
 
 #[test]
-fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
+fn failure_at_any_step_changes_nothing() {
     let scratch = Scratch::new();
     let (raw, qcow2) = (scratch.sparse("raw.raw", 16 * MIB), scratch.path("qcow2.qcow2"));
     qemu_img(["create", "-q", "-f", "qcow2"]).arg(&qcow2).arg("16M").succeeds();
@@ -461,10 +461,10 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
         socket = scratch.socket("nbd").display()
     );
     let config = scratch.file("weir.toml", config);
-    let mut house = House::new(scratch, &["--config", config.to_str().unwrap()]);
+    let mut house = UpgradedDaemon::new(scratch, &["--config", config.to_str().unwrap()]);
     house.arguments.extend(["--log".to_owned(), "debug".to_owned()]);
     let serve = |takeover: bool| {
-        let serve = house.serve().where_said();
+        let serve = house.serve().at_given_addresses();
         if takeover { serve.arg("--takeover") } else { serve }
     };
     let daemon = serve(false).start();
@@ -472,29 +472,29 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
     let loads = ["raw", "qcow2"].map(|export| load(uri(export), &house.scratch, 0, 1));
 
     until_all_are_read(&house, 2);
-    let why = Stranger::ask(&house.control(), 999).err().expect("another format");
+    let why = UpgradePeer::ask(&house.control(), 999).err().expect("another format");
     assert!(why.contains("uses upgrade format 999") && why.contains("(restart it)"), "{why}");
     // Each leaves when it has said so much.
     let steps: [&[&str]; 5] =
         [&[], &["prepared"], &["prepared", "refused"], &["prepared", "ready?"], &["ready"]];
     for (number, words) in steps.into_iter().enumerate() {
-        let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
-        let offer = stranger.hear();
+        let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
+        let offer = stranger.receive();
         assert_eq!(offer["disks"].as_array().map(Vec::len), Some(2), "{offer}");
         for word in words {
-            stranger.say(word);
+            stranger.send(word);
             if *word == "prepared" {
-                let state = stranger.hear();
+                let state = stranger.receive();
                 assert!(state["still"]["clients"].is_array(), "{state}");
             }
         }
         // Whoever only closes is noticed as well.
         drop(stranger);
-        daemon.wait_for_logs(GOES_ON, number + 1);
+        daemon.wait_for_logs(CONTINUES, number + 1);
     }
-    for (number, step) in Step::ALL.into_iter().enumerate() {
-        kill_newcomer(serve(false), &house.control(), &house.scratch.socket("between"), step);
-        daemon.wait_for_logs(GOES_ON, steps.len() + number + 1);
+    for (number, step) in UpgradeStep::ALL.into_iter().enumerate() {
+        kill_new_process(serve(false), &house.control(), &house.scratch.socket("between"), step);
+        daemon.wait_for_logs(CONTINUES, steps.len() + number + 1);
     }
     for load in loads {
         load.join().expect("the load saw nothing of it");
@@ -508,12 +508,12 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
 }
 
 #[test]
-fn a_connection_with_tls_is_closed_in_order_and_can_be_made_anew() {
+fn tls_connection_is_closed_cleanly_and_can_reconnect() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
     let keys = make_keys(&scratch);
     let arguments = [disk.to_str().unwrap(), "--tls", "required", "--tls-psk", keys.to_str().unwrap()];
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     let first = house.serve().start();
     let uri = format!(
         "nbds+unix://alice@/disk?socket={}&tls-psk-file={}",
@@ -541,13 +541,13 @@ else:
     client.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut client = client.spawn().expect("nbdsh was found");
     client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("it comes so far");
-    let (_second, _) = house.take_over(first);
+    let (_second, _) = house.upgrade(first);
     client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
     assert!(client.wait().expect("it is ours").success());
 }
 
 #[test]
-fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
+fn service_manager_is_told_the_new_main_pid() {
     let scratch = Scratch::new();
     let (disk, pid_file) = (scratch.sparse("disk.raw", MIB), scratch.path("pid"));
     let heard = scratch.socket("notify");
@@ -567,11 +567,11 @@ fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
         }
     };
     let arguments = [disk.to_str().unwrap(), "--pid-file", pid_file.to_str().unwrap()];
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     // Only the first is told that it is watched.
     let first = house.serve().env("NOTIFY_SOCKET", &heard).env("WATCHDOG_USEC", "50000").start();
     next("WATCHDOG=1");
-    let second = house.newcomer().env("NOTIFY_SOCKET", &heard).start();
+    let second = house.new_process().env("NOTIFY_SOCKET", &heard).start();
     let (status, log) = first.wait();
     assert!(status.success(), "{log}");
     assert_eq!(next("MAINPID="), format!("MAINPID={}", second.pid()));
@@ -585,7 +585,7 @@ fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
 /// Far more would pass if each newcomer began with empty buckets than the time that a takeover
 /// takes is worth.
 #[test]
-fn no_takeover_grants_a_burst_anew() {
+fn upgrade_grants_no_new_burst() {
     const BURST: u64 = 200;
     const TAKEOVERS: u64 = 5;
     let scratch = Scratch::new();
@@ -594,7 +594,7 @@ fn no_takeover_grants_a_burst_anew() {
     let limits = ["--iops-total", "1", "--iops-total-max", &burst];
     let mut arguments = vec![text(&disk), "--group", "gold"];
     arguments.extend(limits);
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     let mut current = house.serve().start();
     let start = Instant::now();
     let target = current.uri("disk");
@@ -608,7 +608,7 @@ fn no_takeover_grants_a_burst_anew() {
         pause();
     }
     for _ in 0..TAKEOVERS {
-        current = house.take_over(current).0;
+        current = house.upgrade(current).0;
     }
     let (passed, seconds) = (reads(), start.elapsed().as_secs());
     assert!(passed <= BURST + seconds + 2, "{passed} in {seconds} s, after {TAKEOVERS} takeovers");
@@ -622,7 +622,7 @@ fn no_takeover_grants_a_burst_anew() {
 /// that requests wait at every takeover.
 #[test]
 #[allow(clippy::print_stdout, reason = "what was measured is what a soak is for")]
-fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
+fn clients_notice_neither_upgrades_nor_failures() {
     let takeovers = std::env::var("WEIR_TAKEOVERS").ok().map_or(6, |text| text.parse().expect("a number"));
     let (mut pauses, mut failed, mut disconnected) = (Vec::new(), 0_usize, 0);
     for round in 0_usize.. {
@@ -638,7 +638,7 @@ fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
         let arguments = [text(&image), "-f", format, "--cache", cache, "--bps-total", &limit];
         let arguments = [&arguments[..], &["--prefetch", "on", "--tls", "on", "--tls-psk", text(&keys)]];
         let arguments = arguments.concat().into_iter().map(str::to_owned).collect();
-        let house = House { scratch, arguments, on_tcp: round % 4 >= 2 };
+        let house = UpgradedDaemon { scratch, arguments, on_tcp: round % 4 >= 2 };
         let mut current = house.serve().start();
         let start = Instant::now();
         let with_tls = tls_client(&current, &house);
@@ -649,16 +649,16 @@ fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
             if pauses.len() % 3 == 1 {
                 house.fail_at(failed);
                 failed += 1;
-                current.wait_for_log(GOES_ON);
+                current.wait_for_log(CONTINUES);
             }
-            let (next, pause) = house.take_over(current);
+            let (next, pause) = house.upgrade(current);
             current = next;
             pauses.push(pause);
         }
         for load in loads {
             load.join().expect("the load saw nothing of it");
         }
-        let told = Qmp::negotiated(&house.control()).ask("query-blockstats", json!({}));
+        let told = Qmp::negotiated(&house.control()).command_reply("query-blockstats", json!({}));
         let stats = &told["return"][0]["stats"];
         let moved = ["rd_bytes", "wr_bytes"].map(|name| stats[name].as_f64().expect("a number"));
         // A tenth of a second's tokens are there at the start, and once only.

@@ -8,14 +8,14 @@ use std::{
 };
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, WEIR, Weir, Wire, assert_says, pause, qemu_img, qemu_io, text,
+    TestClient, MIB, Scratch, Serve, WEIR, Weir, RawNbdClient, assert_contains, pause, qemu_img, qemu_io, text,
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD, option_header},
 };
 
 /// Vouches for a server and a client, in the layout that QEMU and libnbd share.
-pub(crate) struct Authority(PathBuf);
+pub(crate) struct CertificateAuthority(PathBuf);
 
-impl Authority {
+impl CertificateAuthority {
     pub(crate) fn new(scratch: &Scratch, name: &str) -> Self {
         let directory = scratch.path(name);
         fs::create_dir(&directory).unwrap();
@@ -23,15 +23,15 @@ impl Authority {
         let subject = format!("/CN={name}");
         let key =
             ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"];
-        Client::new("openssl")
+        TestClient::new("openssl")
             .args(key)
             .args(["-subj", &subject, "-addext", "basicConstraints=critical,CA:TRUE"])
             .args(["-addext", "keyUsage=critical,keyCertSign,cRLSign"])
             .args(["-keyout", text(&authority.file("ca-key.pem"))])
             .args(["-out", text(&authority.file("ca-cert.pem"))])
             .succeeds();
-        authority.vouch("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth\n");
-        authority.vouch("client", "extendedKeyUsage=clientAuth\n");
+        authority.issue("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth\n");
+        authority.issue("client", "extendedKeyUsage=clientAuth\n");
         authority
     }
 
@@ -43,24 +43,24 @@ impl Authority {
         text(&self.0)
     }
 
-    fn vouch(&self, who: &str, extensions: &str) {
+    fn issue(&self, who: &str, extensions: &str) {
         self.sign(who, &format!("/CN={who}"), extensions);
     }
 
     /// The client is another one.
-    pub(crate) fn vouch_for(&self, who: &str, subject: &str) {
+    pub(crate) fn issue_client(&self, who: &str, subject: &str) {
         self.sign(who, subject, "extendedKeyUsage=clientAuth\n");
     }
 
     fn sign(&self, who: &str, subject: &str, extensions: &str) {
         let file = |kind: &str| self.file(&format!("{who}-{kind}.pem"));
         fs::write(file("ext"), extensions).unwrap();
-        Client::new("openssl")
+        TestClient::new("openssl")
             .args(["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"])
             .args(["-subj", subject])
             .args(["-keyout", text(&file("key")), "-out", text(&file("request"))])
             .succeeds();
-        Client::new("openssl")
+        TestClient::new("openssl")
             .args(["x509", "-req", "-days", "1", "-in", text(&file("request")), "-out", text(&file("cert"))])
             .args(["-CA", text(&self.file("ca-cert.pem")), "-CAkey", text(&self.file("ca-key.pem"))])
             .args(["-CAcreateserial", "-extfile", text(&file("ext"))])
@@ -90,16 +90,16 @@ fn uri_with_certificates(weir: &Weir, directory: &Path) -> String {
 
 /// Copies data there by the one URI, and back by the other.
 #[track_caller]
-fn goes_round(scratch: &Scratch, there: &str, back: &str) {
+fn assert_round_trip(scratch: &Scratch, there: &str, back: &str) {
     let original = scratch.filled("original", 4 * MIB);
     let copy = scratch.path("back");
-    Client::new("nbdcopy").args([text(&original), there]).succeeds();
-    Client::new("nbdcopy").args([back, text(&copy)]).succeeds();
+    TestClient::new("nbdcopy").args([text(&original), there]).succeeds();
+    TestClient::new("nbdcopy").args([back, text(&copy)]).succeeds();
     assert!(fs::read(&copy).unwrap() == fs::read(&original).unwrap(), "the copy differs");
 }
 
-fn size(uri: &str) -> Client {
-    Client::new("nbdinfo").args(["--size", uri])
+fn size(uri: &str) -> TestClient {
+    TestClient::new("nbdinfo").args(["--size", uri])
 }
 
 /// Arguments with which QEMU's tools open the export as `driver=nbd` with these credentials.
@@ -119,23 +119,23 @@ fn x509(directory: &Path) -> String {
 }
 
 #[test]
-fn data_goes_round_through_certificates() {
+fn data_survives_a_round_trip_with_certificates() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
     let uri = uri_with_certificates(&weir, &authority.0);
     assert_eq!(size(&uri).succeeds().trim(), (4 * MIB).to_string());
-    goes_round(&scratch, &uri, &uri);
-    assert_eq!(Client::new("nbdinfo").args(["--json", &uri]).json()["TLS"], true);
+    assert_round_trip(&scratch, &uri, &uri);
+    assert_eq!(TestClient::new("nbdinfo").args(["--json", &uri]).json()["TLS"], true);
 }
 
 #[test]
-fn qemu_speaks_tls_with_certificates() {
+fn qemu_uses_tls_with_certificates() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
     let info = qemu_img(["info"]).args(qemu(&weir, &x509(&authority.0))).succeeds();
-    assert_says(&info, &["virtual size: 4 MiB"]);
+    assert_contains(&info, &["virtual size: 4 MiB"]);
     let options = ["--object", &x509(&authority.0), "--image-opts"];
     qemu_io(options, ["write -P 0x5a 1M 1M", "read -P 0x5a 1M 1M", "flush"], image_options(&weir));
 }
@@ -143,7 +143,7 @@ fn qemu_speaks_tls_with_certificates() {
 #[test]
 fn a_client_without_a_certificate_is_served_unless_peers_are_verified() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let anonymous = authority.without_client(&scratch, "anonymous");
     let weir = authority.serve(&scratch, &["--tls", "required"]);
     size(&uri_with_certificates(&weir, &anonymous)).succeeds();
@@ -156,8 +156,8 @@ fn a_client_without_a_certificate_is_served_unless_peers_are_verified() {
 #[test]
 fn a_client_of_another_authority_is_refused() {
     let scratch = Scratch::new();
-    let ours = Authority::new(&scratch, "ours");
-    let theirs = Authority::new(&scratch, "theirs");
+    let ours = CertificateAuthority::new(&scratch, "ours");
+    let theirs = CertificateAuthority::new(&scratch, "theirs");
     let weir = ours.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
     // Trusts our server, and shows what another authority signed.
     let impostor = ours.without_client(&scratch, "impostor");
@@ -174,45 +174,45 @@ fn a_client_of_another_authority_is_refused() {
 #[test]
 fn where_tls_is_required_plain_clients_are_refused() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = authority.serve(&scratch, &["--tls", "required"]);
     let said = size(&weir.uri("disk")).fails();
-    assert_says(&said, &["TLS"]);
+    assert_contains(&said, &["TLS"]);
     let said = qemu_img(["info", "-f", "raw", &weir.uri("disk")]).fails();
-    assert_says(&said, &["TLS"]);
+    assert_contains(&said, &["TLS"]);
 }
 
 #[test]
-fn before_tls_nothing_is_told() {
+fn no_information_before_tls() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = Serve::new(&scratch)
         .args(["memory:1M", "--tls", "required", "--tls-certificates", authority.path()])
         .start();
-    let mut client = Wire::greet(weir.socket());
+    let mut client = RawNbdClient::greet(weir.socket());
     let replies = client.option(OPT_LIST, &[]);
     assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [REP_ERR_TLS_REQD]);
     assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
     // What follows must be TLS.
     client.send(b"this is no TLS record, it is plain text\r\n\r\n");
-    client.is_closed();
+    client.wait_for_close();
     let unix =
         format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
     size(&unix).succeeds();
 }
 
 #[test]
-fn a_client_waits_for_the_memory_of_its_tls() {
+fn handshake_waits_for_memory() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = Serve::new(&scratch)
         .args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path()])
         .args(["--memory", "128M", "--max-connections", "0"])
         .start();
     // Handshakes that do not continue hold the memory of TLS.
     let mut silent = Vec::new();
-    while !weir.logged().contains("memory is used up") {
-        let mut client = Wire::greet(weir.socket());
+    while !weir.log_text().contains("memory is used up") {
+        let mut client = RawNbdClient::greet(weir.socket());
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
         silent.push(client);
     }
@@ -233,23 +233,23 @@ fn a_client_waits_for_the_memory_of_its_tls() {
 
 /// Clients that wait for memory occupy no worker: the only one serves the others.
 #[test]
-fn clients_that_wait_for_the_memory_of_their_tls_stop_no_worker() {
+fn waiting_handshakes_block_no_worker() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = Serve::new(&scratch)
         .args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path(), "--workers", "1"])
         .args(["--memory", "128M", "--max-connections", "0"])
         .start();
-    let (mut served, _) = Wire::go(weir.socket(), "memory");
+    let (mut served, _) = RawNbdClient::negotiated(weir.socket(), "memory");
     let mut silent = Vec::new();
-    while !weir.logged().contains("memory is used up") {
-        let mut client = Wire::greet(weir.socket());
+    while !weir.log_text().contains("memory is used up") {
+        let mut client = RawNbdClient::greet(weir.socket());
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
         silent.push(client);
     }
     // These wait for memory, and stay silent too.
     for _ in 0..3 {
-        let mut client = Wire::greet(weir.socket());
+        let mut client = RawNbdClient::greet(weir.socket());
         client.send(&option_header(OPT_STARTTLS, 0));
         silent.push(client);
     }
@@ -264,20 +264,20 @@ fn clients_that_wait_for_the_memory_of_their_tls_stop_no_worker() {
 }
 
 #[test]
-fn where_tls_is_on_the_client_chooses() {
+fn tls_is_optional_for_clients() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = authority.serve(&scratch, &["--tls", "on"]);
     size(&weir.uri("disk")).succeeds();
     size(&uri_with_certificates(&weir, &authority.0)).succeeds();
 }
 
 #[test]
-fn pre_shared_keys_are_enough() {
+fn pre_shared_keys_suffice() {
     let scratch = Scratch::new();
     let keys = scratch.path("keys.psk");
     for user in ["alice", "bob"] {
-        Client::new("psktool").args(["-u", user, "-p", text(&keys)]).succeeds();
+        TestClient::new("psktool").args(["-u", user, "-p", text(&keys)]).succeeds();
     }
     let weir = Serve::new(&scratch)
         .on_tcp()
@@ -289,16 +289,16 @@ fn pre_shared_keys_are_enough() {
     for user in ["alice", "bob"] {
         assert_eq!(size(&uri(user, &keys)).succeeds().trim(), (4 * MIB).to_string());
     }
-    goes_round(&scratch, &uri("bob", &keys), &uri("alice", &keys));
+    assert_round_trip(&scratch, &uri("bob", &keys), &uri("alice", &keys));
     let credentials =
         format!("tls-creds-psk,id=t,endpoint=client,username=alice,dir={}", text(&scratch.path("")));
     let info = qemu_img(["info"]).args(qemu(&weir, &credentials)).succeeds();
-    assert_says(&info, &["virtual size: 4 MiB"]);
+    assert_contains(&info, &["virtual size: 4 MiB"]);
 
     // A key of one's own making is not one that the server knows, whatever the name.
     let forged = scratch.path("forged.psk");
     for user in ["alice", "mallory"] {
-        Client::new("psktool").args(["-u", user, "-p", text(&forged)]).succeeds();
+        TestClient::new("psktool").args(["-u", user, "-p", text(&forged)]).succeeds();
         size(&uri(user, &forged)).fails();
     }
     size(&weir.uri("disk")).fails();
@@ -306,9 +306,9 @@ fn pre_shared_keys_are_enough() {
 }
 
 #[test]
-fn what_was_renewed_is_read_by_a_reload_and_connections_stay() {
+fn reload_reads_renewed_credentials_and_keeps_connections() {
     let scratch = Scratch::new();
-    let (old, new) = (Authority::new(&scratch, "authority"), Authority::new(&scratch, "new"));
+    let (old, new) = (CertificateAuthority::new(&scratch, "authority"), CertificateAuthority::new(&scratch, "new"));
     let control = format!("unix:{}", text(&scratch.socket("qmp")));
     let config = scratch.file(
         "weir.toml",
@@ -326,7 +326,7 @@ fn what_was_renewed_is_read_by_a_reload_and_connections_stay() {
     let (by_old, by_new) = (uri_with_certificates(&weir, &mine), uri_with_certificates(&weir, &new.0));
     size(&by_old).succeeds();
     size(&by_new).fails();
-    let reload = || Client::new(WEIR).args(["reload", "--qmp", &control]);
+    let reload = || TestClient::new(WEIR).args(["reload", "--qmp", &control]);
     // A client that is there stays, whatever becomes of the certificate that let it in.
     let script = format!(
         "import subprocess\nh.set_uri_allow_local_file(True)\nh.connect_uri('{by_old}')\nh.pwrite(b'a' * 512, 0)\n\
@@ -337,17 +337,17 @@ fn what_was_renewed_is_read_by_a_reload_and_connections_stay() {
         old = old.path(),
     );
     fs::copy(new.file("ca-cert.pem"), scratch.path("ca-cert.pem")).unwrap();
-    Client::new("nbdsh").args(["-c", &script]).succeeds();
+    TestClient::new("nbdsh").args(["-c", &script]).succeeds();
     fs::copy(scratch.path("ca-cert.pem"), new.file("ca-cert.pem")).unwrap();
     size(&by_new).succeeds();
     size(&by_old).fails();
     // Half of a pair is refused, and what there was holds on.
     fs::copy(new.file("client-key.pem"), old.file("server-key.pem")).unwrap();
-    assert_says(&reload().fails(), &["server-key.pem: not the key of", "server-cert.pem"]);
+    assert_contains(&reload().fails(), &["server-key.pem: not the key of", "server-cert.pem"]);
     // Nor is it waited for who would write it.
     fs::remove_file(old.file("server-key.pem")).unwrap();
-    Client::new("mkfifo").args([text(&old.file("server-key.pem"))]).succeeds();
-    assert_says(&reload().fails(), &["server-key.pem: is a named pipe, not a file"]);
+    TestClient::new("mkfifo").args([text(&old.file("server-key.pem"))]).succeeds();
+    assert_contains(&reload().fails(), &["server-key.pem: is a named pipe, not a file"]);
     size(&by_new).succeeds();
     weir.stop();
 }
@@ -359,9 +359,9 @@ fn credentials_that_are_missing_or_unused_are_named() {
     fs::create_dir(&empty).unwrap();
     let serve = |arguments: &[&str]| Serve::new(&scratch).arg("memory:1M").args(arguments);
     let said = serve(&["--tls", "on", "--tls-certificates", text(&empty)]).fails();
-    assert_says(&said, &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"]);
+    assert_contains(&said, &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"]);
     let said = serve(&["--tls", "on", "--tls-psk", text(&empty.join("keys"))]).fails();
-    assert_says(&said, &["weir: TLS: ", text(&empty.join("keys")), "No such file", "psktool"]);
-    assert_says(&serve(&["--tls", "required"]).rejects_usage(), &["no credentials", "tls-certificates"]);
-    assert_says(&serve(&["--tls-psk", "keys"]).rejects_usage(), &["--tls-psk", "tls is off"]);
+    assert_contains(&said, &["weir: TLS: ", text(&empty.join("keys")), "No such file", "psktool"]);
+    assert_contains(&serve(&["--tls", "required"]).rejects_usage(), &["no credentials", "tls-certificates"]);
+    assert_contains(&serve(&["--tls-psk", "keys"]).rejects_usage(), &["--tls-psk", "tls is off"]);
 }

@@ -5,7 +5,7 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{Client, Scratch, WEIR, need, text};
+use crate::harness::{TestClient, Scratch, WEIR, need, text};
 
 /// A shell that leads the session of a pseudo-terminal. `enter` types lines and waits until all of
 /// them have run; `told` is everything that the terminal has shown.
@@ -56,11 +56,11 @@ def expect(is_so, what):
 fn on_a_terminal(scratch: &Scratch, script: &str) {
     need("bash");
     let control = format!("unix:{}", text(&scratch.socket("qmp")));
-    Client::new("/usr/bin/python3")
+    TestClient::new("/usr/bin/python3")
         .args(["-c", &format!("{SHELL}\n{script}")])
         .inside(scratch.path("").as_path())
         .env("WEIR_QMP", control)
-        .finding(Path::new(WEIR).parent().expect("it lies in a directory"))
+        .with_path(Path::new(WEIR).parent().expect("it lies in a directory"))
         .succeeds();
 }
 

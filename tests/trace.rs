@@ -4,20 +4,20 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, Scratch, WEIR, assert_says, text, weir};
+use crate::harness::{TestClient, Scratch, WEIR, assert_contains, text, weir};
 
 const REQUESTS: &str = "time_ns,disk,op,offset,length\n\
                         0,vm1,read,4096,8192\n\
                         2000000000,vm2,write,0,4096\n\
                         3000000000,vm1,write,1048576,65536\n";
 
-fn convert(scratch: &Scratch, from: &str, to: &str) -> Client {
+fn convert(scratch: &Scratch, from: &str, to: &str) -> TestClient {
     let path = |name: &str| scratch.path(name);
     weir(&["trace", "convert", text(&path(from)), text(&path(to))])
 }
 
 #[test]
-fn what_is_written_in_a_format_is_read_from_it() {
+fn every_format_survives_a_round_trip() {
     let scratch = Scratch::new();
     fs::write(scratch.path("own.csv"), REQUESTS).unwrap();
     let all = ["recording", "fio-v2", "fio-v3", "blkparse", "msr", "alibaba", "spc", "mqsim", "weir"];
@@ -52,11 +52,11 @@ fn options_stand_before_between_and_behind_the_files() {
     }
     let said = weir(&["trace", "convert", &from]).run();
     assert_eq!(said.code(), 2);
-    assert_says(&said.said(), &["OUTPUT: missing"]);
+    assert_contains(&said.stderr(), &["OUTPUT: missing"]);
 }
 
 #[test]
-fn what_has_no_word_is_counted_and_said() {
+fn unrepresentable_requests_are_counted() {
     let scratch = Scratch::new();
     let requests = format!(
         "{REQUESTS}3000000001,vm1,flush,0,0\n3000000002,vm1,discard,0,512\n3000000003,vm1,read,1,1\n"
@@ -64,8 +64,8 @@ fn what_has_no_word_is_counted_and_said() {
     fs::write(scratch.path("own.csv"), requests).unwrap();
     let said = convert(&scratch, "own.csv", "out.mqsim").run();
     assert_eq!(said.code(), 0);
-    assert_says(
-        &said.said(),
+    assert_contains(
+        &said.stderr(),
         &[
             "weir: left out: 1 of flush, for which mqsim has no word",
             "weir: left out: 1 of discard, for which mqsim has no word",
@@ -79,23 +79,23 @@ fn what_has_no_word_is_counted_and_said() {
     ] {
         let said = convert(&scratch, "own.csv", to).run();
         assert_eq!(said.code(), 0);
-        assert_says(&said.said(), &[what]);
+        assert_contains(&said.stderr(), &[what]);
     }
     let timed = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n0,a,read,0,512,5,9,\n";
     fs::write(scratch.path("timed.csv"), timed).unwrap();
     let lost = "weir: left out: how long 1 request waited and took (weir's own CSV and recordings keep it)";
-    assert_says(&convert(&scratch, "timed.csv", "out.msr").run().said(), &[lost]);
+    assert_contains(&convert(&scratch, "timed.csv", "out.msr").run().stderr(), &[lost]);
     // Nothing is left out where nothing was told.
     let plain = convert(&scratch, "own.csv", "plain.recording").run();
-    assert!(!plain.said().contains("waited"), "{}", plain.said());
+    assert!(!plain.stderr().contains("waited"), "{}", plain.stderr());
     fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
     let said = convert(&scratch, "flush.csv", "none.msr").fails();
-    assert_says(&said, &["no request was written: left out: 1 of flush"]);
+    assert_contains(&said, &["no request was written: left out: 1 of flush"]);
     assert!(!scratch.path("none.msr").exists());
 }
 
 #[test]
-fn disks_stay_apart_where_a_format_cannot_have_their_names() {
+fn disks_stay_distinct_in_formats_without_names() {
     let scratch = Scratch::new();
     let names = ["a b", "a_b", "\"c,d\"", "c_d", "vm1", "vm1.0", "vm1_2.0"];
     let header = "time_ns,disk,op,offset,length\n".to_owned();
@@ -112,7 +112,7 @@ fn disks_stay_apart_where_a_format_cannot_have_their_names() {
         let waits =
             "weir: fio replays waits of fio-v2 otherwise than its documentation says (fio-v3 keeps times)\n";
         let waits = if format == "fio-v2" { waits } else { "" };
-        assert_eq!((said.code(), said.said()), (0, format!("weir: {format} {told}\n{waits}")));
+        assert_eq!((said.code(), said.stderr()), (0, format!("weir: {format} {told}\n{waits}")));
         let told = info(&scratch, &format!("out.{format}"));
         let disks = told["disks"].as_object().expect("disks");
         assert_eq!(disks.len(), names.len(), "{format}: {told:#}");
@@ -121,7 +121,7 @@ fn disks_stay_apart_where_a_format_cannot_have_their_names() {
 }
 
 #[test]
-fn disks_that_are_numbers_keep_them_where_a_format_has_numbers() {
+fn numeric_disk_names_are_kept_in_numeric_formats() {
     let scratch = Scratch::new();
     let volumes = ["2", "419", "0", "vm1", "8,16", "007"];
     let header = "time_ns,disk,op,offset,length\n".to_owned();
@@ -136,15 +136,15 @@ fn disks_that_are_numbers_keep_them_where_a_format_has_numbers() {
         ("blkparse", "identifies disks by number: 8,0 is 2, 8,1 is 419, 8,2 is 0, 8,3 is vm1, 8,4 is 007"),
     ] {
         let said = convert(&scratch, "own.csv", &format!("out.{format}")).run();
-        assert_eq!((said.code(), said.said()), (0, format!("weir: {format} {told}\n")));
+        assert_eq!((said.code(), said.stderr()), (0, format!("weir: {format} {told}\n")));
         // Once they are all fit, nothing becomes of them.
         let again = convert(&scratch, &format!("out.{format}"), &format!("again.{format}")).run();
-        assert_eq!((again.code(), again.said()), (0, String::new()));
+        assert_eq!((again.code(), again.stderr()), (0, String::new()));
     }
 }
 
 #[test]
-fn discards_and_zeroes_are_summed_up_too() {
+fn discards_and_zeroes_are_summed() {
     let scratch = Scratch::new();
     let requests = "time_ns,disk,op,offset,length\n\
                     0,a,discard,0,1048576\n\
@@ -174,7 +174,7 @@ fn discards_and_zeroes_are_summed_up_too() {
 }
 
 #[test]
-fn whoever_has_seen_enough_is_told_no_more() {
+fn closed_output_ends_quietly() {
     let scratch = Scratch::new();
     let lines = (1..=200_000).fold("time_ns,disk,op,offset,length\n".to_owned(), |text, at_ns| {
         text + &format!("{at_ns},vm1,read,0,4096\n")
@@ -183,14 +183,14 @@ fn whoever_has_seen_enough_is_told_no_more() {
     let script = r#"set -o pipefail; "$0" trace convert "$1" - --to "$2" | head -n1 >&2"#;
     for format in ["weir", "recording"] {
         let said =
-            Client::new("bash").args(["-c", script, WEIR, text(&scratch.path("long.csv")), format]).run();
-        assert_eq!(said.code(), 0, "{format}: {}", said.said());
-        assert!(!said.said().contains("weir: -"), "{format}: {}", said.said());
+            TestClient::new("bash").args(["-c", script, WEIR, text(&scratch.path("long.csv")), format]).run();
+        assert_eq!(said.code(), 0, "{format}: {}", said.stderr());
+        assert!(!said.stderr().contains("weir: -"), "{format}: {}", said.stderr());
     }
 }
 
 #[test]
-fn converting_keeps_the_clock() {
+fn conversion_keeps_absolute_times() {
     let scratch = Scratch::new();
     // In 2023.
     const AT_NS: u64 = 1_700_000_000_123_456_700;
@@ -243,7 +243,7 @@ fn converting_keeps_the_clock() {
     let plain = scratch.path("plain.fio-v3");
     fs::write(&plain, "fio version 3 iolog\n5 /f read 0 512\n").unwrap();
     let said = weir(&["trace", "info", "--absolute-time", text(&plain)]).fails();
-    assert_says(&said, &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"]);
+    assert_contains(&said, &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"]);
 }
 
 const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
@@ -256,20 +256,20 @@ fn info(scratch: &Scratch, name: &str) -> Value {
 }
 
 #[test]
-fn what_was_asked_of_no_length_is_left_out_and_counted() {
+fn empty_requests_are_skipped_and_counted() {
     let scratch = Scratch::new();
     let disk = |length: u64, micros: u64| format!("0,R,0,{length},{micros}\n");
     fs::write(scratch.path("t.csv"), disk(0, 1) + &disk(512, 2) + &disk(0, 3)).unwrap();
     let told = weir(&["trace", "info", text(&scratch.path("t.csv"))]).run();
-    assert_eq!((told.code(), told.said()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
+    assert_eq!((told.code(), told.stderr()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
     let told = info(&scratch, "t.csv");
     assert_eq!((&told["empty"], &told["disks"]["0"]["requests"]), (&json!(2), &json!(1)));
     let said = convert(&scratch, "t.csv", "t.spc").run();
-    assert_eq!((said.code(), said.said()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
+    assert_eq!((said.code(), said.stderr()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
 }
 
 #[test]
-fn a_format_that_the_file_is_not_is_told_with_the_one_that_it_is() {
+fn wrong_format_is_reported_with_the_right_one() {
     let scratch = Scratch::new();
     fs::write(scratch.path("t.msr"), TIMED).unwrap();
     let path = scratch.path("t.msr");
@@ -277,18 +277,18 @@ fn a_format_that_the_file_is_not_is_told_with_the_one_that_it_is() {
     for format in ["msr", "recording"] {
         let said = weir(&["trace", "info", "--format", format, text(&path)]).fails();
         let expected = format!("--format is {format}, but the file looks like weir (leave --format out)");
-        assert_says(&said, &[&expected]);
+        assert_contains(&said, &[&expected]);
     }
 }
 
 #[test]
-fn how_long_requests_waited_and_took_is_kept() {
+fn waits_and_latencies_are_kept() {
     let scratch = Scratch::new();
     fs::write(scratch.path("timed.csv"), TIMED).unwrap();
     for (from, to) in [("timed.csv", "a.recording"), ("a.recording", "b.recording"), ("b.recording", "c.csv")]
     {
         let said = convert(&scratch, from, to).run();
-        assert_eq!((said.code(), said.said()), (0, String::new()), "{from} → {to}");
+        assert_eq!((said.code(), said.stderr()), (0, String::new()), "{from} → {to}");
     }
     assert_eq!(fs::read_to_string(scratch.path("c.csv")).unwrap(), TIMED);
     for name in ["timed.csv", "a.recording", "b.recording", "c.csv"] {
@@ -315,16 +315,16 @@ fn how_long_requests_waited_and_took_is_kept() {
     let wrong = TIMED.replace("1000000,4000000", "999999,4000000");
     fs::write(scratch.path("wrong.csv"), wrong).unwrap();
     let said = convert(&scratch, "wrong.csv", "out.recording").fails();
-    assert_says(&said, &["wrong.csv:3: ", "a request is admitted before it came"]);
+    assert_contains(&said, &["wrong.csv:3: ", "a request is admitted before it came"]);
 }
 
 #[test]
-fn what_was_not_measured_is_not_told_as_if_it_were() {
+fn unmeasured_figures_are_not_shown() {
     let scratch = Scratch::new();
     fs::write(scratch.path("own.csv"), REQUESTS).unwrap();
     convert(&scratch, "own.csv", "plain.recording").succeeds();
     let printed = weir(&["trace", "info", text(&scratch.path("plain.recording"))]).succeeds();
-    assert_says(&printed, &["How long 3 requests waited and took was not measured.\n"]);
+    assert_contains(&printed, &["How long 3 requests waited and took was not measured.\n"]);
     assert!(!printed.contains("latency") && !printed.contains("WAITED"), "{printed}");
     let told = info(&scratch, "plain.recording");
     assert_eq!(told["disks"]["vm1"]["measured"], Value::Null, "{told:#}");
@@ -334,21 +334,21 @@ fn what_was_not_measured_is_not_told_as_if_it_were() {
 }
 
 #[test]
-fn an_output_keeps_what_was_read_before_an_error_and_replaces_nothing_that_is_read() {
+fn output_keeps_records_before_an_error_and_never_replaces_an_input() {
     let scratch = Scratch::new();
     fs::write(scratch.path("own.csv"), format!("{REQUESTS}what is this\n")).unwrap();
     let said = convert(&scratch, "own.csv", "out.spc").fails();
-    assert_says(&said, &["out.spc ends after 3 requests", "own.csv:5: "]);
+    assert_contains(&said, &["out.spc ends after 3 requests", "own.csv:5: "]);
     assert_eq!(fs::read_to_string(scratch.path("out.spc")).unwrap().lines().count(), 3);
     let said = convert(&scratch, "own.csv", "own.csv").fails();
-    assert_says(&said, &["which is read (name another file)"]);
+    assert_contains(&said, &["which is read (name another file)"]);
     let said = convert(&scratch, "own.csv", "out.unknown").run();
     assert_eq!(said.code(), 2);
-    assert_says(&said.said(), &["does not say in which format (name it with --to)"]);
+    assert_contains(&said.stderr(), &["does not say in which format (name it with --to)"]);
 }
 
 #[test]
-fn fio_replays_what_was_converted() {
+fn fio_replays_a_converted_trace() {
     let scratch = Scratch::new();
     let file = scratch.filled("disk.raw", 4 << 20);
     let requests = format!(
@@ -358,7 +358,7 @@ fn fio_replays_what_was_converted() {
     fs::write(scratch.path("own.csv"), requests).unwrap();
     convert(&scratch, "own.csv", "own.iolog").succeeds();
     let log = format!("--read_iolog={}", text(&scratch.path("own.iolog")));
-    let printed = Client::new("fio").args(["--name=replay", "--output-format=json", &log]).succeeds();
+    let printed = TestClient::new("fio").args(["--name=replay", "--output-format=json", &log]).succeeds();
     let told: Value = serde_json::from_str(&printed).unwrap();
     let job = &told["jobs"][0];
     assert_eq!((job["read"]["total_ios"].as_u64(), job["write"]["total_ios"].as_u64()), (Some(1), Some(1)));

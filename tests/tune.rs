@@ -15,7 +15,7 @@ use nix::{
 use serde_json::Value;
 
 use crate::harness::{
-    Client, LoopDevice, MIB, Scratch, Serve, WEIR, alone, assert_says, nbdsh, need_root, qemu_img, qemu_io,
+    TestClient, LoopDevice, MIB, Scratch, Serve, WEIR, script_without_foreign_mounts, assert_contains, nbdsh, need_root, qemu_img, qemu_io,
     text, wait_for_programs, weir,
 };
 
@@ -51,21 +51,21 @@ fn tuned(arguments: &[&str]) -> String {
     let arguments = [arguments, &["--budget", NEVER_SPENT]].concat();
     let (status, printed) = interrupted_at(ALL_MEASURED, &arguments);
     assert_eq!(status, 1, "{printed}");
-    assert_says(&printed, &["Partial: it was interrupted"]);
+    assert_contains(&printed, &["Partial: it was interrupted"]);
     printed
 }
 
 #[test]
-fn a_directory_is_measured_and_what_is_recommended_is_what_others_take() {
+fn recommendations_are_accepted_by_other_programs() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
     let kept = scratch.path("tune.json");
     let arguments = [text(&directory), "--size", "16M", "--result", text(&kept), "--disk", "1G"];
     let printed = tuned(&arguments);
     for goal in ["throughput", "latency", "integrity", "balanced"] {
-        assert_says(&printed, &[&format!("\nFor {goal}: ")]);
+        assert_contains(&printed, &[&format!("\nFor {goal}: ")]);
     }
-    assert_says(
+    assert_contains(
         &printed,
         &["CONFIGURATION", "Safety: survives a power failure", "fewest changes to it, least memory"],
     );
@@ -126,12 +126,12 @@ fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
 }
 
 #[test]
-fn an_interrupted_run_leaves_no_image_and_is_taken_up_again() {
+fn interrupted_run_leaves_no_image_and_can_be_resumed() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
     let kept = scratch.path("tune.json");
     let printed = tuned(&[text(&directory), "--size", "16M", "--result", text(&kept)]);
-    assert_says(&printed, &["\nFor balanced: "]);
+    assert_contains(&printed, &["\nFor balanced: "]);
     is_empty(&directory);
     let first = json(&kept);
     assert_eq!(first["partial"], "it was interrupted");
@@ -146,15 +146,15 @@ fn an_interrupted_run_leaves_no_image_and_is_taken_up_again() {
 
     // Whatever a second is enough for: there are samples of it all already.
     let printed = weir(&["tune"]).args(resume).args(["--budget", "1s"]).succeeds();
-    assert_says(&printed, &["\nFor balanced: "]);
+    assert_contains(&printed, &["\nFor balanced: "]);
     assert_eq!(json(&kept)["partial"], Value::Null);
     is_empty(&directory);
     let elsewhere = weir(&["tune", text(kept.parent().unwrap()), "--resume", text(&kept)]).fails();
-    assert_says(&elsewhere, &["the samples to continue with belong to", text(&directory)]);
+    assert_contains(&elsewhere, &["the samples to continue with belong to", text(&directory)]);
 }
 
 #[test]
-fn an_interruption_while_images_are_written_leaves_none() {
+fn interrupt_while_writing_images_leaves_none() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
     let (status, _) = interrupted_at("writing base.raw", &[text(&directory), "--size", "64M"]);
@@ -170,26 +170,26 @@ ls -A "$0"
 "#;
 
 #[test]
-fn a_disk_that_becomes_full_is_told_and_what_was_made_is_removed() {
+fn full_disk_is_reported_and_images_removed() {
     need_root("mounts");
     let scratch = Scratch::new();
     let mount = directory(&scratch);
     let kept = scratch.path("tune.json");
-    let printed = Client::new("unshare")
-        .args(["--mount", "sh", "-c", &alone(ON_A_DISK_THAT_FILLS_UP), text(&mount), WEIR, text(&kept)])
+    let printed = TestClient::new("unshare")
+        .args(["--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_DISK_THAT_FILLS_UP), text(&mount), WEIR, text(&kept)])
         .run()
-        .printed();
-    assert_says(&printed, &["cannot be measured to the end", "No space left on device"]);
+        .stdout();
+    assert_contains(&printed, &["cannot be measured to the end", "No space left on device"]);
     assert_eq!(printed.lines().last(), Some("others"), "{printed}");
-    assert_says(json(&kept)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
+    assert_contains(json(&kept)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
 }
 
 #[test]
-fn a_place_without_room_is_refused_before_anything_is_made() {
+fn insufficient_space_is_rejected_before_writing() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
     let said = weir(&["tune", text(&directory), "--size", "100T"]).fails();
-    assert_says(
+    assert_contains(
         &said,
         &["needs ", " bytes for images of 100T, and ", "(make room, or give a smaller --size)"],
     );
@@ -197,13 +197,13 @@ fn a_place_without_room_is_refused_before_anything_is_made() {
 }
 
 #[test]
-fn a_device_is_read_and_refused_where_somebody_has_it() {
+fn device_in_use_is_rejected() {
     let scratch = Scratch::new();
     let file = scratch.filled("device", 16 * MIB);
     let before = fs::read(&file).unwrap();
     let device = LoopDevice::attach(&file, 512);
     let printed = tuned(&[text(device.path())]);
-    assert_says(&printed, &["--format raw --cache ", "Not measured: writes: they would destroy"]);
+    assert_contains(&printed, &["--format raw --cache ", "Not measured: writes: they would destroy"]);
     assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
 
     let user = fs::OpenOptions::new()
@@ -213,27 +213,27 @@ fn a_device_is_read_and_refused_where_somebody_has_it() {
         .open(device.path())
         .unwrap();
     let refused = weir(&["tune", text(device.path()), "--budget", "3s"]).fails();
-    assert_says(&refused, &["the system holds it"]);
+    assert_contains(&refused, &["the system holds it"]);
     drop(user);
     wait_for_programs();
-    assert_says(&tuned(&[text(device.path()), "--write", "--force"]), &["--format raw --cache "]);
+    assert_contains(&tuned(&[text(device.path()), "--write", "--force"]), &["--format raw --cache "]);
     assert!(fs::read(&file).unwrap() != before, "it was written to");
 }
 
 #[test]
-fn an_image_is_read_and_stays_as_it_is() {
+fn image_is_read_and_unchanged() {
     let scratch = Scratch::new();
     let image = scratch.path("vm.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-o", "cluster_size=128K", text(&image), "32M"]).succeeds();
     let refused = weir(&["tune", text(&image), "--format", "qcow2", "--budget", "3s"]).fails();
-    assert_says(&refused, &["0 % of it hold data, and the rest are holes"]);
+    assert_contains(&refused, &["0 % of it hold data, and the rest are holes"]);
     let full = scratch.filled("full", 32 * MIB);
     let convert =
         ["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=128K", text(&full), text(&image)];
     qemu_img(convert).succeeds();
     let before = fs::read(&image).unwrap();
     let printed = tuned(&[text(&image), "--format", "qcow2"]);
-    assert_says(&printed, &["writeback, 128K", "Not measured: writes and cluster sizes"]);
+    assert_contains(&printed, &["writeback, 128K", "Not measured: writes and cluster sizes"]);
     assert!(!printed.contains("qemu-img create"), "it would empty the image: {printed}");
     assert!(fs::read(&image).unwrap() == before);
 }
@@ -244,7 +244,7 @@ fn a_published_table_is_measured_and_each_conclusion_is_judged() {
     let directory = directory(&scratch);
     let arguments = [text(&directory), "--size", "16M", "--preset", "cache-modes"];
     let printed = tuned(&arguments);
-    assert_says(
+    assert_contains(
         &printed,
         &[
             "agree",
@@ -256,5 +256,5 @@ fn a_published_table_is_measured_and_each_conclusion_is_judged() {
     is_empty(&directory);
     let image = scratch.filled("a.raw", 16 * MIB);
     let refused = weir(&["tune", text(&image), "--format", "raw", "--preset", "pcache"]).run();
-    assert_eq!(refused.code(), 2, "{}", refused.said());
+    assert_eq!(refused.code(), 2, "{}", refused.stderr());
 }

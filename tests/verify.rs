@@ -12,16 +12,16 @@ use serde_json::Value;
 use crate::{
     bench::interrupted,
     harness::{
-        Client, DEADLINE, Outcome, Scratch, Serve, WEIR, Weir, assert_says, need,
+        TestClient, DEADLINE, TestOutcome, Scratch, Serve, WEIR, Weir, assert_contains, need,
         operator::{socket, start},
         pause, search_path, text,
     },
 };
 
 /// Reads until it is dropped.
-struct Load(Child);
+struct RandomReadLoad(Child);
 
-impl Load {
+impl RandomReadLoad {
     /// So many at a time, at random places.
     fn on(weir: &Weir, disk: &str, depth: u32) -> Self {
         need("fio");
@@ -34,26 +34,26 @@ impl Load {
     }
 }
 
-impl Drop for Load {
+impl Drop for RandomReadLoad {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-fn verify(scratch: &Scratch, more: &[&str]) -> Outcome {
-    Client::new(WEIR).args(["verify", "--qmp", &socket(scratch)]).args(more).run()
+fn verify(scratch: &Scratch, more: &[&str]) -> TestOutcome {
+    TestClient::new(WEIR).args(["verify", "--qmp", &socket(scratch)]).args(more).run()
 }
 
 fn waits(scratch: &Scratch, disk: &str) -> bool {
     let status = ["status", disk, "--json", "--interval", "0", "--qmp", &socket(scratch)];
-    let status = Client::new(WEIR).args(status).json();
+    let status = TestClient::new(WEIR).args(status).json();
     status["disks"][0]["throttle"]["waiting"]["reads"].as_u64() > Some(0)
 }
 
 /// Promise, name and verdict of each line.
-fn told(outcome: &Outcome) -> Vec<[String; 3]> {
-    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+fn verdicts(outcome: &TestOutcome) -> Vec<[String; 3]> {
+    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let word = |value: &Value| value.as_str().expect("a word").to_owned();
     let lines = told["guarantees"].as_array().expect("a list").iter();
     let name = |line: &Value| word(line.get("disk").unwrap_or(&line["group"]));
@@ -61,15 +61,15 @@ fn told(outcome: &Outcome) -> Vec<[String; 3]> {
 }
 
 #[test]
-fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
+fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     let scratch = Scratch::new();
     let group = ["--group", "gold", "--iops-total", "100", "--weight", "300"];
     let weir = start(&scratch, &group);
     let qmp = socket(&scratch);
-    Client::new(WEIR).args(["throttle", "b", "--weight", "100", "--qmp", &qmp]).succeeds();
+    TestClient::new(WEIR).args(["throttle", "b", "--weight", "100", "--qmp", &qmp]).succeeds();
     // So many at a time that both have some waiting also where their clients are kept from running
     // for most of a second.
-    let loads = ["a", "b"].map(|disk| Load::on(&weir, disk, 64));
+    let loads = ["a", "b"].map(|disk| RandomReadLoad::on(&weir, disk, 64));
     let end = Instant::now() + DEADLINE;
     while ["a", "b"].iter().any(|disk| !waits(&scratch, disk)) {
         assert!(Instant::now() < end, "they do not wait");
@@ -77,36 +77,36 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     }
     let outcome = verify(&scratch, &["--for", "6s", "--json"]);
     let line = |promise: &str, name: &str| [promise, name, "held"].map(str::to_owned);
-    let held = told(&outcome);
+    let held = verdicts(&outcome);
     for expected in [line("iops-total", "gold"), line("share", "a"), line("share", "b")] {
         assert!(held.contains(&expected), "{expected:?} is not in {held:?}");
     }
-    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
-    let whole: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
+    let whole: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let gold = whole["guarantees"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
     let figures = &gold.expect("a line")["figures"];
     assert_eq!((figures["rate"].as_f64(), figures["burst"].as_f64()), (Some(100.0), Some(10.0)));
     assert!(figures["passed"].as_f64() > Some(75.0), "{figures:#}");
     let outcome = verify(&scratch, &["a", "--for", "2s", "--wait-p99", "1us"]);
-    assert_eq!(outcome.ended(), Some(1));
-    assert_says(&outcome.said(), &["1 of ", " guarantees did not hold"]);
-    assert!(!outcome.printed().contains("gold"), "{}", outcome.printed());
+    assert_eq!(outcome.status(), Some(1));
+    assert_contains(&outcome.stderr(), &["1 of ", " guarantees did not hold"]);
+    assert!(!outcome.stdout().contains("gold"), "{}", outcome.stdout());
     // 64 at a time at 75 a second: none is answered in a millisecond, and all are in a minute.
     for (most, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
         let outcome = verify(&scratch, &["a", "--for", "2s", "--latency-p99", most, "--json"]);
-        assert_eq!(outcome.ended(), Some(status), "{}", outcome.printed());
-        assert!(told(&outcome).contains(&["latency-p99", "a", verdict].map(str::to_owned)));
+        assert_eq!(outcome.status(), Some(status), "{}", outcome.stdout());
+        assert!(verdicts(&outcome).contains(&["latency-p99", "a", verdict].map(str::to_owned)));
     }
     // With a promise to one of them, nobody knows what weights should have left to each.
-    Client::new(WEIR).args(["throttle", "b", "--iops-reservation", "50", "--qmp", &qmp]).succeeds();
+    TestClient::new(WEIR).args(["throttle", "b", "--iops-reservation", "50", "--qmp", &qmp]).succeeds();
     let outcome = verify(&scratch, &["gold", "--for", "3s"]);
-    assert!(outcome.printed().contains("not judged: a disk of its group has a reservation"));
+    assert!(outcome.stdout().contains("not judged: a disk of its group has a reservation"));
     drop(loads);
     weir.stop();
 }
 
 #[test]
-fn a_config_file_is_compared_to_what_is_in_force() {
+fn config_is_compared_with_the_settings_in_force() {
     let scratch = Scratch::new();
     let nbd = text(&scratch.socket("nbd")).to_owned();
     let config = scratch.file(
@@ -117,22 +117,22 @@ fn a_config_file_is_compared_to_what_is_in_force() {
         ),
     );
     let arguments = ["--config", text(&config), "--qmp", &socket(&scratch)];
-    let weir = Serve::new(&scratch).where_said().args(arguments).start();
+    let weir = Serve::new(&scratch).at_given_addresses().args(arguments).start();
     let compare = || verify(&scratch, &["--for", "1s", "--config", text(&config), "--json"]);
     let outcome = compare();
-    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
-    assert_eq!(told(&outcome)[0], ["config", "vm1", "held"].map(str::to_owned));
+    assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
+    assert_eq!(verdicts(&outcome)[0], ["config", "vm1", "held"].map(str::to_owned));
     let text_of_file = fs::read_to_string(&config).expect("it is ours");
     fs::write(&config, text_of_file.replace("500", "600")).expect("it is ours");
     let outcome = compare();
-    assert_eq!(outcome.ended(), Some(1));
-    assert_eq!(told(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "not asked"]]);
-    assert!(outcome.printed().contains("iops-total is 500, in the file 600"), "{}", outcome.printed());
+    assert_eq!(outcome.status(), Some(1));
+    assert_eq!(verdicts(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "not asked"]]);
+    assert!(outcome.stdout().contains("iops-total is 500, in the file 600"), "{}", outcome.stdout());
     weir.stop();
 }
 
 #[test]
-fn a_disk_that_was_opened_otherwise_than_the_file_says_is_told_line_by_line() {
+fn deviations_of_a_disk_are_listed_line_by_line() {
     let scratch = Scratch::new();
     let image = scratch.sparse("vm1.raw", 1 << 20);
     let nbd = text(&scratch.socket("nbd")).to_owned();
@@ -146,24 +146,24 @@ fn a_disk_that_was_opened_otherwise_than_the_file_says_is_told_line_by_line() {
     let config = scratch.file("weir.toml", written("", of_disk));
     // By a path that means nothing elsewhere.
     let inside = ["env", "--chdir", text(config.parent().expect("it is in a directory"))];
-    let serve = Serve::new(&scratch).where_said().behind(inside);
+    let serve = Serve::new(&scratch).at_given_addresses().wrapped_by(inside);
     let weir = serve.args(["--config", "weir.toml", "--qmp", &socket(&scratch)]).start();
     let compare = || verify(&scratch, &["--for", "1s", "--config", text(&config), "--json"]);
-    assert_eq!(told(&compare())[1], ["config", "vm1", "held"].map(str::to_owned));
+    assert_eq!(verdicts(&compare())[1], ["config", "vm1", "held"].map(str::to_owned));
     let link = scratch.path("link.raw");
     std::os::unix::fs::symlink(&image, &link).expect("nobody else has it");
     let other = "cache = \"writeback\"\nimage = \"link.raw\"\ngroup = \"gold\"\n";
     fs::write(&config, written("", other).replace("image = \"vm1.raw\"\n", "")).expect("it is ours");
-    assert_eq!(told(&compare())[1], ["config", "vm1", "held"].map(str::to_owned), "it is one file");
+    assert_eq!(verdicts(&compare())[1], ["config", "vm1", "held"].map(str::to_owned), "it is one file");
     let other = "cache = \"none\"\nformat = \"qcow2\"\nprefetch = \"off\"\nread-only = true\n\
                  on-write-error = \"stop\"\n";
     let changed = written("watermark = 90\n", other).replace("vm1.raw", "vm2.raw");
     fs::write(&config, changed).expect("it is ours");
     let outcome = compare();
-    assert_eq!(outcome.ended(), Some(1));
+    assert_eq!(outcome.status(), Some(1));
     let [running, named] = ["vm1.raw", "vm2.raw"].map(|name| text(&scratch.path(name)).to_owned());
-    assert_says(
-        &outcome.printed(),
+    assert_contains(
+        &outcome.stdout(),
         &[
             "watermark is none, in the file 90",
             &format!("image is {running}, in the file {named}"),
@@ -179,25 +179,25 @@ fn a_disk_that_was_opened_otherwise_than_the_file_says_is_told_line_by_line() {
 }
 
 #[test]
-fn whoever_is_interrupted_tells_what_was_seen() {
+fn interrupted_run_prints_its_results() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "500"]);
     let mut command = Command::new(WEIR);
     command.args(["verify", "--for", "1h", "--qmp", &socket(&scratch)]);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it is there");
     let end = Instant::now() + DEADLINE;
-    while !hears(&child, Signal::SIGINT) {
+    while !blocks_signal(&child, Signal::SIGINT) {
         assert!(Instant::now() < end, "it does not await signals");
         pause();
     }
     let [printed, said] = interrupted(child);
-    assert_says(&said, &["interrupted: the results are of the first "]);
+    assert_contains(&said, &["interrupted: the results are of the first "]);
     assert!(printed.contains("iops-total") && printed.contains("not asked"), "{printed}");
     weir.stop();
 }
 
 /// Whether it awaits a signal, so that it is not ended by it.
-fn hears(child: &Child, signal: Signal) -> bool {
+fn blocks_signal(child: &Child, signal: Signal) -> bool {
     let status = fs::read_to_string(format!("/proc/{}/status", child.id())).expect("it runs");
     let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a line");
     let blocked = u64::from_str_radix(blocked.trim(), 16).expect("a mask");
@@ -205,15 +205,15 @@ fn hears(child: &Child, signal: Signal) -> bool {
 }
 
 #[test]
-fn nothing_to_judge_is_no_success() {
+fn nothing_to_verify_is_a_failure() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "500"]);
     let outcome = verify(&scratch, &["--for", "1s"]);
-    assert_eq!(outcome.ended(), Some(1));
-    assert_says(&outcome.said(), &["nothing could be checked"]);
-    assert!(outcome.printed().contains("not asked"), "{}", outcome.printed());
+    assert_eq!(outcome.status(), Some(1));
+    assert_contains(&outcome.stderr(), &["nothing could be checked"]);
+    assert!(outcome.stdout().contains("not asked"), "{}", outcome.stdout());
     let outcome = verify(&scratch, &["c"]);
-    assert_eq!(outcome.ended(), Some(1));
-    assert_says(&outcome.said(), &["c: no disk and no group has this name"]);
+    assert_eq!(outcome.status(), Some(1));
+    assert_contains(&outcome.stderr(), &["c: no disk and no group has this name"]);
     weir.stop();
 }

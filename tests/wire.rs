@@ -2,10 +2,10 @@
 //! "Request message" of the specification.
 
 use crate::harness::{
-    MIB, Scratch, Serve, Weir, Wire, pattern, text,
+    MIB, Scratch, Serve, Weir, RawNbdClient, pattern, text,
     wire::{
         CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES, EINVAL, ENOSPC, EPERM,
-        FLAG_FUA, FLAG_PAYLOAD_LEN, FLAG_REQ_ONE, OPT_EXTENDED_HEADERS, OPT_STRUCTURED_REPLY, Request,
+        FLAG_FUA, FLAG_PAYLOAD_LEN, FLAG_REQ_ONE, OPT_EXTENDED_HEADERS, OPT_STRUCTURED_REPLY, RawNbdRequest,
     },
 };
 
@@ -21,18 +21,18 @@ fn disk() -> Weir {
     Serve::filled(2 * MIB).start()
 }
 
-fn ask(wire: &mut Wire, flags: u16, kind: u16, offset: u64, length: u64) {
-    wire.send(&Request { flags, kind, cookie: 77, offset, length }.extended());
+fn ask(wire: &mut RawNbdClient, flags: u16, kind: u16, offset: u64, length: u64) {
+    wire.send(&RawNbdRequest { flags, kind, cookie: 77, offset, length }.extended());
 }
 
-fn error(wire: &mut Wire) -> (u32, String) {
+fn error(wire: &mut RawNbdClient) -> (u32, String) {
     let chunk = wire.chunk();
     assert!(chunk.done && chunk.kind == ERROR && chunk.cookie == 77, "{chunk:?}");
     let number = u32::from_be_bytes(chunk.payload[..4].try_into().expect("four bytes"));
     (number, String::from_utf8_lossy(&chunk.payload[6..]).into_owned())
 }
 
-fn assert_done(wire: &mut Wire) {
+fn assert_done(wire: &mut RawNbdClient) {
     let chunk = wire.chunk();
     assert!(chunk.done && chunk.kind == NONE && chunk.cookie == 77, "{chunk:?}");
 }
@@ -40,7 +40,7 @@ fn assert_done(wire: &mut Wire) {
 #[test]
 fn reads_and_writes_have_64_bit_headers() {
     let weir = disk();
-    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+    let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
     assert_eq!(size, 2 * MIB);
 
     ask(&mut wire, FLAG_PAYLOAD_LEN | FLAG_FUA, CMD_WRITE, 1000, 5);
@@ -64,7 +64,7 @@ fn reads_and_writes_have_64_bit_headers() {
 #[test]
 fn a_whole_disk_is_zeroed_and_described_in_one_request() {
     let weir = Serve::sparse(6 << 30).start();
-    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+    let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
     assert_eq!(size, 6 << 30);
 
     ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 5 << 30, 4);
@@ -92,7 +92,7 @@ fn a_whole_disk_is_zeroed_and_described_in_one_request() {
 #[test]
 fn wrong_requests_are_refused_in_extended_chunks() {
     let weir = disk();
-    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+    let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
 
     ask(&mut wire, 0, CMD_READ, size - 1, 2);
     assert_eq!(error(&mut wire), (EINVAL, "the range ends beyond the export".to_owned()));
@@ -109,7 +109,7 @@ fn wrong_requests_are_refused_in_extended_chunks() {
 #[test]
 fn a_write_without_the_flag_for_its_payload_is_carried_out() {
     let weir = disk();
-    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+    let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
     ask(&mut wire, FLAG_FUA, CMD_WRITE, 1000, 5);
     wire.send(b"hello");
     assert_done(&mut wire);
@@ -117,7 +117,7 @@ fn a_write_without_the_flag_for_its_payload_is_carried_out() {
     assert_eq!(wire.chunk().payload[8..], *b"hello");
 
     // What a refused one carries is no request, whatever it looks like.
-    let zeroes = Request { flags: 0, kind: CMD_WRITE_ZEROES, cookie: 78, offset: 0, length: size };
+    let zeroes = RawNbdRequest { flags: 0, kind: CMD_WRITE_ZEROES, cookie: 78, offset: 0, length: size };
     let payload = zeroes.extended();
     ask(&mut wire, 0, CMD_WRITE, size, payload.len() as u64);
     wire.send(&payload);
@@ -128,16 +128,16 @@ fn a_write_without_the_flag_for_its_payload_is_carried_out() {
 
 /// Beside a door that may write.
 #[test]
-fn an_export_may_be_for_reading_alone() {
+fn export_may_be_read_only() {
     let scratch = Scratch::new();
     let (machine, socket) = (scratch.socket("vm.sock"), scratch.socket("backup.sock"));
     let nbd = format!("unix:{},read-only", text(&socket));
     let weir = Serve::new(&scratch)
-        .where_said()
+        .at_given_addresses()
         .args(["memory:1M", "--name", "disk", "--nbd", &nbd])
         .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
         .start();
-    let (mut wire, _) = Wire::go_extended(&socket, "disk");
+    let (mut wire, _) = RawNbdClient::negotiated_extended(&socket, "disk");
     ask(&mut wire, 0, CMD_WRITE, 0, 5);
     wire.send(b"hello");
     assert_eq!(error(&mut wire), (EPERM, "the export is read-only".to_owned()));
@@ -150,24 +150,24 @@ fn an_export_may_be_for_reading_alone() {
 #[test]
 fn a_payload_too_long_to_skip_ends_the_connection() {
     let weir = disk();
-    let (mut wire, _) = Wire::go_extended(weir.socket(), "disk");
+    let (mut wire, _) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
     ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 0, 1 << 40);
-    wire.is_closed();
+    wire.wait_for_close();
 }
 
 #[test]
 fn compact_headers_are_out_of_step_afterwards() {
     let weir = disk();
-    let (mut wire, _) = Wire::go_extended(weir.socket(), "disk");
-    wire.send(&Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 1 }.compact());
+    let (mut wire, _) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
+    wire.send(&RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 1 }.compact());
     wire.send(&[0; 4]);
-    wire.is_closed();
+    wire.wait_for_close();
 }
 
 #[test]
 fn extended_headers_take_precedence_over_structured_replies() {
     let weir = disk();
-    let mut wire = Wire::greet(weir.socket());
+    let mut wire = RawNbdClient::greet(weir.socket());
     wire.option(OPT_EXTENDED_HEADERS, &[]);
     assert_eq!(wire.option(OPT_STRUCTURED_REPLY, &[])[0].0, REP_ERR_EXT_HEADER_REQD);
 }

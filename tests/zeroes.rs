@@ -28,7 +28,7 @@ fn check(before: &[u8], after: &[u8]) {
 }
 
 #[test]
-fn of_a_raw_image_their_space_comes_back_where_that_was_asked() {
+fn zeroes_free_space_of_a_raw_image_on_request() {
     for (mode, given_back) in [("off", 0), ("on", 0), ("unmap", 2 * MIB)] {
         let scratch = Scratch::new();
         let file = scratch.filled("disk.raw", 8 * MIB);
@@ -50,7 +50,7 @@ fn zeroes(image: &Path) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn of_a_qcow2_image_they_are_clusters_without_data() {
+fn zeroes_become_zero_clusters_in_qcow2() {
     for (mode, expect) in [("off", vec![]), ("on", vec![(2 * MIB, 2 * MIB)])] {
         let scratch = Scratch::new();
         let base = scratch.filled("base.raw", 8 * MIB);
@@ -70,7 +70,7 @@ fn of_a_qcow2_image_they_are_clusters_without_data() {
 }
 
 #[test]
-fn a_node_looks_for_them_as_it_was_told() {
+fn zero_detection_is_set_per_node() {
     let scratch = Scratch::new();
     let file = scratch.filled("disk.raw", 8 * MIB);
     let (bytes, before) = (fs::read(&file).unwrap(), allocated(&file));
@@ -83,7 +83,7 @@ fn a_node_looks_for_them_as_it_was_told() {
     let storage = json!({"driver": "file", "filename": text(&file)});
     let mut node = json!({"driver": "raw", "node-name": "d", "file": storage,
         "detect-zeroes": "unmap", "discard": "ignore"});
-    let (_, said) = client.refused("blockdev-add", node.clone());
+    let (_, said) = client.command_error("blockdev-add", node.clone());
     assert!(said.contains("'detect-zeroes' cannot be 'unmap'"), "{said}");
     node["discard"] = json!("unmap");
     client.command("blockdev-add", node);
@@ -102,7 +102,7 @@ fn a_node_looks_for_them_as_it_was_told() {
 }
 
 #[test]
-fn space_that_is_kept_is_not_given_back_by_zeroes() {
+fn reserved_space_is_not_freed_by_zeroes() {
     let scratch = Scratch::new();
     let file = scratch.filled("disk.raw", MIB);
     let said = Serve::new(&scratch).arg(&file).args(["--discard", "ignore", "--detect-zeroes", "unmap"]);

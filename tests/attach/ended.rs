@@ -4,8 +4,8 @@ use std::fs;
 
 use nix::sys::signal::{Signal, kill};
 
-use super::{Attached, attach, is_mounted, mountable, name};
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need_root, text, weir};
+use super::{Attachment, attach, is_mounted, mountable, name};
+use crate::harness::{TestClient, MIB, Scratch, Serve, assert_contains, need_root, text, weir};
 
 /// More than the kernel writes by itself within a moment, and nobody has flushed it.
 fn content() -> Vec<u8> {
@@ -13,7 +13,7 @@ fn content() -> Vec<u8> {
 }
 
 #[test]
-fn what_was_written_before_its_server_ended_in_order_is_there() {
+fn writes_survive_a_clean_end_of_the_server() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let options = ["--mount", text(&directory)];
@@ -25,11 +25,11 @@ fn what_was_written_before_its_server_ended_in_order_is_there() {
     let again = attach("ended-alone", &image, &options);
     assert_eq!(fs::read(directory.join("file")).expect("it is there"), content());
     again.detach().succeeds();
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
 #[test]
-fn a_daemon_that_is_taken_over_keeps_what_is_attached() {
+fn attachment_survives_an_upgrade_of_the_daemon() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
@@ -40,7 +40,7 @@ fn a_daemon_that_is_taken_over_keeps_what_is_attached() {
     let name = name("taken-over");
     let options = ["attach", "--fuse", "--json", "--format", "raw", "--mount", text(&directory)];
     let said = weir(&options).args(["--name", &name, "--qmp", &address]).arg(&image).json();
-    let attached = Attached { said, name };
+    let attached = Attachment { said, name };
     for turn in ["first", "second"] {
         fs::write(directory.join(turn), content()).expect("there is room");
         let next = serve().arg("--takeover").start();
@@ -51,16 +51,16 @@ fn a_daemon_that_is_taken_over_keeps_what_is_attached() {
         assert_eq!(fs::read(directory.join(turn)).expect("it is there"), content());
     }
     let listed = weir(&["attach", "--list"]).succeeds();
-    assert_says(&listed, &[&attached.name, text(&directory)]);
+    assert_contains(&listed, &[&attached.name, text(&directory)]);
     // By its image, as nobody else has it; its keeper has not lost sight of it.
     weir(&["detach", text(&image)]).succeeds();
     attached.is_gone();
     daemon.stop();
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
 #[test]
-fn a_file_in_place_of_its_own_image_is_not_used_by_its_server() {
+fn replaced_image_file_is_not_served() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
@@ -72,10 +72,10 @@ fn a_file_in_place_of_its_own_image_is_not_used_by_its_server() {
 }
 
 #[test]
-fn what_is_not_attached_is_nobodys_to_detach() {
+fn detach_of_an_unknown_device_fails() {
     for other in ["/dev/null", "/nowhere", &name("nothing")] {
-        assert_says(&weir(&["detach", other]).fails(), &["not attached"]);
+        assert_contains(&weir(&["detach", other]).fails(), &["not attached"]);
     }
     let missing = ["attach", "--list", "--qmp", "unix:/nowhere/qmp"];
-    assert_says(&weir(&missing).fails(), &["no daemon listens"]);
+    assert_contains(&weir(&missing).fails(), &["no daemon listens"]);
 }

@@ -13,11 +13,11 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use super::{Attached, attach, command, name, place};
-use crate::harness::{Client, MIB, Scratch, WEIR, alone, assert_says, need_root, text, weir};
+use super::{Attachment, attach, command, name, place};
+use crate::harness::{TestClient, MIB, Scratch, WEIR, script_without_foreign_mounts, assert_contains, need_root, text, weir};
 
 #[test]
-fn a_keeper_that_is_stopped_is_named_and_ended_by_force() {
+fn stopped_keeper_is_named_and_killed_by_force() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("still", &image, &[]);
@@ -26,8 +26,8 @@ fn a_keeper_that_is_stopped_is_named_and_ended_by_force() {
     let names_it = format!("{}: its keeper, process {keeper} (weir), is stopped", attached.name);
     let helps = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
     let [goes_on, ends] = helps.each_ref();
-    assert_says(&attached.detach().fails(), &[&names_it, goes_on, ends]);
-    assert_says(&command(&attached.name, &image, &[]).fails(), &[&names_it, goes_on, ends]);
+    assert_contains(&attached.detach().fails(), &[&names_it, goes_on, ends]);
+    assert_contains(&command(&attached.name, &image, &[]).fails(), &[&names_it, goes_on, ends]);
     fs::File::open(attached.device()).expect("nothing is undone");
     weir(&["detach", "--force", &attached.name]).succeeds();
     attached.is_gone();
@@ -51,16 +51,16 @@ fn a_keeper_that_is_stopped_before_it_is_through_leaves_nothing() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let (path, once) = stopping(&scratch);
-    let attached = Attached { name: name("begun"), said: Value::Null };
+    let attached = Attachment { name: name("begun"), said: Value::Null };
     for is_forced in [false, true] {
         fs::write(&once, "").expect("it can be written");
         let refused = command(&attached.name, &image, &[]).env("PATH", &path).fails();
-        assert_says(&refused, &[&attached.name, "its keeper, process ", "is stopped", "kill -CONT"]);
+        assert_contains(&refused, &[&attached.name, "its keeper, process ", "is stopped", "kill -CONT"]);
         let named = attached.detach().fails();
         let stopped = "(weir), is stopped";
-        assert_says(&named, &[&attached.name, stopped, "--force"]);
+        assert_contains(&named, &[&attached.name, stopped, "--force"]);
         let again = command(&attached.name, &image, &[]).fails();
-        assert_says(&again, &[&attached.name, stopped, "--force"]);
+        assert_contains(&again, &[&attached.name, stopped, "--force"]);
         if is_forced {
             weir(&["detach", "--force", &attached.name]).succeeds();
             attached.is_gone();
@@ -74,7 +74,7 @@ fn a_keeper_that_is_stopped_before_it_is_through_leaves_nothing() {
 }
 
 #[test]
-fn a_daemon_that_does_not_answer_is_named_and_passed_over() {
+fn unresponsive_daemon_is_named_and_skipped() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
@@ -86,12 +86,12 @@ fn a_daemon_that_does_not_answer_is_named_and_passed_over() {
     let attach = ["attach", "--fuse", "--json", "--group", "gold", "--format", "raw", "--name", &name];
     let done = weir(&attach).arg(&image).env("WEIR_QMP", &address).run();
     let does_not = format!("the daemon at {address} does not respond");
-    assert_says(
-        &done.said(),
+    assert_contains(
+        &done.stderr(),
         &[&does_not, "by a private process", "the group gold consists of this disk only"],
     );
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
-    let attached = Attached { said, name };
+    let attached = Attachment { said, name };
     assert_eq!(attached.said["daemon"], json!(false));
     attached.detach().succeeds();
     attached.is_gone();
@@ -132,13 +132,13 @@ fn a_full_file_system_is_named_and_nothing_is_left() {
         done
         echo "it needs more than that"
     "#;
-    let script = alone(script);
+    let script = script_without_foreign_mounts(script);
     let arguments = ["--mount", "sh", "-c", &script, "sh", WEIR, text(&image)];
-    assert_eq!(Client::new("unshare").args(arguments).succeeds(), "");
+    assert_eq!(TestClient::new("unshare").args(arguments).succeeds(), "");
 }
 
 #[test]
-fn who_may_have_few_descriptors_is_told_what_helps() {
+fn too_low_descriptor_limit_is_reported_with_a_remedy() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
@@ -146,8 +146,8 @@ fn who_may_have_few_descriptors_is_told_what_helps() {
     for most in ["5", "9", "10", "12", "24"] {
         let script = r#"ulimit -n "$1"; exec "$2" attach --fuse --alone --name "$3" -f raw "$4""#;
         let attach = ["-c", script, "sh", most, WEIR, &name, text(&image)];
-        let refused = Client::new("sh").args(attach).fails();
-        assert_says(&refused, &["Too many open files", "`ulimit -n`", "LimitNOFILE="]);
+        let refused = TestClient::new("sh").args(attach).fails();
+        assert_contains(&refused, &["Too many open files", "`ulimit -n`", "LimitNOFILE="]);
         assert!(!Path::exists(&place(&name)), "{most}: something is left");
     }
 }

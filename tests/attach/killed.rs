@@ -15,11 +15,11 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use super::{Attached, attach, command, is_mounted, mountable, name, sequence, wait_until_removed};
-use crate::harness::{Client, MIB, Scratch, WEIR, assert_says, children, need_root, text, weir};
+use super::{Attachment, attach, command, is_mounted, mountable, name, disk_sequence, wait_until_removed};
+use crate::harness::{TestClient, MIB, Scratch, WEIR, assert_contains, children, need_root, text, weir};
 
 #[test]
-fn whoever_asks_and_goes_leaves_all_or_nothing() {
+fn killed_attach_leaves_all_or_nothing() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     need_root("devices of this host");
@@ -34,7 +34,7 @@ fn whoever_asks_and_goes_leaves_all_or_nothing() {
         asking.wait().expect("it has ended");
         // Whether its keeper has begun, is through, or is undoing it: in the end there is nothing
         // or all of it, and a new one finds its way.
-        let attached = Attached { name: name.clone(), said: Value::Null };
+        let attached = Attachment { name: name.clone(), said: Value::Null };
         if let Ok(lock) = File::open(attached.place().join("lock"))
             && attached.place().join("attached.json").exists()
         {
@@ -43,12 +43,12 @@ fn whoever_asks_and_goes_leaves_all_or_nothing() {
         }
         attached.wait_until_gone_or_whole();
     }
-    let whole = Attached { said: command(&name, &image, &[]).json(), name };
+    let whole = Attachment { said: command(&name, &image, &[]).json(), name };
     whole.detach().succeeds();
     whole.is_gone();
 }
 
-impl Attached {
+impl Attachment {
     /// Waits for a keeper that nobody heard of.
     fn wait_until_gone_or_whole(&self) {
         while let Ok(lock) = File::open(self.place().join("lock")) {
@@ -66,12 +66,12 @@ impl Attached {
 }
 
 #[test]
-fn a_server_that_is_killed_takes_everything_with_it() {
+fn killed_server_ends_the_attachment() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("killed", &image, &[]);
     let device = attached.device();
-    let made = sequence(&device);
+    let made = disk_sequence(&device);
     kill(attached.server(), Signal::SIGKILL).expect("it runs");
     attached.wait_until_gone();
     wait_until_removed(&device, &made);
@@ -88,13 +88,13 @@ fn mounts_at(directory: &Path) -> usize {
 
 /// What is left of a mount whose server was killed would take what is written to it, and lose it.
 #[test]
-fn a_server_that_is_killed_leaves_no_mount_to_those_who_work_there() {
+fn killed_server_leaves_no_writable_mount() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let attached = attach("inside", &image, &["--mount", text(&directory)]);
     let also = scratch.path("also");
     fs::create_dir(&also).expect("it can be made");
-    Client::new("mount").arg(attached.device()).arg(&also).succeeds();
+    TestClient::new("mount").arg(attached.device()).arg(&also).succeeds();
     let inside = File::create(directory.join("open")).expect("it can be made");
     let inside_also = File::open(also.join("open")).expect("it is there");
     kill(attached.server(), Signal::SIGKILL).expect("it runs");
@@ -107,11 +107,11 @@ fn a_server_that_is_killed_leaves_no_mount_to_those_who_work_there() {
     again.detach().succeeds();
     again.is_gone();
     assert!(!is_mounted(&directory));
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
 #[test]
-fn a_mount_that_a_killed_keeper_and_server_left_is_not_mounted_over() {
+fn stale_mount_is_not_covered() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let options = ["--mount", text(&directory)];
@@ -125,7 +125,7 @@ fn a_mount_that_a_killed_keeper_and_server_left_is_not_mounted_over() {
     drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
     // As it was: what is left is gone on with.
     let again =
-        Attached { name: attached.name.clone(), said: command(&attached.name, &image, &options).json() };
+        Attachment { name: attached.name.clone(), said: command(&attached.name, &image, &options).json() };
     assert_eq!(mounts_at(&directory), 1);
     fs::write(directory.join("new"), "content").expect("it can be written to");
     drop(inside);
@@ -135,7 +135,7 @@ fn a_mount_that_a_killed_keeper_and_server_left_is_not_mounted_over() {
 }
 
 #[test]
-fn what_a_killed_keeper_leaves_is_taken_away() {
+fn leftovers_of_a_killed_keeper_are_removed() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("keeper", &image, &[]);
@@ -146,24 +146,24 @@ fn what_a_killed_keeper_leaves_is_taken_away() {
     // Its server goes on.
     File::open(attached.device()).expect("it can be opened");
     let again = command(&attached.name, &image, &["--iops-total", "5"]).fails();
-    assert_says(&again, &["its keeper process was killed", "--recover"]);
+    assert_contains(&again, &["its keeper process was killed", "--recover"]);
     attached.detach().succeeds();
     attached.is_gone();
 }
 
 #[test]
-fn what_a_killed_keeper_and_its_server_leave_is_taken_away() {
+fn leftovers_of_killed_keeper_and_server_are_removed() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("both", &image, &[]);
     let (device, server) = (attached.device(), attached.server());
-    let made = sequence(&device);
+    let made = disk_sequence(&device);
     let keeper = attached.said["keeper"].as_i64().expect("it has one");
     for process in [Pid::from_raw(keeper as i32), server] {
         kill(process, Signal::SIGKILL).expect("it runs");
     }
     // As whoever watches the server does soon: then nobody sees what the device lies on.
-    Client::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
+    TestClient::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
     attached.detach().succeeds();
     attached.is_gone();
     wait_until_removed(&device, &made);
@@ -192,7 +192,7 @@ fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let name = name("half");
-    let attached = Attached { name: name.clone(), said: Value::Null };
+    let attached = Attachment { name: name.clone(), said: Value::Null };
     for after in moments(32, Duration::from_millis(160)) {
         let mut asking = Command::new(WEIR)
             .args(["attach", "--fuse", "--alone", "--format", "raw", "--name", &name])
@@ -233,16 +233,16 @@ fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
         attached.is_gone();
         assert!(!is_mounted(&directory), "{after:?}");
         // Nobody has the image any more.
-        Client::new("qemu-io").args(["-f", "raw", "-c", "write 63M 512", text(&image)]).succeeds();
+        TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 63M 512", text(&image)]).succeeds();
     }
-    Client::new("e2fsck").args(["-fy", text(&image)]).run();
-    let whole = Attached { said: command(&name, &image, &[]).json(), name };
+    TestClient::new("e2fsck").args(["-fy", text(&image)]).run();
+    let whole = Attachment { said: command(&name, &image, &[]).json(), name };
     whole.detach().succeeds();
     whole.is_gone();
 }
 
 #[test]
-fn whenever_detaching_is_killed_it_can_be_done_again() {
+fn killed_detach_can_be_repeated() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     for (index, after) in moments(24, Duration::from_millis(120)).enumerate() {
@@ -274,5 +274,5 @@ fn whenever_detaching_is_killed_it_can_be_done_again() {
         attached.is_gone();
         assert!(!is_mounted(&directory), "{after:?}");
     }
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+    TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }

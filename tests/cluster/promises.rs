@@ -4,24 +4,24 @@ use std::{fs, iter, thread};
 
 use serde_json::json;
 
-use super::{Etcd, Host, leader_of, until};
-use crate::harness::{Qmp, Scratch, assert_says};
+use super::{EtcdServer, ClusterTestHost, leader_of, until};
+use crate::harness::{Qmp, Scratch, assert_contains};
 
 #[test]
-fn promises_of_all_hosts_fit_into_the_limit() {
+fn reservations_of_all_hosts_fit_the_limit() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
-    let hosts: Vec<_> = ["a", "b"].iter().map(|name| Host::start(name, &etcd)).collect();
+    let etcd = EtcdServer::start(&scratch);
+    let hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    until("both know it", || hosts.iter().all(|host| host.part() < 3000));
+    until("both know it", || hosts.iter().all(|host| host.quota() < 3000));
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
-    let promised = |host: &Host| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
+    let promised = |host: &ClusterTestHost| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
     until("the other knows of it", || promised(&hosts[1]) == Some(2000));
     until("and of what is left", || {
         let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
-        said.ended() == Some(1)
-            && said.said().contains("more than the 1000 that the reservations of other hosts leave")
+        said.status() == Some(1)
+            && said.stderr().contains("more than the 1000 that the reservations of other hosts leave")
     });
     hosts[1].run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
     until("all is told", || promised(&hosts[0]) == Some(3000));
@@ -29,8 +29,8 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
     assert!(said.contains("3000 is reserved on its hosts"), "{said}");
     // Of two that promise at once one is refused.
-    let promise = |host: &Host, iops: &str| {
-        host.run(&["throttle", "vm", "--iops-reservation", iops]).run().ended() == Some(0)
+    let promise = |host: &ClusterTestHost, iops: &str| {
+        host.run(&["throttle", "vm", "--iops-reservation", iops]).run().status() == Some(0)
     };
     for round in 0..5 {
         for host in &hosts {
@@ -78,22 +78,22 @@ fn promises_of_all_hosts_fit_into_the_limit() {
 }
 
 /// What a host's disk is promised, and what is left out of that.
-fn promise_of(host: &Host) -> (Option<u64>, Option<u64>) {
+fn reservation_of(host: &ClusterTestHost) -> (Option<u64>, Option<u64>) {
     let disk = host.status()["disks"][0].clone();
     (disk["iops-reservation"].as_u64(), disk["unmet-reservation"]["iops-reservation"].as_u64())
 }
 
 /// A host whose config file promises so much to its disk.
-fn promising(name: &str, etcd: &Etcd, iops: u64) -> Host {
+fn host_with_reservation(name: &str, etcd: &EtcdServer, iops: u64) -> ClusterTestHost {
     let scratch = Scratch::new();
-    Host::config(&scratch, name, &etcd.url(), "");
+    ClusterTestHost::config(&scratch, name, &etcd.url(), "");
     let control = scratch.socket("control");
-    let host = Host { scratch, weir: None, control };
-    write_promise(&host, iops);
+    let host = ClusterTestHost { scratch, weir: None, control };
+    write_reservation(&host, iops);
     host
 }
 
-fn write_promise(host: &Host, iops: u64) {
+fn write_reservation(host: &ClusterTestHost, iops: u64) {
     let file = host.scratch.path("weir.toml");
     let config = fs::read_to_string(&file).unwrap();
     let rest = config.split("iops-reservation").next().unwrap();
@@ -101,12 +101,12 @@ fn write_promise(host: &Host, iops: u64) {
 }
 
 #[test]
-fn a_start_is_served_without_what_others_leave_no_room_for() {
+fn start_succeeds_with_an_unmet_reservation() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
-    let mut a = promising("a", &etcd, 2000);
-    let mut b = promising("b", &etcd, 1500);
-    a.again();
+    let etcd = EtcdServer::start(&scratch);
+    let mut a = host_with_reservation("a", &etcd, 2000);
+    let mut b = host_with_reservation("b", &etcd, 1500);
+    a.restart();
     until("it has joined", || a.cluster()["joined"] == true);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let at_etcd = |host: &str| {
@@ -115,50 +115,50 @@ fn a_start_is_served_without_what_others_leave_no_room_for() {
     };
     until("it is promised", || at_etcd("a").contains("[2000,0]"));
     // Its disk comes up, and says what it does without, and why.
-    b.again();
-    assert_eq!(promise_of(&b), (None, Some(1500)));
+    b.restart();
+    assert_eq!(reservation_of(&b), (None, Some(1500)));
     let expect = ["vm: served without its iops-reservation 1500", "on other hosts: a 2000 IOPS"];
     for expect in expect {
         b.weir().wait_for_log(expect);
     }
-    assert_says(&b.run(&["status"]).succeeds(), &["UNMET RESERVATION", "iops 1500", "a 2000 IOPS"]);
+    assert_contains(&b.run(&["status"]).succeeds(), &["UNMET RESERVATION", "iops 1500", "a 2000 IOPS"]);
     until("both are known", || b.cluster()["groups"][0]["reserved-by"]["a"]["iops"] == 2000);
-    assert_says(&a.run(&["cluster", "status"]).succeeds(), &["reserved 2000 IOPS (a 2000 IOPS)"]);
+    assert_contains(&a.run(&["cluster", "status"]).succeeds(), &["reserved 2000 IOPS (a 2000 IOPS)"]);
     // A reload that asks for the same goes on; one that asks for more is refused.
     b.run(&["reload"]).succeeds();
-    assert_eq!(promise_of(&b), (None, Some(1500)));
-    write_promise(&b, 1600);
-    assert_says(&b.run(&["reload"]).fails(), &["disk vm", "iops-reservation: 1600"]);
-    write_promise(&b, 1500);
+    assert_eq!(reservation_of(&b), (None, Some(1500)));
+    write_reservation(&b, 1600);
+    assert_contains(&b.run(&["reload"]).fails(), &["disk vm", "iops-reservation: 1600"]);
+    write_reservation(&b, 1500);
     // There is room: it is promised by itself.
     let mut events = Qmp::negotiated(&b.control);
     a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
     let made = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "reservation_in_force");
     assert_eq!(made.unwrap()["data"]["iops-reservation"], 1500);
-    assert_eq!(promise_of(&b), (Some(1500), None));
+    assert_eq!(reservation_of(&b), (Some(1500), None));
     assert!(at_etcd("b").contains("[1500,0]"));
     // What a command says holds.
     b.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
     b.weir.take().unwrap().stop();
-    write_promise(&b, 2500);
-    b.again();
-    assert_eq!(promise_of(&b), (None, Some(2500)));
+    write_reservation(&b, 2500);
+    b.restart();
+    assert_eq!(reservation_of(&b), (None, Some(2500)));
     b.run(&["throttle", "vm", "--iops-reservation", "0"]).succeeds();
-    assert_eq!(promise_of(&b), (None, None));
+    assert_eq!(reservation_of(&b), (None, None));
 }
 
 #[test]
-fn what_a_host_has_promised_waits_for_its_next_run() {
+fn reservation_of_a_stopped_host_is_kept() {
     let scratch = Scratch::new();
-    let mut etcd = Etcd::start(&scratch);
-    let (mut a, mut b) = (promising("a", &etcd, 2000), promising("b", &etcd, 500));
-    a.again();
-    b.again();
+    let mut etcd = EtcdServer::start(&scratch);
+    let (mut a, mut b) = (host_with_reservation("a", &etcd, 2000), host_with_reservation("b", &etcd, 500));
+    a.restart();
+    b.restart();
     until("both have joined", || [&a, &b].iter().all(|host| host.cluster()["joined"] == true));
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    let by = |host: &Host, name: &str| host.cluster()["groups"][0]["reserved-by"][name]["iops"].as_u64();
+    let by = |host: &ClusterTestHost, name: &str| host.cluster()["groups"][0]["reserved-by"][name]["iops"].as_u64();
     until("both are promised", || by(&b, "a") == Some(2000) && by(&a, "b") == Some(500));
-    let raise = |host: &Host, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
+    let raise = |host: &ClusterTestHost, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
     for is_crash in [false, true] {
         let weir = a.weir.take().unwrap();
         if is_crash {
@@ -166,10 +166,10 @@ fn what_a_host_has_promised_waits_for_its_next_run() {
         } else {
             drop(weir.stop())
         }
-        assert_says(&raise(&b, "1500").fails(), &["the 1000 that the reservations of other hosts leave"]);
+        assert_contains(&raise(&b, "1500").fails(), &["the 1000 that the reservations of other hosts leave"]);
         assert_eq!(by(&b, "a"), Some(2000));
-        a.again();
-        assert_eq!(promise_of(&a), (Some(2000), None));
+        a.restart();
+        assert_eq!(reservation_of(&a), (Some(2000), None));
         until("it has joined", || a.cluster()["joined"] == true);
     }
     // Of one that will not come back it can be had, and then that host finds no room.
@@ -181,19 +181,19 @@ fn what_a_host_has_promised_waits_for_its_next_run() {
     b.run(&["cluster", "forget", "a"]).succeeds();
     until("it is forgotten", || by(&b, "a").is_none());
     raise(&b, "1500").succeeds();
-    a.again();
-    assert_eq!(promise_of(&a), (None, Some(2000)));
+    a.restart();
+    assert_eq!(reservation_of(&a), (None, Some(2000)));
     // Without etcd nobody is asked. Once it is back it is, and whoever was first has it.
     a.weir.take().unwrap().stop();
     etcd.kill();
-    a.again();
-    assert_eq!(promise_of(&a), (Some(2000), None));
-    etcd.start_again();
-    until("it finds no room", || promise_of(&a) == (None, Some(2000)));
+    a.restart();
+    assert_eq!(reservation_of(&a), (Some(2000), None));
+    etcd.restart();
+    until("it finds no room", || reservation_of(&a) == (None, Some(2000)));
     a.weir().wait_for_log(
         "2000 would be reserved on a, but only 1500 is available; reserved in group gold on other hosts: b 1500 IOPS",
     );
-    assert_eq!(promise_of(&b), (Some(1500), None));
+    assert_eq!(reservation_of(&b), (Some(1500), None));
     until("it is so in etcd", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
     assert!(b.cluster()["groups"][0]["overcommitted"].as_object().unwrap().is_empty());
 }

@@ -4,16 +4,16 @@ use std::{fs, path::Path};
 
 use nix::sys::signal::Signal;
 
-use super::{Etcd, Host, until};
-use crate::harness::{Client, Scratch, WEIR, assert_says, text};
+use super::{EtcdServer, ClusterTestHost, until};
+use crate::harness::{TestClient, Scratch, WEIR, assert_contains, text};
 
 #[test]
-fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
+fn changed_password_is_reported_and_reloaded() {
     let scratch = Scratch::new();
-    let mut etcd = Etcd::start(&scratch);
-    let change = |etcd: &Etcd, password: &str| {
+    let mut etcd = EtcdServer::start(&scratch);
+    let change = |etcd: &EtcdServer, password: &str| {
         let words = ["--user", "root:secret", "user", "passwd", "weir", "--interactive=false"];
-        etcd.control(&words).reading(password).succeeds();
+        etcd.control(&words).with_stdin(password).succeeds();
     };
     for words in [
         "role add lab",
@@ -33,17 +33,17 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
     let place = Scratch::new();
     let password = place.file("password", "first\n");
     let reader = format!("user = \"reader\"\npassword-file = \"{}\"", text(&password));
-    let file = Host::config(&place, "x", &etcd.url(), &reader);
-    assert_says(
-        &Client::new(WEIR).args(["check-config", text(&file)]).fails(),
+    let file = ClusterTestHost::config(&place, "x", &etcd.url(), &reader);
+    assert_contains(
+        &TestClient::new(WEIR).args(["check-config", text(&file)]).fails(),
         &["permission denied", "a role that reads and writes /weir/v1/lab/"],
     );
-    assert_says(&Host::serve(&place, &file, &place.socket("control")).fails(), &["permission denied"]);
+    assert_contains(&ClusterTestHost::serve(&place, &file, &place.socket("control")).fails(), &["permission denied"]);
     let more = format!("user = \"weir\"\npassword-file = \"{}\"", text(&password));
-    let file = Host::config(&place, "x", &etcd.url(), &more);
+    let file = ClusterTestHost::config(&place, "x", &etcd.url(), &more);
     let socket = place.socket("control");
-    let weir = Some(Host::serve(&place, &file, &socket).start());
-    let host = Host { scratch: place, weir, control: socket };
+    let weir = Some(ClusterTestHost::serve(&place, &file, &socket).start());
+    let host = ClusterTestHost { scratch: place, weir, control: socket };
     until("it has joined", || host.cluster()["joined"] == true);
     // It hears of another reason first: etcd has gone.
     host.weir().signal(Signal::SIGSTOP);
@@ -51,28 +51,28 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
     etcd.kill();
     host.weir().signal(Signal::SIGCONT);
     host.weir().wait_for_log("partitioned from cluster lab");
-    etcd.child = Etcd::spawn(&etcd.data, etcd.ports);
+    etcd.child = EtcdServer::spawn(&etcd.data, etcd.ports);
     let said = "rejects the user and password of [cluster]: etcdserver: authentication failed";
     host.weir().wait_for_log(said);
     until("it is shown", || {
         host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(said))
     });
-    assert_eq!(host.weir().logged().matches(said).count(), 1, "it is asked again and again, and told once");
+    assert_eq!(host.weir().log_text().matches(said).count(), 1, "it is asked again and again, and told once");
     // The file is read again when it is told to, and no change of anything else is needed.
-    place_again(&password, "second\n");
+    replace_file(&password, "second\n");
     assert_eq!(host.run(&["reload"]).succeeds(), "nothing has changed\n");
     until("it has joined again", || host.cluster()["joined"] == true);
     fs::remove_file(&password).unwrap();
-    assert_says(&host.run(&["reload"]).fails(), &["cluster lab: password-file", "No such file"]);
+    assert_contains(&host.run(&["reload"]).fails(), &["cluster lab: password-file", "No such file"]);
     assert_eq!(host.cluster()["joined"], true);
 }
 
 #[test]
-fn members_of_two_clusters_in_one_list_are_refused() {
+fn members_of_two_etcd_clusters_are_rejected() {
     let (one, two) = (Scratch::new(), Scratch::new());
-    let (one, two) = (Etcd::start(&one), Etcd::start(&two));
+    let (one, two) = (EtcdServer::start(&one), EtcdServer::start(&two));
     let place = Scratch::new();
-    let file = Host::config(&place, "x", &format!("{}\", \"{}", one.url(), two.url()), "");
+    let file = ClusterTestHost::config(&place, "x", &format!("{}\", \"{}", one.url(), two.url()), "");
     let text = fs::read_to_string(&file).unwrap();
     let lines = text.lines().map(|line| match line.strip_prefix("etcd = ") {
         Some(urls) => format!("etcd = [{urls}]\n"),
@@ -80,16 +80,16 @@ fn members_of_two_clusters_in_one_list_are_refused() {
     });
     fs::write(&file, lines.collect::<String>()).unwrap();
     let said = ["belong to different clusters", "etcdctl member list"];
-    assert_says(&Client::new(WEIR).args(["check-config", self::text(&file)]).fails(), &said);
+    assert_contains(&TestClient::new(WEIR).args(["check-config", self::text(&file)]).fails(), &said);
     let control = place.socket("control");
-    let weir = Some(Host::serve(&place, &file, &control).start());
-    let host = Host { scratch: place, weir, control };
+    let weir = Some(ClusterTestHost::serve(&place, &file, &control).start());
+    let host = ClusterTestHost { scratch: place, weir, control };
     host.weir().wait_for_log("belong to different clusters");
     assert_ne!(host.cluster()["joined"], true);
 }
 
 /// As programs do that renew it: another file by its name.
-fn place_again(file: &Path, text: &str) {
+fn replace_file(file: &Path, text: &str) {
     let beside = file.with_extension("new");
     fs::write(&beside, text).unwrap();
     fs::rename(beside, file).unwrap();

@@ -2,28 +2,28 @@
 
 use nix::sys::signal::Signal;
 
-use super::{Etcd, Host, leader_of, until};
+use super::{EtcdServer, ClusterTestHost, leader_of, until};
 use crate::harness::Scratch;
 
 #[test]
-fn changes_and_hosts_that_fall_silent_are_told() {
+fn changed_limits_and_unreachable_hosts_are_reported() {
     let scratch = Scratch::new();
-    let etcd = Etcd::start(&scratch);
-    let hosts: Vec<_> = ["a", "b"].iter().map(|name| Host::start(name, &etcd)).collect();
+    let etcd = EtcdServer::start(&scratch);
+    let hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let by = |who| format!("group gold was changed on all hosts by {who}");
     hosts[0].weir().wait_for_log(&by("process "));
     hosts[1].weir().wait_for_log(&by("another host: iops-total 3000 (was 0)"));
-    assert!(!hosts[0].weir().logged().contains(&by("another")), "told once, with who has asked");
+    assert!(!hosts[0].weir().log_text().contains(&by("another")), "told once, with who has asked");
     until("both are led", || hosts.iter().all(|host| leader_of(host).is_some()));
     let leads_first = leader_of(&hosts[0]).as_deref() == Some("a");
     let (leader, other) = if leads_first { (&hosts[0], &hosts[1]) } else { (&hosts[1], &hosts[0]) };
-    until("they are lent something", || hosts.iter().all(|host| host.part() > 100));
+    until("they are lent something", || hosts.iter().all(|host| host.quota() > 100));
     let name = if leads_first { "b" } else { "a" };
     other.weir().signal(Signal::SIGSTOP);
     leader.weir().wait_for_log(&format!("host {name} is unreachable"));
     other.weir().signal(Signal::SIGCONT);
     leader.weir().wait_for_log(&format!("host {name} is reachable again"));
-    assert!(!other.weir().logged().contains("is unreachable: its quota"), "it led nobody");
+    assert!(!other.weir().log_text().contains("is unreachable: its quota"), "it led nobody");
 }

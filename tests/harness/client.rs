@@ -102,13 +102,13 @@ pub(crate) fn need(program: &str) {
     panic!("{program}: not found (install the Debian package {package}, or run `make deps`)");
 }
 
-pub(crate) struct Client {
+pub(crate) struct TestClient {
     command: Command,
     name: String,
     input: Option<File>,
 }
 
-impl Client {
+impl TestClient {
     #[track_caller]
     pub(crate) fn new(program: &str) -> Self {
         need(program);
@@ -137,14 +137,14 @@ impl Client {
         arguments.into_iter().fold(self, Self::arg)
     }
 
-    pub(crate) fn reading(self, text: &str) -> Self {
+    pub(crate) fn with_stdin(self, text: &str) -> Self {
         let mut file = tempfile::tempfile().expect("the system has a temporary directory");
         file.write_all(text.as_bytes()).and_then(|()| file.rewind()).expect("there is room for a line");
         Self { input: Some(file), ..self }
     }
 
     /// What the test is at, for a failure to say.
-    pub(crate) fn about(self, what: &str) -> Self {
+    pub(crate) fn describing(self, what: &str) -> Self {
         Self { name: format!("{what}: {}", self.name), ..self }
     }
 
@@ -159,7 +159,7 @@ impl Client {
     }
 
     /// Programs of this directory are found first.
-    pub(crate) fn finding(mut self, directory: &Path) -> Self {
+    pub(crate) fn with_path(mut self, directory: &Path) -> Self {
         let mut path = directory.as_os_str().to_owned();
         path.push(":");
         path.push(search_path());
@@ -168,7 +168,7 @@ impl Client {
     }
 
     #[track_caller]
-    pub(crate) fn run(mut self) -> Outcome {
+    pub(crate) fn run(mut self) -> TestOutcome {
         let mut output = self.output();
         for _ in 1..MOST_ATTEMPTS {
             if !String::from_utf8_lossy(&output.stderr).contains(NO_PROCESSOR_TIME) {
@@ -176,7 +176,7 @@ impl Client {
             }
             output = self.output();
         }
-        Outcome { name: self.name, output }
+        TestOutcome { name: self.name, output }
     }
 
     #[track_caller]
@@ -208,7 +208,7 @@ impl Client {
 
     /// Runs qemu-io with these commands, each of which must succeed: its exit status does not say.
     #[track_caller]
-    pub(crate) fn does<T: AsRef<OsStr>>(
+    pub(crate) fn run_qemu_io<T: AsRef<OsStr>>(
         self,
         commands: impl IntoIterator<Item = T>,
         target: impl AsRef<OsStr>,
@@ -229,7 +229,7 @@ impl Client {
     #[track_caller]
     pub(crate) fn fails(self) -> String {
         let outcome = self.run();
-        let said = outcome.said();
+        let said = outcome.stderr();
         assert!(
             outcome.output.status.code().is_some_and(|code| code != 0),
             "{} should have failed; {said}",
@@ -239,12 +239,12 @@ impl Client {
     }
 }
 
-pub(crate) struct Outcome {
+pub(crate) struct TestOutcome {
     name: String,
     output: Output,
 }
 
-impl Outcome {
+impl TestOutcome {
     /// A client that died of a signal fails the test.
     #[track_caller]
     pub(crate) fn code(&self) -> i32 {
@@ -252,15 +252,15 @@ impl Outcome {
     }
 
     /// None if it died of a signal, as `timeout` does of the one that it has to send in the end.
-    pub(crate) fn ended(&self) -> Option<i32> {
+    pub(crate) fn status(&self) -> Option<i32> {
         self.output.status.code()
     }
 
-    pub(crate) fn said(&self) -> String {
+    pub(crate) fn stderr(&self) -> String {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
 
-    pub(crate) fn printed(&self) -> String {
+    pub(crate) fn stdout(&self) -> String {
         String::from_utf8_lossy(&self.output.stdout).into_owned()
     }
 
@@ -272,25 +272,25 @@ impl Outcome {
             "{}: {}\nit printed:\n{printed}\nit said:\n{}",
             self.name,
             self.output.status,
-            self.said()
+            self.stderr()
         );
         printed
     }
 }
 
 #[track_caller]
-pub(crate) fn weir(arguments: &[&str]) -> Client {
-    Client::new(WEIR).args(arguments)
+pub(crate) fn weir(arguments: &[&str]) -> TestClient {
+    TestClient::new(WEIR).args(arguments)
 }
 
 #[track_caller]
-pub(crate) fn weir_image(arguments: &[&str]) -> Client {
+pub(crate) fn weir_image(arguments: &[&str]) -> TestClient {
     weir(&["image"]).args(arguments)
 }
 
 #[track_caller]
-pub(crate) fn qemu_img<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Client {
-    Client::new("qemu-img").args(arguments)
+pub(crate) fn qemu_img<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> TestClient {
+    TestClient::new("qemu-img").args(arguments)
 }
 
 #[track_caller]
@@ -299,7 +299,7 @@ pub(crate) fn qemu_io<O: AsRef<OsStr>, C: AsRef<OsStr>>(
     commands: impl IntoIterator<Item = C>,
     target: impl AsRef<OsStr>,
 ) -> String {
-    Client::new("qemu-io").args(options).does(commands, target)
+    TestClient::new("qemu-io").args(options).run_qemu_io(commands, target)
 }
 
 pub(crate) fn nbdsh_command(script: &str) -> Command {
@@ -312,7 +312,7 @@ pub(crate) fn nbdsh_command(script: &str) -> Command {
 /// The size of an export, in bytes, as nbdinfo says it.
 #[track_caller]
 pub(crate) fn export_size(uri: &str) -> u64 {
-    let size = Client::new("nbdinfo").args(["--size", uri]).succeeds();
+    let size = TestClient::new("nbdinfo").args(["--size", uri]).succeeds();
     size.trim().parse().expect("a number of bytes")
 }
 
@@ -332,5 +332,5 @@ pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<
     let quoted = |argument: T| format!("{:?}", argument.as_ref().to_string_lossy());
     let list: Vec<String> = arguments.into_iter().map(quoted).collect();
     let prelude = format!("arguments = [{}]\n", list.join(", "));
-    Client::new("nbdsh").arg("-c").arg(prelude + script).succeeds()
+    TestClient::new("nbdsh").arg("-c").arg(prelude + script).succeeds()
 }

@@ -22,10 +22,10 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{DEADLINE, Scratch, client, log::Log, pause, scratch::text};
+use super::{DEADLINE, Scratch, client, log::LogCollector, pause, scratch::text};
 
 #[derive(Clone)]
-enum Listen {
+enum ListenMode {
     Unix(PathBuf),
     Tcp,
     Said,
@@ -36,7 +36,7 @@ pub(crate) struct Serve {
     /// What comes before the program: an `unshare` or a `setpriv`.
     before: Vec<OsString>,
     arguments: Vec<OsString>,
-    listen: Listen,
+    listen: ListenMode,
     /// Where it takes commands if nothing else is said.
     control: PathBuf,
     /// What it finds on standard input, and in the environment.
@@ -55,7 +55,7 @@ impl Serve {
             subcommand: "serve",
             before: Vec::new(),
             arguments: Vec::new(),
-            listen: Listen::Unix(scratch.socket("nbd")),
+            listen: ListenMode::Unix(scratch.socket("nbd")),
             control: scratch.socket(&format!("control{number}")),
             input: None,
             environment: Vec::new(),
@@ -64,33 +64,33 @@ impl Serve {
     }
 
     /// Another command that serves, and is told where by its arguments.
-    pub(crate) fn by(subcommand: &'static str) -> Self {
-        let serve = Self::alone();
-        Self { subcommand, listen: Listen::Said, ..serve }
+    pub(crate) fn subcommand(subcommand: &'static str) -> Self {
+        let serve = Self::with_own_scratch();
+        Self { subcommand, listen: ListenMode::Said, ..serve }
     }
 
-    pub(crate) fn keeping(scratch: Scratch) -> Self {
+    pub(crate) fn owning(scratch: Scratch) -> Self {
         let serve = Self::new(&scratch);
         Self { scratch: Some(scratch), ..serve }
     }
 
     /// In directories that nobody else needs.
-    pub(crate) fn alone() -> Self {
-        Self::keeping(Scratch::new())
+    pub(crate) fn with_own_scratch() -> Self {
+        Self::owning(Scratch::new())
     }
 
     /// The image `disk.raw`, full of [`pattern`](super::pattern), in directories of its own.
     pub(crate) fn filled(bytes: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.filled("disk.raw", bytes);
-        Self::keeping(scratch).arg(image)
+        Self::owning(scratch).arg(image)
     }
 
     /// The same with nothing but a hole.
     pub(crate) fn sparse(bytes: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.sparse("disk.raw", bytes);
-        Self::keeping(scratch).arg(image)
+        Self::owning(scratch).arg(image)
     }
 
     pub(crate) fn reading(self, input: impl Into<OwnedFd>) -> Self {
@@ -103,11 +103,11 @@ impl Serve {
     }
 
     pub(crate) fn on_tcp(self) -> Self {
-        Self { listen: Listen::Tcp, ..self }
+        Self { listen: ListenMode::Tcp, ..self }
     }
 
-    pub(crate) fn where_said(self) -> Self {
-        Self { listen: Listen::Said, ..self }
+    pub(crate) fn at_given_addresses(self) -> Self {
+        Self { listen: ListenMode::Said, ..self }
     }
 
     pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
@@ -120,7 +120,7 @@ impl Serve {
     }
 
     /// Started by another program, which becomes weir with exec.
-    pub(crate) fn behind<T: AsRef<OsStr>>(mut self, before: impl IntoIterator<Item = T>) -> Self {
+    pub(crate) fn wrapped_by<T: AsRef<OsStr>>(mut self, before: impl IntoIterator<Item = T>) -> Self {
         self.before.extend(before.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
     }
@@ -138,13 +138,13 @@ impl Serve {
         };
         command.arg(self.subcommand).args(&self.arguments);
         match &self.listen {
-            Listen::Unix(path) => {
+            ListenMode::Unix(path) => {
                 command.arg("--nbd").arg(format!("unix:{}", text(path)));
             }
-            Listen::Tcp => {
+            ListenMode::Tcp => {
                 command.args(["--nbd", "127.0.0.1:0"]);
             }
-            Listen::Said => {}
+            ListenMode::Said => {}
         }
         let input = self.input.take().map_or_else(Stdio::null, Stdio::from);
         command.stdin(input).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -158,9 +158,9 @@ impl Serve {
         command
     }
 
-    fn spawn(&mut self) -> (Child, Log) {
+    fn spawn(&mut self) -> (Child, LogCollector) {
         let mut child = self.command().spawn().expect("cargo built the program");
-        let log = Log::gather(child.stderr.take().expect("standard error is piped"));
+        let log = LogCollector::gather(child.stderr.take().expect("standard error is piped"));
         (child, log)
     }
 
@@ -176,7 +176,7 @@ impl Serve {
     }
 
     /// Does not wait until it is ready.
-    pub(crate) fn begin(mut self) -> Weir {
+    pub(crate) fn spawn_unready(mut self) -> Weir {
         let (child, log) = self.spawn();
         let ready = String::new();
         Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
@@ -220,9 +220,9 @@ impl Serve {
 /// Dropped, it is asked to end with SIGTERM, and must exit with 0 and without a panic in its log.
 pub(crate) struct Weir {
     child: Child,
-    log: Log,
+    log: LogCollector,
     ready: String,
-    listen: Listen,
+    listen: ListenMode,
     ended: bool,
     _scratch: Option<Scratch>,
 }
@@ -230,8 +230,8 @@ pub(crate) struct Weir {
 impl Weir {
     pub(crate) fn socket(&self) -> &Path {
         match &self.listen {
-            Listen::Unix(path) => path,
-            Listen::Tcp | Listen::Said => panic!("this daemon has no socket of the harness"),
+            ListenMode::Unix(path) => path,
+            ListenMode::Tcp | ListenMode::Said => panic!("this daemon has no socket of the harness"),
         }
     }
 
@@ -244,9 +244,9 @@ impl Weir {
 
     pub(crate) fn uri(&self, export: &str) -> String {
         match &self.listen {
-            Listen::Unix(path) => format!("nbd+unix:///{export}?socket={}", text(path)),
-            Listen::Tcp => format!("nbd://127.0.0.1:{}/{export}", self.port()),
-            Listen::Said => panic!("the test knows where it listens"),
+            ListenMode::Unix(path) => format!("nbd+unix:///{export}?socket={}", text(path)),
+            ListenMode::Tcp => format!("nbd://127.0.0.1:{}/{export}", self.port()),
+            ListenMode::Said => panic!("the test knows where it listens"),
         }
     }
 
@@ -278,7 +278,7 @@ impl Weir {
     }
 
     /// What its log says so far.
-    pub(crate) fn logged(&self) -> String {
+    pub(crate) fn log_text(&self) -> String {
         self.log.text()
     }
 
@@ -344,7 +344,7 @@ impl Weir {
         assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
         // The kernel takes a dead process's ring down in its own time, and tells nobody.
         let until = Instant::now() + DEADLINE;
-        while Instant::now() < until && (self.is_heard() || locked.iter().any(is_locked)) {
+        while Instant::now() < until && (self.is_listening() || locked.iter().any(is_locked)) {
             pause();
         }
     }
@@ -355,8 +355,8 @@ impl Weir {
         paths.filter(|path| path.is_file()).filter_map(|path| File::open(path).ok()).collect()
     }
 
-    fn is_heard(&self) -> bool {
-        matches!(&self.listen, Listen::Unix(path) if UnixStream::connect(path).is_ok())
+    fn is_listening(&self) -> bool {
+        matches!(&self.listen, ListenMode::Unix(path) if UnixStream::connect(path).is_ok())
     }
 }
 

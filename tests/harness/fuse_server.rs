@@ -57,16 +57,16 @@ const POSIX_LOCKS: u32 = 1 << 1;
 /// The mounted file system; unmounted by force when dropped, which ends requests that are held.
 pub(crate) struct FuseServer {
     directory: PathBuf,
-    shared: Arc<Shared>,
+    shared: Arc<FuseServerShared>,
 }
 
-struct Shared {
+struct FuseServerShared {
     device: File,
-    state: Mutex<State>,
+    state: Mutex<FuseServerState>,
     changed: Condvar,
 }
 
-struct State {
+struct FuseServerState {
     data: Vec<u8>,
     stopped: HashSet<u32>,
     failing: HashSet<u32>,
@@ -83,13 +83,13 @@ impl FuseServer {
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
         let options = CString::new(options).expect("no zero in it");
         mount("held", directory, "fuse.held", MountFlags::empty(), Some(options.as_c_str())).expect("mounts");
-        let state = State {
+        let state = FuseServerState {
             data: vec![0; bytes],
             stopped: HashSet::new(),
             failing: HashSet::new(),
             held: Vec::new(),
         };
-        let shared = Arc::new(Shared { device, state: Mutex::new(state), changed: Condvar::new() });
+        let shared = Arc::new(FuseServerShared { device, state: Mutex::new(state), changed: Condvar::new() });
         let of_thread = Arc::clone(&shared);
         thread::spawn(move || of_thread.serve());
         Self { directory: directory.to_owned(), shared }
@@ -101,7 +101,7 @@ impl FuseServer {
     }
 
     /// Holds requests of these kinds from now on.
-    pub(crate) fn stop(&self, kinds: &[u32]) {
+    pub(crate) fn block_requests(&self, kinds: &[u32]) {
         self.shared.lock().stopped.extend(kinds);
     }
 
@@ -112,7 +112,7 @@ impl FuseServer {
 
     /// Waits until a request of this kind is held.
     #[track_caller]
-    pub(crate) fn wait_until_held(&self, kind: u32) {
+    pub(crate) fn wait_until_blocked(&self, kind: u32) {
         self.wait_while(kind, |state| !state.held.iter().any(|request| opcode(request) == kind));
     }
 
@@ -123,7 +123,7 @@ impl FuseServer {
     }
 
     #[track_caller]
-    fn wait_while(&self, kind: u32, is_so: impl FnMut(&mut State) -> bool) {
+    fn wait_while(&self, kind: u32, is_so: impl FnMut(&mut FuseServerState) -> bool) {
         let state = self.shared.lock();
         let waited = self.shared.changed.wait_timeout_while(state, DEADLINE, is_so);
         let (_state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -136,7 +136,7 @@ impl FuseServer {
     }
 
     /// Answers the held requests and all later ones.
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn unblock(&self) {
         let mut state = self.shared.lock();
         state.stopped.clear();
         for request in std::mem::take(&mut state.held) {
@@ -153,27 +153,27 @@ impl Drop for FuseServer {
 }
 
 fn opcode(request: &[u8]) -> u32 {
-    number(request, 4)
+    read_u32(request, 4)
 }
 
-fn number(bytes: &[u8], at: usize) -> u32 {
+fn read_u32(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
 
-fn long(bytes: &[u8], at: usize) -> u64 {
+fn read_u64(bytes: &[u8], at: usize) -> u64 {
     u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-fn longs(numbers: &[u64]) -> Vec<u8> {
+fn u64_bytes(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
-fn numbers(numbers: &[u32]) -> Vec<u8> {
+fn u32_bytes(numbers: &[u32]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl FuseServerShared {
+    fn lock(&self) -> MutexGuard<'_, FuseServerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -199,8 +199,8 @@ impl Shared {
         }
     }
 
-    fn answer(&self, state: &mut State, request: &[u8]) {
-        let (kind, unique, node) = (opcode(request), long(request, 8), long(request, 16));
+    fn answer(&self, state: &mut FuseServerState, request: &[u8]) {
+        let (kind, unique, node) = (opcode(request), read_u64(request, 8), read_u64(request, 16));
         let body = &request[HEADER_BYTES..];
         let size = state.data.len() as u64;
         let done = Ok(Vec::new());
@@ -208,39 +208,39 @@ impl Shared {
             FORGET | BATCH_FORGET | INTERRUPT => return,
             _ if state.failing.remove(&kind) => Err(EIO),
             INIT => {
-                let version = numbers(&[7, 31, number(body, 8), POSIX_LOCKS]);
+                let version = u32_bytes(&[7, 31, read_u32(body, 8), POSIX_LOCKS]);
                 // Most requests in the background, and from when on the kernel is congested.
                 let limits = [64_u16, 48].into_iter().flat_map(u16::to_ne_bytes).collect();
-                Ok([version, limits, numbers(&[MOST_WRITE, 1, 0]), vec![0; 28]].concat())
+                Ok([version, limits, u32_bytes(&[MOST_WRITE, 1, 0]), vec![0; 28]].concat())
             }
-            LOOKUP if body == b"h\0" => Ok([longs(&[2, 0, 0, 0, 0]), attributes(2, size)].concat()),
+            LOOKUP if body == b"h\0" => Ok([u64_bytes(&[2, 0, 0, 0, 0]), attributes(2, size)].concat()),
             LOOKUP => Err(ENOENT),
-            GETATTR | SETATTR => Ok([longs(&[0, 0]), attributes(node, size)].concat()),
-            OPEN | OPENDIR => Ok([longs(&[1]), numbers(&[0, 0])].concat()),
+            GETATTR | SETATTR => Ok([u64_bytes(&[0, 0]), attributes(node, size)].concat()),
+            OPEN | OPENDIR => Ok([u64_bytes(&[1]), u32_bytes(&[0, 0])].concat()),
             READ => {
-                let from = (long(body, 8) as usize).min(state.data.len());
-                let to = (from + number(body, 16) as usize).min(state.data.len());
+                let from = (read_u64(body, 8) as usize).min(state.data.len());
+                let to = (from + read_u32(body, 16) as usize).min(state.data.len());
                 Ok(state.data[from..to].to_vec())
             }
             WRITE => {
-                let (from, length) = (long(body, 8) as usize, number(body, 16) as usize);
+                let (from, length) = (read_u64(body, 8) as usize, read_u32(body, 16) as usize);
                 state.data.resize(size.max((from + length) as u64) as usize, 0);
                 state.data[from..from + length].copy_from_slice(&body[HEADER_BYTES..HEADER_BYTES + length]);
-                Ok(numbers(&[number(body, 16), 0]))
+                Ok(u32_bytes(&[read_u32(body, 16), 0]))
             }
             STATFS => {
-                Ok([longs(&[9999, 9999, 9999, 9, 9]), numbers(&[4096, 255, 4096, 0]), vec![0; 24]].concat())
+                Ok([u64_bytes(&[9999, 9999, 9999, 9, 9]), u32_bytes(&[4096, 255, 4096, 0]), vec![0; 24]].concat())
             }
             // F_UNLCK: nothing is in the way.
-            GETLK => Ok([longs(&[0, 0]), numbers(&[2, 0])].concat()),
+            GETLK => Ok([u64_bytes(&[0, 0]), u32_bytes(&[2, 0])].concat()),
             // All of it is data.
-            LSEEK => Ok(longs(&[if number(body, 16) == 3 { long(body, 8) } else { size }])),
+            LSEEK => Ok(u64_bytes(&[if read_u32(body, 16) == 3 { read_u64(body, 8) } else { size }])),
             RELEASE | FSYNC | FLUSH | RELEASEDIR | SETLK | FALLOCATE => done,
             _ => Err(ENOSYS),
         };
         let (error, body) = answer.map_or_else(|error| (-error, Vec::new()), |body| (0, body));
         let length = (16 + body.len()) as u32;
-        let reply = [numbers(&[length, error.cast_unsigned()]), longs(&[unique]), body].concat();
+        let reply = [u32_bytes(&[length, error.cast_unsigned()]), u64_bytes(&[unique]), body].concat();
         // Fails if nothing waits for it any more.
         let _ = (&self.device).write(&reply);
     }
@@ -249,5 +249,5 @@ impl Shared {
 /// A `fuse_attr`: of the directory, or of the file.
 fn attributes(node: u64, size: u64) -> Vec<u8> {
     let (mode, size) = if node == 1 { (0o40_755, 0) } else { (0o100_666, size) };
-    [longs(&[node, size, size / 512, 0, 0, 0]), numbers(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()
+    [u64_bytes(&[node, size, size / 512, 0, 0, 0]), u32_bytes(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()
 }

@@ -10,15 +10,15 @@ use std::{
 const UNPOISONED: &str = "nobody panics while holding the lines";
 
 #[derive(Default)]
-struct Lines {
+struct LogLines {
     text: Vec<String>,
     ended: bool,
 }
 
 #[derive(Clone, Default)]
-pub(super) struct Log(Arc<(Mutex<Lines>, Condvar)>);
+pub(super) struct LogCollector(Arc<(Mutex<LogLines>, Condvar)>);
 
-impl Log {
+impl LogCollector {
     pub(super) fn gather(source: impl Read + Send + 'static) -> Self {
         let log = Self::default();
         let ours = log.clone();
@@ -32,12 +32,12 @@ impl Log {
         log
     }
 
-    fn change(&self, change: impl FnOnce(&mut Lines)) {
+    fn change(&self, change: impl FnOnce(&mut LogLines)) {
         change(&mut self.lock());
         self.0.1.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Lines> {
+    fn lock(&self) -> MutexGuard<'_, LogLines> {
         self.0.0.lock().expect(UNPOISONED)
     }
 

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Client, need_root, scratch::text};
+use super::{TestClient, need_root, scratch::text};
 
 pub(crate) struct LoopDevice {
     path: PathBuf,
@@ -16,7 +16,7 @@ impl LoopDevice {
     pub(crate) fn attach(file: &Path, sector_bytes: u32) -> Self {
         need_root("loop devices");
         let sector = sector_bytes.to_string();
-        let found = Client::new("losetup")
+        let found = TestClient::new("losetup")
             .args(["--find", "--show", "--sector-size", &sector, text(file)])
             .succeeds();
         Self { path: found.trim().into() }
@@ -27,7 +27,7 @@ impl LoopDevice {
     }
 
     pub(crate) fn update_size(&self) {
-        Client::new("losetup").args(["--set-capacity", text(&self.path)]).succeeds();
+        TestClient::new("losetup").args(["--set-capacity", text(&self.path)]).succeeds();
     }
 
     /// Flushes that the device has completed (the kernel's Documentation/block/stat.rst, field 16).
@@ -43,6 +43,6 @@ impl LoopDevice {
 impl Drop for LoopDevice {
     fn drop(&mut self) {
         // A failure here would hide the test's own.
-        let _ = Client::new("losetup").args(["--detach", text(&self.path)]).run();
+        let _ = TestClient::new("losetup").args(["--detach", text(&self.path)]).run();
     }
 }

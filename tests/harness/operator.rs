@@ -4,7 +4,7 @@ use std::{path::Path, time::Instant};
 
 use serde_json::Value;
 
-use super::{Client, DEADLINE, Scratch, Serve, Weir, pause, scratch::text, weir};
+use super::{TestClient, DEADLINE, Scratch, Serve, Weir, pause, scratch::text, weir};
 
 pub(crate) fn socket(scratch: &Scratch) -> String {
     format!("unix:{}", text(&scratch.socket("qmp")))
@@ -17,41 +17,41 @@ pub(crate) fn start(scratch: &Scratch, more: &[&str]) -> Weir {
 }
 
 pub(crate) fn serve(scratch: &Scratch, file: &Path) -> Weir {
-    Serve::new(scratch).where_said().arg("--config").arg(file).start()
+    Serve::new(scratch).at_given_addresses().arg("--config").arg(file).start()
 }
 
-fn command(scratch: &Scratch, arguments: &[&str]) -> Client {
+fn command(scratch: &Scratch, arguments: &[&str]) -> TestClient {
     weir(&[]).args(arguments).args(["--qmp", &socket(scratch)])
 }
 
 #[track_caller]
-pub(crate) fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
+pub(crate) fn run_ok(scratch: &Scratch, arguments: &[&str]) -> String {
     let printed = command(scratch, arguments).succeeds();
     assert!(!printed.contains(char::REPLACEMENT_CHARACTER), "it prints UTF-8");
     printed
 }
 
 #[track_caller]
-pub(crate) fn prints_json(scratch: &Scratch, arguments: &[&str]) -> Value {
-    serde_json::from_str(&prints(scratch, arguments)).expect("it prints JSON")
+pub(crate) fn run_json(scratch: &Scratch, arguments: &[&str]) -> Value {
+    serde_json::from_str(&run_ok(scratch, arguments)).expect("it prints JSON")
 }
 
 /// What a command says that fails, as it must, with status 1.
 #[track_caller]
-pub(crate) fn fails(scratch: &Scratch, arguments: &[&str]) -> String {
+pub(crate) fn run_failing(scratch: &Scratch, arguments: &[&str]) -> String {
     refused(scratch, arguments, 1)
 }
 
 /// What a command says that makes no sense, with status 2.
 #[track_caller]
-pub(crate) fn misuses(scratch: &Scratch, arguments: &[&str]) -> String {
+pub(crate) fn run_misused(scratch: &Scratch, arguments: &[&str]) -> String {
     refused(scratch, arguments, 2)
 }
 
 #[track_caller]
 fn refused(scratch: &Scratch, arguments: &[&str], code: i32) -> String {
     let outcome = command(scratch, arguments).run();
-    let said = outcome.said();
+    let said = outcome.stderr();
     assert_eq!(outcome.code(), code, "weir {arguments:?}: {said}");
     assert!(said.starts_with("weir: "), "{said}");
     said
@@ -60,7 +60,7 @@ fn refused(scratch: &Scratch, arguments: &[&str], code: i32) -> String {
 /// What `weir status` says of everything, with rates over `interval`.
 #[track_caller]
 pub(crate) fn status(scratch: &Scratch, interval: &str) -> Value {
-    prints_json(scratch, &["status", "--json", "--interval", interval])
+    run_json(scratch, &["status", "--json", "--interval", interval])
 }
 
 #[track_caller]

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Client, Scratch, WEIR, need, text};
+use super::{TestClient, Scratch, WEIR, need, text};
 
 /// What a script has: `S` is a place for its socket; `ended PID` waits for a process to end,
 /// `stop` ends the one whose number is in the file `pid`; what clients see of an export.
@@ -26,7 +26,7 @@ read_at() { qemu-io -rf raw -c "read -P $1 $2 $3" "$uri" | grep -c '^read'; }
 write_at() { qemu-io -f raw -c "write -P $1 $2 $3" -c flush "$uri" | grep -c '^wrote'; }
 "#;
 
-pub(crate) struct Ran {
+pub(crate) struct ScriptRun {
     code: i32,
     pub(crate) printed: String,
     pub(crate) said: String,
@@ -34,7 +34,7 @@ pub(crate) struct Ran {
     _scratch: Scratch,
 }
 
-impl Ran {
+impl ScriptRun {
     #[track_caller]
     pub(crate) fn bytes(&self, name: &str) -> Vec<u8> {
         fs::read(self.files.join(name)).expect("the script left it there")
@@ -42,7 +42,7 @@ impl Ran {
 }
 
 /// In a directory that `prepare` has filled; weir is `program` there, if it is to be.
-fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> Ran {
+fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> ScriptRun {
     let scratch = Scratch::new();
     let files = scratch.path("");
     prepare(&scratch);
@@ -52,15 +52,15 @@ fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> R
         symlink(WEIR, programs.join(program)).expect("the directory is ours");
     }
     let variables = [format!("S={}", text(&scratch.socket("s"))), format!("TMPDIR={}", text(&files))];
-    let client = Client::new("env").args(variables).args(["bash", "-c", &format!("{PRELUDE}{script}")]);
-    let outcome = client.about(if ours { "weir" } else { "QEMU" }).inside(&files).finding(&programs).run();
-    Ran { code: outcome.code(), printed: outcome.printed(), said: outcome.said(), files, _scratch: scratch }
+    let client = TestClient::new("env").args(variables).args(["bash", "-c", &format!("{PRELUDE}{script}")]);
+    let outcome = client.describing(if ours { "weir" } else { "QEMU" }).inside(&files).with_path(&programs).run();
+    ScriptRun { code: outcome.code(), printed: outcome.stdout(), said: outcome.stderr(), files, _scratch: scratch }
 }
 
 /// Fails unless both print the same, end the same way and leave the same in `disk.raw`; what
 /// weir's run was.
 #[track_caller]
-pub(crate) fn same(program: &str, script: &str, prepare: impl Fn(&Scratch)) -> Ran {
+pub(crate) fn compare_with_qemu(program: &str, script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
     for needed in [program, "nbdinfo", "nbdsh", "qemu-io"] {
         need(needed);
     }

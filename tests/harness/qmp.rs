@@ -36,7 +36,7 @@ impl Qmp {
         let mut client = Self::connect(path);
         let greeting = client.message();
         assert!(greeting["QMP"]["version"]["qemu"]["major"].is_u64(), "{greeting}");
-        let mut answer = client.ask("qmp_capabilities", json!({}));
+        let mut answer = client.command_reply("qmp_capabilities", json!({}));
         let by_weir =
             greeting["QMP"]["version"]["package"].as_str().is_some_and(|name| name.starts_with("weir"));
         if answer.get("QMP").is_some() && !by_weir {
@@ -87,19 +87,19 @@ impl Qmp {
     }
 
     /// How many events of this name came before the last answer.
-    pub(crate) fn heard(&self, name: &str) -> usize {
+    pub(crate) fn count_events(&self, name: &str) -> usize {
         self.events.iter().filter(|event| event["event"] == name).count()
     }
 
     #[track_caller]
-    pub(crate) fn ask(&mut self, command: &str, arguments: Value) -> Value {
+    pub(crate) fn command_reply(&mut self, command: &str, arguments: Value) -> Value {
         self.send(json!({ "execute": command, "arguments": arguments }).to_string());
         self.answer()
     }
 
     /// What the command that `descriptor` comes beside answers.
     #[track_caller]
-    pub(crate) fn ask_with(&mut self, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
+    pub(crate) fn command_with_descriptor(&mut self, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
         let line = json!({ "execute": command, "arguments": arguments }).to_string();
         let descriptors = [descriptor.as_fd().as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&descriptors)];
@@ -111,15 +111,15 @@ impl Qmp {
 
     #[track_caller]
     pub(crate) fn command(&mut self, command: &str, arguments: Value) -> Value {
-        let mut answer = self.ask(command, arguments);
+        let mut answer = self.command_reply(command, arguments);
         assert!(answer.get("return").is_some(), "{command}: {answer}");
         answer["return"].take()
     }
 
     /// Class and description of the error of a command that fails.
     #[track_caller]
-    pub(crate) fn refused(&mut self, command: &str, arguments: Value) -> (String, String) {
-        let answer = self.ask(command, arguments);
+    pub(crate) fn command_error(&mut self, command: &str, arguments: Value) -> (String, String) {
+        let answer = self.command_reply(command, arguments);
         let text = |key: &str| answer["error"][key].as_str().unwrap_or_default().to_owned();
         assert!(answer.get("error").is_some(), "{command} should have failed: {answer}");
         (text("class"), text("desc"))

@@ -25,15 +25,15 @@ use nix::{
 use super::{DEADLINE, WEIR};
 
 #[derive(PartialEq)]
-struct Shown {
+struct ScreenContents {
     text: String,
     /// Whether the program has the screen for itself, and gives back what was on it before.
     is_own: bool,
 }
 
 #[derive(Default)]
-struct Drawn {
-    screens: Vec<Shown>,
+struct RecordedScreens {
+    screens: Vec<ScreenContents>,
     is_over: bool,
 }
 
@@ -44,7 +44,7 @@ const COLUMNS: NonZero<u16> = NonZero::new(80).unwrap();
 pub(crate) struct Terminal {
     child: Child,
     keys: File,
-    drawn: Arc<(Mutex<Drawn>, Condvar)>,
+    drawn: Arc<(Mutex<RecordedScreens>, Condvar)>,
 }
 
 impl Terminal {
@@ -58,7 +58,7 @@ impl Terminal {
             command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("cargo built the program");
         // The command holds the terminal's other end: open, reading would never end.
         drop((command, slave));
-        let drawn = Arc::new((Mutex::new(Drawn::default()), Condvar::new()));
+        let drawn = Arc::new((Mutex::new(RecordedScreens::default()), Condvar::new()));
         let screen = File::from(master);
         let keys = screen.try_clone().expect("there are descriptors");
         let gathered = Arc::clone(&drawn);
@@ -72,12 +72,12 @@ impl Terminal {
     }
 
     #[track_caller]
-    pub(crate) fn wait_until_given_back(&self) {
+    pub(crate) fn wait_until_restored(&self) {
         self.wait_until("the screen was not given back", |shown| !shown.is_own);
     }
 
     #[track_caller]
-    fn wait_until(&self, complaint: &str, is_wanted: impl Fn(&Shown) -> bool) {
+    fn wait_until(&self, complaint: &str, is_wanted: impl Fn(&ScreenContents) -> bool) {
         let until = Instant::now() + DEADLINE;
         let (drawn, changed) = &*self.drawn;
         let mut drawn = drawn.lock().expect("no holder panics");
@@ -129,7 +129,7 @@ impl Drop for Terminal {
     }
 }
 
-fn gather(mut screen: File, drawn: &(Mutex<Drawn>, Condvar)) {
+fn gather(mut screen: File, drawn: &(Mutex<RecordedScreens>, Condvar)) {
     let mut terminal = vt100::Parser::new(ROWS, COLUMNS, 0);
     let mut buffer = [0; 4096];
     loop {
@@ -137,7 +137,7 @@ fn gather(mut screen: File, drawn: &(Mutex<Drawn>, Condvar)) {
         let read = screen.read(&mut buffer).unwrap_or(0);
         terminal.process(&buffer[..read]);
         let shown =
-            Shown { text: terminal.screen().contents(), is_own: terminal.screen().alternate_screen() };
+            ScreenContents { text: terminal.screen().contents(), is_own: terminal.screen().alternate_screen() };
         let mut gathered = drawn.0.lock().expect("no holder panics");
         if gathered.screens.last() != Some(&shown) {
             gathered.screens.push(shown);

@@ -64,7 +64,7 @@ const MOST_BYTES: u32 = 64 << 20;
 
 /// A request's header, with fields a client is free to get wrong.
 #[derive(Clone, Copy)]
-pub(crate) struct Request {
+pub(crate) struct RawNbdRequest {
     pub(crate) flags: u16,
     pub(crate) kind: u16,
     pub(crate) cookie: u64,
@@ -72,7 +72,7 @@ pub(crate) struct Request {
     pub(crate) length: u64,
 }
 
-impl Request {
+impl RawNbdRequest {
     pub(crate) fn compact(self) -> Vec<u8> {
         let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
         self.append_middle(&mut bytes);
@@ -96,7 +96,7 @@ impl Request {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Chunk {
+pub(crate) struct RawNbdChunk {
     pub(crate) done: bool,
     pub(crate) kind: u16,
     pub(crate) cookie: u64,
@@ -104,9 +104,9 @@ pub(crate) struct Chunk {
     pub(crate) payload: Vec<u8>,
 }
 
-pub(crate) struct Wire(UnixStream);
+pub(crate) struct RawNbdClient(UnixStream);
 
-impl Wire {
+impl RawNbdClient {
     #[track_caller]
     pub(crate) fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).expect("the daemon listens");
@@ -128,7 +128,7 @@ impl Wire {
 
     /// In transmission with simple replies, and the export's size.
     #[track_caller]
-    pub(crate) fn go(socket: &Path, export: &str) -> (Self, u64) {
+    pub(crate) fn negotiated(socket: &Path, export: &str) -> (Self, u64) {
         let mut wire = Self::greet(socket);
         let size = wire.start(export);
         (wire, size)
@@ -136,7 +136,7 @@ impl Wire {
 
     /// In transmission with extended headers and `base:allocation`.
     #[track_caller]
-    pub(crate) fn go_extended(socket: &Path, export: &str) -> (Self, u64) {
+    pub(crate) fn negotiated_extended(socket: &Path, export: &str) -> (Self, u64) {
         let mut wire = Self::greet(socket);
         assert_eq!(wire.option(OPT_EXTENDED_HEADERS, &[]), [(REP_ACK, vec![])]);
         let query = [string(export), 1_u32.to_be_bytes().to_vec(), string("base:allocation")].concat();
@@ -196,7 +196,7 @@ impl Wire {
     }
 
     #[track_caller]
-    pub(crate) fn request(&mut self, request: Request, payload: &[u8]) {
+    pub(crate) fn request(&mut self, request: RawNbdRequest, payload: &[u8]) {
         self.send(&request.compact());
         self.send(payload);
     }
@@ -217,7 +217,7 @@ impl Wire {
 
     #[track_caller]
     pub(crate) fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>, u32> {
-        let request = Request { flags: 0, kind: CMD_READ, cookie: offset, offset, length: length.into() };
+        let request = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: offset, offset, length: length.into() };
         self.request(request, &[]);
         match self.simple_reply() {
             (0, cookie) => {
@@ -229,14 +229,14 @@ impl Wire {
     }
 
     #[track_caller]
-    pub(crate) fn chunk(&mut self) -> Chunk {
+    pub(crate) fn chunk(&mut self) -> RawNbdChunk {
         assert_eq!(self.receive_u32(), EXTENDED_REPLY_MAGIC);
         let flags = u16::from_be_bytes(self.receive());
         let kind = u16::from_be_bytes(self.receive());
         let cookie = self.receive_u64();
         let offset = self.receive_u64();
         let length = self.receive_u64().try_into().expect("payloads have 32 bits");
-        Chunk { done: flags & 1 == 1, kind, cookie, offset, payload: self.receive_many(length) }
+        RawNbdChunk { done: flags & 1 == 1, kind, cookie, offset, payload: self.receive_many(length) }
     }
 
     #[track_caller]
@@ -266,7 +266,7 @@ impl Wire {
 
     /// Waits for the daemon to close the connection, dropping what it still sends.
     #[track_caller]
-    pub(crate) fn is_closed(&mut self) {
+    pub(crate) fn wait_for_close(&mut self) {
         let mut dropped = [0; 4096];
         loop {
             match self.0.read(&mut dropped) {
@@ -282,7 +282,7 @@ impl Wire {
         self.0
     }
 
-    pub(crate) fn finish(&self) {
+    pub(crate) fn shutdown_write(&self) {
         self.0.shutdown(Shutdown::Write).expect("the socket is connected");
     }
 }

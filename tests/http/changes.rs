@@ -7,11 +7,11 @@ use super::*;
 use crate::harness::WEIR;
 
 #[test]
-fn changes_are_all_or_nothing_and_need_the_token() {
+fn changes_are_atomic_and_need_the_token() {
     let scratch = Scratch::new();
     let serve =
         Serve::new(&scratch).args(["memory:1M", "null:1M", "--group", "gold", "--iops-total", "1000"]);
-    let daemon = Daemon::with_token(&scratch, serve);
+    let daemon = HttpDaemon::with_token(&scratch, serve);
     assert_eq!(daemon.overview()["access"], "change");
     let (of_group, of_disk) = ("/api/v1/groups/gold/limits", "/api/v1/disks/memory/limits");
     let limits = || one(&daemon.overview(), "groups", "gold")["limits"].clone();
@@ -24,7 +24,7 @@ fn changes_are_all_or_nothing_and_need_the_token() {
     assert_eq!(answer.json()["weight"], 200);
     let line = daemon.weir.wait_for_log("changed over HTTP");
     assert!(line.contains("by=127.0.0.1") && line.contains("gold"), "{line}");
-    let changed = until(|| {
+    let changed = poll_until(|| {
         let told = daemon.get("/api/v1/events").json();
         told.as_array().unwrap().iter().find(|event| event["kind"] == "config_changed").cloned()
     });
@@ -45,23 +45,23 @@ fn changes_are_all_or_nothing_and_need_the_token() {
         (json!({"group": "gold"}), "cannot be set here"),
         (json!([1]), "not a JSON object"),
     ] {
-        let said = daemon.change(of_group, TOKEN, &body).refused(422);
+        let said = daemon.change(of_group, TOKEN, &body).error(422);
         assert!(said.starts_with("weir: ") && said.contains(why), "{said}");
     }
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
-    assert!(daemon.send("PATCH", of_group, &head, "{\"iops").refused(422).contains("not a JSON object"));
+    assert!(daemon.send("PATCH", of_group, &head, "{\"iops").error(422).contains("not a JSON object"));
     let long = format!("{{\"iops-total\": 1{}}}", " ".repeat(64 << 10));
-    assert!(daemon.send("PATCH", of_group, &head, &long).refused(413).contains("longer than 16384"));
+    assert!(daemon.send("PATCH", of_group, &head, &long).error(413).contains("longer than 16384"));
     assert!(
         daemon
             .change("/api/v1/groups/memory/limits", TOKEN, &json!({}))
-            .refused(404)
+            .error(404)
             .contains("group memory")
     );
-    let said = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").refused(401);
+    let said = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").error(401);
     assert!(said.contains("a token is required"), "{said}");
     assert!(
-        daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).refused(403).contains("is wrong")
+        daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).error(403).contains("is wrong")
     );
     assert_eq!(limits(), before);
     // Nothing asked for is nothing changed, and tells whether the token is right.
@@ -72,18 +72,18 @@ fn changes_are_all_or_nothing_and_need_the_token() {
 #[test]
 fn without_a_token_nothing_can_be_changed() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(Serve::new(&scratch).arg("memory:1M"));
-    let said = daemon.change("/api/v1/disks/memory/limits", TOKEN, &json!({"iops-total": 1})).refused(403);
+    let daemon = HttpDaemon::start(Serve::new(&scratch).arg("memory:1M"));
+    let said = daemon.change("/api/v1/disks/memory/limits", TOKEN, &json!({"iops-total": 1})).error(403);
     assert!(said.contains("start weir with --http-token-file"), "{said}");
     assert_eq!(one(&daemon.overview(), "disks", "memory")["limits"], json!({}));
 }
 
 #[test]
-fn what_others_change_is_seen_on_the_stream() {
+fn stream_shows_changes_of_other_clients() {
     let scratch = Scratch::new();
     let control = scratch.socket("the-control");
     let qmp = format!("unix:{}", text(&control));
-    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--qmp", &qmp]));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--qmp", &qmp]));
     let mut events = daemon.listen();
     assert_eq!(one(&events.next("overview"), "disks", "memory")["limits"], json!({}));
     Qmp::negotiated(&control).command("x-weir-set", json!({"name": "memory", "iops-total": 500}));
@@ -108,7 +108,7 @@ fn what_others_change_is_seen_on_the_stream() {
 }
 
 #[test]
-fn who_takes_over_has_the_page_too() {
+fn upgraded_daemon_serves_the_page() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 1 << 20);
     let control = format!("unix:{}", text(&scratch.socket("the-control")));
@@ -118,7 +118,7 @@ fn who_takes_over_has_the_page_too() {
     let serve = || {
         let nbd = format!("unix:{}", text(&socket));
         Serve::new(&scratch)
-            .where_said()
+            .at_given_addresses()
             .args([text(&image), "--nbd", &nbd, "--http", &page])
             .env("WEIR_QMP", &control)
     };
@@ -126,13 +126,13 @@ fn who_takes_over_has_the_page_too() {
     let new = serve().arg("--takeover").start();
     let (status, log) = old.wait();
     assert!(status.success(), "{log}");
-    let daemon = Daemon { weir: new, address: page };
+    let daemon = HttpDaemon { weir: new, address: page };
     assert_eq!(one(&daemon.overview(), "disks", "disk")["size"], 1 << 20);
     daemon.weir.stop();
 }
 
 #[test]
-fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
+fn config_is_checked_and_later_changes_are_named() {
     let scratch = Scratch::new();
     let token = token_file(&scratch);
     let control = scratch.socket("the-control");
@@ -148,9 +148,9 @@ fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
     let file = config("[\"one\", \"two.example.org\"]");
     let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
     assert!(checked.status.success(), "{checked:?}");
-    let weir = Serve::new(&scratch).where_said().args(["--config", text(&file)]).start();
+    let weir = Serve::new(&scratch).at_given_addresses().args(["--config", text(&file)]).start();
     config("\"three\"");
-    let (_, said) = Qmp::negotiated(&control).refused("x-weir-reload", json!({}));
+    let (_, said) = Qmp::negotiated(&control).command_error("x-weir-reload", json!({}));
     assert!(said.contains("weir.toml:4: daemon.http-name = \"three\": cannot be changed"), "{said}");
     weir.stop();
     fs::remove_file(&token).unwrap();
@@ -163,24 +163,24 @@ fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
 }
 
 #[test]
-fn previews_follow_each_other_and_change_nothing() {
+fn previews_are_serialized_and_change_nothing() {
     let (scratch, begun) = (Scratch::new(), Instant::now());
     let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2000"]);
-    let daemon = Daemon::with_token(&scratch, serve);
+    let daemon = HttpDaemon::with_token(&scratch, serve);
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
     let preview = |body: &str| daemon.send("POST", "/api/v1/disks/memory/preview", &head, body);
     let none = preview("{\"iops-total\": 100}").json();
     assert_eq!((&none["requests"], &none["now"], &none["then"]), (&json!(0), &json!(null), &json!(null)));
     daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
     // The recorder takes what was told a moment later.
-    let said = until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
+    let said = poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
     // It says how far back it went, and that is no further than it can.
     let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
     assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");
     // One request at a time, as many as the limit lets pass.
     let rate = said["then"]["iops"].as_f64().unwrap();
     assert!((rate / 10.0 - 1.0).abs() < 0.1, "{said}");
-    assert!(preview("{\"iops-total-max\": 1}").refused(422).contains("is below iops-total (2000)"));
+    assert!(preview("{\"iops-total-max\": 1}").error(422).contains("is below iops-total (2000)"));
     assert_eq!(daemon.send("POST", "/api/v1/disks/memory/preview", "", "{}").status, 401);
     let statuses = thread::scope(|scope| {
         let all: Vec<_> = (1..=8)
@@ -200,7 +200,7 @@ fn previews_follow_each_other_and_change_nothing() {
 /// changes waits by little. How near they are to what was said is a row of the bench,
 /// `preview-predicts`.
 #[test]
-fn what_is_said_beforehand_is_what_is_felt_then() {
+fn preview_predicts_the_waits() {
     let scratch = Scratch::new();
     let control = scratch.socket("the-control");
     let limits = [("a", 25_u32, "80"), ("b", 100, "240"), ("c", 400, "800")];
@@ -208,10 +208,10 @@ fn what_is_said_beforehand_is_what_is_felt_then() {
     for (name, ..) in limits {
         serve = serve.args(["memory:16M", "--name", name]);
     }
-    let daemon = Daemon::with_token(&scratch, serve.args(["--delay", "read=1ms"]));
+    let daemon = HttpDaemon::with_token(&scratch, serve.args(["--delay", "read=1ms"]));
     let load = |name: &str, count: &str| {
         let load = ["bench", "-d", "16", "-s", "4K", "--random", "--count", count];
-        Client::new(WEIR).args(load).arg(daemon.weir.uri(name)).succeeds();
+        TestClient::new(WEIR).args(load).arg(daemon.weir.uri(name)).succeeds();
     };
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
     let mut waits = Vec::new();
@@ -220,7 +220,7 @@ fn what_is_said_beforehand_is_what_is_felt_then() {
         load(name, "600");
         let (path, body) = (format!("/api/v1/disks/{name}"), json!({ "iops-total": limit }));
         let preview = || daemon.send("POST", &format!("{path}/preview"), &head, &body.to_string()).json();
-        let said = until(|| Some(preview()).filter(|said| said["requests"] == 600));
+        let said = poll_until(|| Some(preview()).filter(|said| said["requests"] == 600));
         assert_eq!(daemon.change(&format!("{path}/limits"), TOKEN, &body).status, 200);
         load(name, count);
         // Only requests that a limit was asked for are in these.

@@ -3,15 +3,15 @@
 use std::env;
 
 use super::*;
-use crate::{harness::assert_says, tls::Authority};
+use crate::{harness::assert_contains, tls::CertificateAuthority};
 
 #[test]
-fn another_page_reads_nothing() {
+fn cross_origin_requests_are_rejected() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--http-name", "weir.example.org"]));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--http-name", "weir.example.org"]));
     let path = "/api/v1/overview";
     for host in ["evil.example.org", "weir.example.org.evil", ""] {
-        let said = daemon.send("GET", path, &format!("Host: {host}\r\n"), "").refused(421);
+        let said = daemon.send("GET", path, &format!("Host: {host}\r\n"), "").error(421);
         assert!(said.contains("--http-name"), "{said}");
     }
     for host in ["weir.example.org", "localhost:1", "[::1]:9", "192.0.2.7"] {
@@ -20,14 +20,14 @@ fn another_page_reads_nothing() {
     let origin = |origin: &str| daemon.send("GET", path, &format!("Origin: {origin}\r\n"), "");
     assert_eq!(origin(&format!("http://{}", daemon.address)).status, 200);
     for other in ["http://evil.example.org", "null", "http://127.0.0.1:1"] {
-        assert!(origin(other).refused(403).contains("another page"), "{other}");
+        assert!(origin(other).error(403).contains("another page"), "{other}");
     }
 }
 
 #[test]
-fn wrong_tokens_cost_one_line_of_the_log() {
+fn wrong_tokens_are_logged_once() {
     let scratch = Scratch::new();
-    let daemon = Daemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
+    let daemon = HttpDaemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
     let attempts = env::var("WEIR_WRONG_TOKENS").map_or(300, |text| text.parse().expect("a number"));
     let path = "/api/v1/disks/memory/limits";
     let mut stream = daemon.connect();
@@ -62,9 +62,9 @@ fn wrong_tokens_cost_one_line_of_the_log() {
 }
 
 #[test]
-fn thousands_that_listen_or_say_nothing_keep_nobody_out() {
+fn many_listeners_or_silent_clients_block_no_other() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--name", "disk"]));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--name", "disk"]));
     let mut first = daemon.listen();
     first.next("overview");
     let before = daemon.weir.resident_bytes();
@@ -92,19 +92,19 @@ fn thousands_that_listen_or_say_nothing_keep_nobody_out() {
 }
 
 #[test]
-fn one_address_does_not_have_all_streams() {
+fn streams_per_address_are_limited() {
     let scratch = Scratch::new();
-    let daemon = Daemon::start(Serve::new(&scratch).arg("memory:1M"));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).arg("memory:1M"));
     let mut streams: Vec<_> = (0..64).map(|_| daemon.listen()).collect();
     streams.iter_mut().for_each(|stream| drop(stream.next("overview")));
-    let said = daemon.get("/api/v1/stream").refused(429);
+    let said = daemon.get("/api/v1/stream").error(429);
     assert!(said.starts_with("weir: 64 pages are open from your address"), "{said}");
     // This host has many addresses, and is one; it has room once one is gone.
     let url = format!("http://{}/api/v1/stream", daemon.address);
     let head = ["--silent", "--show-error", "--fail", "--head", "--interface", "127.0.0.2", &url];
-    assert_says(&Client::new("curl").args(head).fails(), &["429"]);
+    assert_contains(&TestClient::new("curl").args(head).fails(), &["429"]);
     streams.pop();
-    until(|| {
+    poll_until(|| {
         let mut stream = daemon.connect();
         let request = format!("GET /api/v1/stream HTTP/1.1\r\nHost: {}\r\n\r\n", daemon.address);
         stream.write_all(request.as_bytes()).unwrap();
@@ -116,9 +116,9 @@ fn one_address_does_not_have_all_streams() {
 }
 
 #[test]
-fn a_head_or_a_body_that_does_not_end_is_let_go() {
+fn endless_head_or_body_is_disconnected() {
     let scratch = Scratch::new();
-    let daemon = Daemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
+    let daemon = HttpDaemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
     let mut endless = daemon.connect();
     // Far more than sockets hold where the daemon has no turn.
     assert!((0..1000).any(|_| endless.write_all(&[b'x'; 64 << 10]).is_err()), "64 MB were taken");
@@ -158,16 +158,16 @@ fn a_token_is_not_sent_over_a_network_in_plain_text() {
 }
 
 #[test]
-fn over_tls_it_has_the_certificates_of_nbd() {
+fn https_uses_the_certificates_of_nbd() {
     let scratch = Scratch::new();
-    let authority = Authority::new(&scratch, "authority");
+    let authority = CertificateAuthority::new(&scratch, "authority");
     let serve =
         Serve::new(&scratch).args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path()]);
-    let daemon = Daemon::with_token(&scratch, serve);
+    let daemon = HttpDaemon::with_token(&scratch, serve);
     let port = daemon.address.rsplit(':').next().unwrap();
     let url = format!("https://localhost:{port}/api/v1/overview");
     let certificate = format!("{}/ca-cert.pem", authority.path());
-    let overview = Client::new("curl")
+    let overview = TestClient::new("curl")
         .args(["--silent", "--show-error", "--fail", "--cacert", &certificate, &url])
         .json();
     assert_eq!(one(&overview, "disks", "memory")["size"], 1 << 20);

@@ -3,8 +3,8 @@
 
 use std::fs;
 
-use super::{Server, uri};
-use crate::harness::{MIB, Scratch, assert_says, qemu_img, text, weir, weir_image};
+use super::{BackgroundNbdServer, uri};
+use crate::harness::{MIB, Scratch, assert_contains, qemu_img, text, weir, weir_image};
 
 #[test]
 fn a_relative_name_in_an_image_on_an_export_is_refused() {
@@ -12,11 +12,11 @@ fn a_relative_name_in_an_image_on_an_export_is_refused() {
     let inside = scratch.path(".");
     let (disk, socket) = (scratch.sparse("disk.raw", 8 * MIB), scratch.path("nbd.sock"));
     let (base, source) = (scratch.sparse("base.raw", MIB), scratch.sparse("source.raw", MIB));
-    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
+    let _server = BackgroundNbdServer::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
     let image = &uri(&socket, "");
     let refuses = |words: &[&str]| {
         let refused = weir(words).inside(&inside).fails();
-        assert_says(&refused, &["base.raw", "is relative", "absolute path"]);
+        assert_contains(&refused, &["base.raw", "is relative", "absolute path"]);
     };
     let create = ["image", "create", "-q", "-f", "qcow2"];
     refuses(&[&create[..], &["-b", "base.raw", "-F", "raw", image]].concat());
@@ -54,10 +54,10 @@ fn a_new_raw_image_leaves_no_header_of_an_earlier_one() {
     let (disk, socket) = (scratch.path("disk.qcow2"), scratch.path("nbd.sock"));
     qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "1M"]).succeeds();
     let earlier = fs::read(&disk).unwrap();
-    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
+    let _server = BackgroundNbdServer::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
     let image = &uri(&socket, "");
     let refused = weir_image(&["create", "-f", "raw", image, "1G"]).fails();
-    assert_says(&refused, &["bytes, but the image needs 1073741824"]);
+    assert_contains(&refused, &["bytes, but the image needs 1073741824"]);
     assert!(fs::read(&disk).unwrap() == earlier, "a refused command wrote");
 
     weir_image(&["create", "-q", "-f", "raw", image, "4K"]).succeeds();
@@ -68,12 +68,12 @@ fn a_new_raw_image_leaves_no_header_of_an_earlier_one() {
 }
 
 #[test]
-fn an_export_for_readers_is_refused_to_a_command_that_writes() {
+fn read_only_export_is_rejected_for_writing() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.sparse("disk.raw", MIB), scratch.path("nbd.sock"));
-    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-r", text(&disk)]);
+    let _server = BackgroundNbdServer::qemu_nbd(&scratch, &socket, &["-f", "raw", "-r", text(&disk)]);
     let refused = weir_image(&["create", "-f", "raw", &uri(&socket, ""), "1M"]).fails();
-    assert_says(
+    assert_contains(
         &refused,
         &["the export is read-only at its server", "make the export writable at its server"],
     );
@@ -81,10 +81,10 @@ fn an_export_for_readers_is_refused_to_a_command_that_writes() {
 }
 
 #[test]
-fn the_older_names_of_exports_mean_what_they_mean_to_qemu_img() {
+fn old_uri_forms_match_qemu_img() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.sparse("disk.raw", MIB), scratch.path("nbd.sock"));
-    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-x", "disk a", "-e", "4", text(&disk)]);
+    let _server = BackgroundNbdServer::qemu_nbd(&scratch, &socket, &["-f", "raw", "-x", "disk a", "-e", "4", text(&disk)]);
     let name = format!("nbd:unix:{}:exportname=disk a", text(&socket));
     for info in [qemu_img(["info", "--output=json", &name]), weir_image(&["info", "--output=json", &name])] {
         assert_eq!(info.json()["virtual-size"], MIB);

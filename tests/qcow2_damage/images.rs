@@ -8,7 +8,7 @@ use std::{fs, ops::Range, path::Path};
 
 use fastrand::Rng;
 
-use crate::harness::{Client, qemu_img, weir_image};
+use crate::harness::{TestClient, qemu_img, weir_image};
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -22,7 +22,7 @@ const LUKS: &str = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time
                     encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc";
 
 /// An image before it is damaged.
-pub(super) struct Template {
+pub(super) struct ImageTemplate {
     pub(super) options: &'static str,
     pub(super) content: Vec<u8>,
     /// Name and content of the external data file.
@@ -60,11 +60,11 @@ const KINDS: [(&str, &str); 17] = [
 ];
 
 /// Makes all images in a directory, together with the backing file.
-pub(super) fn templates(directory: &Path) -> Vec<Template> {
+pub(super) fn templates(directory: &Path) -> Vec<ImageTemplate> {
     let base: Vec<u8> = (0..300_u32 << 10).map(|at| 0x80 | (at >> 9) as u8).collect();
     fs::write(directory.join(BASE), base).expect("the directory is ours");
     fs::write(directory.join(KEY), "abc").expect("the directory is ours");
-    KINDS.iter().enumerate().map(|(number, kind)| Template::new(directory, number as u64, *kind)).collect()
+    KINDS.iter().enumerate().map(|(number, kind)| ImageTemplate::new(directory, number as u64, *kind)).collect()
 }
 
 fn number(text: &str) -> u64 {
@@ -73,7 +73,7 @@ fn number(text: &str) -> u64 {
     digits.parse::<u64>().expect("a number") * unit
 }
 
-impl Template {
+impl ImageTemplate {
     fn new(directory: &Path, seed: u64, (options, has): (&'static str, &str)) -> Self {
         let cluster = number(options.strip_prefix("cluster_size=").expect("the first option"));
         let is_extended = options.contains("extended_l2");
@@ -110,7 +110,7 @@ impl Template {
                 commands.push(format!("discard {offset} {cluster}"));
                 commands.push(format!("write -c -P 77 {offset} {cluster}"));
             }
-            let mut io = Client::new("qemu-io").inside(directory);
+            let mut io = TestClient::new("qemu-io").inside(directory);
             for command in &commands {
                 io = io.args(["-c", command]);
             }

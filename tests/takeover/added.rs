@@ -4,21 +4,21 @@ use std::{fs::File, io::Write as _, process::Stdio};
 
 use serde_json::{Value, json};
 
-use super::{House, control};
+use super::{UpgradedDaemon, control};
 use crate::{
     harness::{
-        Client, MIB, Qmp, Scratch, assert_says, create_encrypted, nbdsh_command, qemu_img, qemu_io, text,
+        TestClient, MIB, Qmp, Scratch, assert_contains, create_encrypted, nbdsh_command, qemu_img, qemu_io, text,
         weir,
     },
     machines::{features, front_end},
 };
 
-fn prints(house: &House, arguments: &[&str]) -> String {
+fn prints(house: &UpgradedDaemon, arguments: &[&str]) -> String {
     weir(arguments).env("WEIR_QMP", control(house)).succeeds()
 }
 
 /// What is known of each by its name, but for counters.
-fn known(house: &House, list: &str, keys: &[&str]) -> Vec<Value> {
+fn known(house: &UpgradedDaemon, list: &str, keys: &[&str]) -> Vec<Value> {
     let status = Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
     let entries = status[list].as_array().expect("a list").clone();
     let keep = |entry: Value| keys.iter().map(|key| ((*key).to_owned(), entry[key].clone())).collect();
@@ -30,7 +30,7 @@ const OF_DISKS: [&str; 9] =
 const OF_GROUPS: [&str; 5] = ["name", "limits", "weight", "group", "watermark"];
 const OF_EXPORTS: [&str; 6] = ["id", "name", "type", "disk", "address", "read-only"];
 
-fn all(house: &House) -> [Vec<Value>; 3] {
+fn all(house: &UpgradedDaemon) -> [Vec<Value>; 3] {
     [
         known(house, "disks", &OF_DISKS),
         known(house, "groups", &OF_GROUPS),
@@ -42,7 +42,7 @@ fn all(house: &House) -> [Vec<Value>; 3] {
 const VOLUME: &str = "pvc-0f0a2c4e-6b7d-4c1e-9f00-3d2b1a765432";
 
 #[test]
-fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
+fn added_disks_groups_and_exports_are_transferred() {
     let scratch = Scratch::new();
     let [first, plain, layered, base] =
         ["first.raw", "plain.raw", "layered.qcow2", "base.raw"].map(|name| scratch.path(name));
@@ -50,7 +50,7 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
         File::create(raw).unwrap().set_len(4 * MIB).unwrap();
     }
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&layered).succeeds();
-    let house = House::new(scratch, &[text(&first)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&first)]);
     let mut current = house.serve().start();
     let (used, unused) = (house.scratch.socket("used"), house.scratch.socket("unused"));
     prints(&house, &["group", "add", "gold", "--iops-total", "4000", "--iops-total-max", "9000"]);
@@ -90,12 +90,12 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
         std::io::BufRead::read_line(&mut said, &mut line).unwrap();
         assert_eq!(line, "there\n", "turn {turn}");
         if turn < 2 {
-            current = house.take_over(current).0;
+            current = house.upgrade(current).0;
             let line = current.wait_for_log("taken over although no config has it");
-            assert_says(&line, &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"]);
+            assert_contains(&line, &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"]);
             // Whoever waits for it finds them where all others are.
             let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
-            assert_says(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
+            assert_contains(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
             assert_eq!(all(&house), before);
             assert_eq!(features(&mut machine), offered);
         }
@@ -115,12 +115,12 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
     for node in ["t0", "q0", "f0"] {
         qmp.command("blockdev-del", json!({"node-name": node}));
     }
-    let current = house.take_over(current).0;
-    assert!(!current.logged().contains("disk t0"), "it is gone");
+    let current = house.upgrade(current).0;
+    assert!(!current.log_text().contains("disk t0"), "it is gone");
     prints(&house, &["disk", "remove", VOLUME]).clear();
     current.stop();
     let written =
-        Client::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);
+        TestClient::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);
     assert!(written.succeeds().contains("512/512"));
     assert!(!used.exists() && !unused.exists(), "sockets go with the last");
 }
@@ -129,32 +129,32 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
 fn added_disks_with_access_rules_and_groups_with_names_of_a_config_are_transferred() {
     let scratch = Scratch::new();
     let [first, second] = ["first.raw", "second.raw"].map(|name| scratch.sparse(name, MIB));
-    let house = House { on_tcp: true, ..House::new(scratch, &[text(&first), "--format", "raw"]) };
+    let house = UpgradedDaemon { on_tcp: true, ..UpgradedDaemon::new(scratch, &[text(&first), "--format", "raw"]) };
     let current = house.serve().start();
     // QEMU's identifiers begin with a letter.
     prints(&house, &["group", "add", "7-gold", "--iops-total", "4000"]);
     let added = ["-f", "raw", "--group", "7-gold", "--allow", "127.0.0.0/8", "--description", "second"];
     prints(&house, &[&["disk", "add", "second", text(&second)][..], &added].concat());
     let before = all(&house);
-    let current = house.take_over(current).0;
+    let current = house.upgrade(current).0;
     assert_eq!(all(&house), before);
     qemu_io(["-f", "raw"], &["write -P 1 0 4k", "read -P 1 0 4k"], current.uri("second"));
-    let current = house.take_over(current).0;
+    let current = house.upgrade(current).0;
     assert_eq!(all(&house), before);
     current.stop();
 }
 
 #[test]
-fn what_was_added_and_cannot_come_along_is_named_with_what_to_do() {
+fn untransferable_additions_are_named_with_a_remedy() {
     let scratch = Scratch::new();
     let (first, locked) = (scratch.sparse("first.raw", MIB), scratch.path("locked.qcow2"));
     create_encrypted(&locked);
     let key = scratch.file("key", "abc");
-    let house = House::new(scratch, &[text(&first)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&first)]);
     let daemon = house.serve().start();
     prints(&house, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
-    let said = house.newcomer().fails();
-    assert_says(
+    let said = house.new_process().fails();
+    assert_contains(
         &said,
         &[
             "disk locked",
@@ -162,33 +162,33 @@ fn what_was_added_and_cannot_come_along_is_named_with_what_to_do() {
             "add it to this command line",
         ],
     );
-    daemon.wait_for_log(super::GOES_ON);
+    daemon.wait_for_log(super::CONTINUES);
     prints(&house, &["disk", "remove", "locked"]);
     let mut qmp = Qmp::negotiated(&house.control());
     let passed = File::options().read(true).write(true).open(&first).unwrap();
     let other = tempfile::tempfile_in(house.scratch.path("")).unwrap();
     other.set_len(MIB).unwrap();
     drop(passed);
-    let set = qmp.ask_with(&other, "add-fd", &json!({"fdset-id": 1}));
+    let set = qmp.command_with_descriptor(&other, "add-fd", &json!({"fdset-id": 1}));
     assert_eq!(set["return"]["fdset-id"], 1, "{set}");
     let node = json!({"driver": "file", "node-name": "f", "filename": "/dev/fdset/1"});
     qmp.command("blockdev-add", node);
     drop(qmp);
-    assert_says(&house.newcomer().fails(), &["disk f", "its file was passed to the old process by add-fd"]);
+    assert_contains(&house.new_process().fails(), &["disk f", "its file was passed to the old process by add-fd"]);
     daemon.stop();
 }
 
 /// A newcomer whose config has it is asked nothing else.
 #[test]
-fn what_was_added_and_saved_is_the_configs() {
+fn saved_additions_use_the_config() {
     let scratch = Scratch::new();
     let (one, two) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
     let (nbd, socket) = (scratch.socket("nbd"), scratch.socket("machine"));
     let config =
         format!("[daemon]\nnbd = \"unix:{}\"\n[disk.one]\nimage = {one:?}\nformat = \"raw\"\n", text(&nbd));
     let config = scratch.file("weir.toml", config);
-    let house = House::new(scratch, &["--config", text(&config)]);
-    let serve = || house.serve().where_said();
+    let house = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
+    let serve = || house.serve().at_given_addresses();
     let first = serve().start();
     prints(&house, &["disk", "add", "two", text(&two), "-f", "raw", "--iops-total", "500", "--save"]);
     let addr = json!({"type": "unix", "path": text(&socket)});
@@ -208,7 +208,7 @@ fn what_was_added_and_saved_is_the_configs() {
     let (status, log) = first.wait();
     assert!(status.success(), "{log}");
     features(&mut machine);
-    assert!(!second.logged().contains("taken over although no config has it"), "{}", second.logged());
+    assert!(!second.log_text().contains("taken over although no config has it"), "{}", second.log_text());
     let exports = known(&house, "exports", &["id", "disk"]);
     assert!(exports.iter().all(|export| export["id"] != "by-hand"), "{exports:?}");
     drop(machine);
@@ -219,12 +219,12 @@ fn what_was_added_and_saved_is_the_configs() {
 fn a_node_over_an_added_disk_is_transferred_and_an_older_version_is_refused() {
     let scratch = Scratch::new();
     let (first, second) = (scratch.sparse("first.raw", MIB), scratch.sparse("second.raw", MIB));
-    let house = House::new(scratch, &[text(&first)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&first)]);
     let daemon = house.serve().start();
     prints(&house, &["disk", "add", "second", text(&second), "-f", "raw", "--iops-total", "500"]);
-    let refused = super::Stranger::ask_as(&house.control(), super::FORMAT, "0.1.0").err().expect("older");
+    let refused = super::UpgradePeer::ask_as(&house.control(), super::FORMAT, "0.1.0").err().expect("older");
     let own = env!("CARGO_PKG_VERSION");
-    assert_says(
+    assert_contains(
         &refused,
         &["disk second", &format!("weir 0.1.0 cannot take over from weir {own}"), "stop this weir and start"],
     );
@@ -241,7 +241,7 @@ fn a_node_over_an_added_disk_is_transferred_and_an_older_version_is_refused() {
     for byte in ["1", "2"] {
         let write = format!("write -P {byte} 0 4k");
         qemu_io(["-f", "raw"], &[&write], current.uri("over"));
-        current = house.take_over(current).0;
+        current = house.upgrade(current).0;
         assert_eq!(all(&house), before);
         qemu_io(["-f", "raw"], &[&format!("read -P {byte} 0 4k")], current.uri("over"));
     }
@@ -254,5 +254,5 @@ fn a_node_over_an_added_disk_is_transferred_and_an_older_version_is_refused() {
     let second = disks.iter().find(|disk| disk["name"] == "second").expect("a disk again");
     let limits = &second["limits"];
     assert_eq!([&limits["iops-total"], &limits["bps-total"]], [&json!(500), &json!(7 << 20)]);
-    house.take_over(current).0.stop();
+    house.upgrade(current).0.stop();
 }

@@ -28,7 +28,7 @@ const AT_ONCE: usize = 250;
 
 /// When a newcomer is killed, as the daemon and the newcomer see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum UpgradeStep {
     /// It has heard a part of what there is.
     OfferCutShort,
     /// It has heard all of it, and opens images.
@@ -36,7 +36,7 @@ pub(super) enum Step {
     /// All is open, and nobody has heard so.
     Prepared,
     /// The daemon has heard so, and stands still.
-    StandsStill,
+    Suspended,
     /// It has heard a part of how everything stands.
     StateCutShort,
     /// It has heard all of it, and reads tables.
@@ -45,12 +45,12 @@ pub(super) enum Step {
     Ready,
 }
 
-impl Step {
+impl UpgradeStep {
     pub(super) const ALL: [Self; 7] = [
         Self::OfferCutShort,
         Self::Offered,
         Self::Prepared,
-        Self::StandsStill,
+        Self::Suspended,
         Self::StateCutShort,
         Self::State,
         Self::Ready,
@@ -60,9 +60,9 @@ impl Step {
 /// Has a newcomer ask for everything and killed at this step; the daemon hears of its end once this
 /// returns. `place` is a path for a socket.
 #[track_caller]
-pub(super) fn kill_newcomer(serve: Serve, control: &Path, place: &Path, step: Step) {
+pub(super) fn kill_new_process(serve: Serve, control: &Path, place: &Path, step: UpgradeStep) {
     let listener = UnixListener::bind(place).unwrap();
-    let newcomer = serve.arg(format!("--takeover=unix:{}", place.display())).begin();
+    let newcomer = serve.arg(format!("--takeover=unix:{}", place.display())).spawn_unready();
     let (its, daemons) = ask(&listener.accept().unwrap().0, control);
     pass_until(step, &its, &daemons);
     newcomer.kill();
@@ -74,32 +74,32 @@ pub(super) fn kill_newcomer(serve: Serve, control: &Path, place: &Path, step: St
     fs::remove_file(place).unwrap();
 }
 
-fn pass_until(step: Step, its: &UnixStream, daemons: &UnixStream) {
-    let said = |message: &Message, what: &str| assert_eq!(message.text, what.as_bytes(), "{step:?}");
-    let offer = hear(daemons);
-    if step == Step::OfferCutShort {
-        return say_half(its, &offer);
+fn pass_until(step: UpgradeStep, its: &UnixStream, daemons: &UnixStream) {
+    let said = |message: &ProxiedMessage, what: &str| assert_eq!(message.text, what.as_bytes(), "{step:?}");
+    let offer = receive_message(daemons);
+    if step == UpgradeStep::OfferCutShort {
+        return send_half(its, &offer);
     }
-    say(its, &offer);
-    if step == Step::Offered {
+    send_message(its, &offer);
+    if step == UpgradeStep::Offered {
         return;
     }
-    let prepared = hear(its);
+    let prepared = receive_message(its);
     said(&prepared, "\"prepared\"");
-    if step == Step::Prepared {
+    if step == UpgradeStep::Prepared {
         return;
     }
-    say(daemons, &prepared);
-    if step == Step::StandsStill {
+    send_message(daemons, &prepared);
+    if step == UpgradeStep::Suspended {
         return;
     }
-    let state = hear(daemons);
-    if step == Step::StateCutShort {
-        return say_half(its, &state);
+    let state = receive_message(daemons);
+    if step == UpgradeStep::StateCutShort {
+        return send_half(its, &state);
     }
-    say(its, &state);
-    if step == Step::Ready {
-        said(&hear(its), "\"ready\"");
+    send_message(its, &state);
+    if step == UpgradeStep::Ready {
+        said(&receive_message(its), "\"ready\"");
     }
 }
 
@@ -118,7 +118,7 @@ fn ask(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
     let its = UnixStream::from(descriptors.remove(0));
     let (daemons, passed) = UnixStream::pair().unwrap();
     let name = command["execute"].as_str().unwrap();
-    let said = Qmp::negotiated(control).ask_with(&passed, name, &command["arguments"]);
+    let said = Qmp::negotiated(control).command_with_descriptor(&passed, name, &command["arguments"]);
     assert!(said.get("return").is_some(), "{said}");
     answer(said);
     for socket in [&its, &daemons] {
@@ -127,21 +127,21 @@ fn ask(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
     (its, daemons)
 }
 
-struct Message {
+struct ProxiedMessage {
     text: Vec<u8>,
     bytes: Vec<u8>,
     /// Those beside each byte behind.
     descriptors: Vec<Vec<OwnedFd>>,
 }
 
-impl Message {
+impl ProxiedMessage {
     fn head(&self) -> Vec<u8> {
         let count = self.descriptors.iter().map(Vec::len).sum();
         [self.text.len(), self.bytes.len(), count].map(|length| (length as u64).to_le_bytes()).concat()
     }
 }
 
-fn hear(mut socket: &UnixStream) -> Message {
+fn receive_message(mut socket: &UnixStream) -> ProxiedMessage {
     let mut lengths = [[0; 8]; 3];
     lengths.iter_mut().for_each(|length| socket.read_exact(length).unwrap());
     let [text, bytes, mut count] = lengths.map(|length| u64::from_le_bytes(length) as usize);
@@ -158,10 +158,10 @@ fn hear(mut socket: &UnixStream) -> Message {
         count -= some.len();
         descriptors.push(some);
     }
-    Message { text, bytes, descriptors }
+    ProxiedMessage { text, bytes, descriptors }
 }
 
-fn say(mut socket: &UnixStream, message: &Message) {
+fn send_message(mut socket: &UnixStream, message: &ProxiedMessage) {
     socket.write_all(&[message.head(), message.text.clone(), message.bytes.clone()].concat()).unwrap();
     for some in &message.descriptors {
         let some: Vec<_> = some.iter().map(|descriptor| descriptor.as_fd()).collect();
@@ -172,7 +172,7 @@ fn say(mut socket: &UnixStream, message: &Message) {
     }
 }
 
-fn say_half(mut socket: &UnixStream, message: &Message) {
+fn send_half(mut socket: &UnixStream, message: &ProxiedMessage) {
     let half = message.text.len() / 2;
     socket.write_all(&[message.head(), message.text[..half].to_vec()].concat()).unwrap();
 }

@@ -10,9 +10,9 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{GOES_ON, House, between::Step};
+use super::{CONTINUES, UpgradedDaemon, between::UpgradeStep};
 use crate::{
-    harness::{Client, Scratch, Serve, nbdsh_command, qemu_img, text, weir_image},
+    harness::{TestClient, Scratch, Serve, nbdsh_command, qemu_img, text, weir_image},
     qcow2_bitmaps::map_of,
 };
 
@@ -131,26 +131,26 @@ fn printed(client: Child) -> String {
 }
 
 #[test]
-fn what_is_written_at_any_time_is_marked_and_nothing_else() {
+fn exactly_the_written_granules_are_marked() {
     let scratch = Scratch::new();
     let path = image(&scratch);
     let stop = scratch.path("stop");
-    let house = House::new(scratch, &[&arguments(&path)[..], &["--iops-total", "600"]].concat());
+    let house = UpgradedDaemon::new(scratch, &[&arguments(&path)[..], &["--iops-total", "600"]].concat());
     let mut current = house.serve().start();
     let client = connected(CLIENT, &[&current.uri("disk"), text(&stop)]);
     // Each step is a newcomer's last, in between some take over, and all of them find requests that
     // wait.
-    for failed in 0..Step::ALL.len() + 3 {
+    for failed in 0..UpgradeStep::ALL.len() + 3 {
         house.fail_at(failed);
-        current.wait_for_logs(GOES_ON, failed % 3 + 1);
+        current.wait_for_logs(CONTINUES, failed % 3 + 1);
         if failed % 3 == 2 {
-            current = house.take_over(current).0;
+            current = house.upgrade(current).0;
         }
     }
     house.scratch.file("stop", "");
     let fine: Vec<u64> = serde_json::from_str(printed(client).trim()).unwrap();
     let fine = BTreeSet::from_iter(fine);
-    let current = house.take_over(current).0;
+    let current = house.upgrade(current).0;
     for (name, granule, expected) in [
         ("fine", FINE, fine.clone()),
         ("coarse", 16 * FINE, fine.iter().map(|granule| granule / 16).collect()),
@@ -165,10 +165,10 @@ fn what_is_written_at_any_time_is_marked_and_nothing_else() {
 /// From a takeover to the next change the file has all of it, and from then on says that it has
 /// not.
 #[test]
-fn a_crash_after_a_takeover_leaves_what_is_right_or_says_that_it_is_not() {
+fn crash_after_an_upgrade_leaves_consistent_or_flagged_bitmaps() {
     let scratch = Scratch::new();
     let path = image(&scratch);
-    let house = House::new(scratch, &arguments(&path));
+    let house = UpgradedDaemon::new(scratch, &arguments(&path));
     let good = json!({"off": [], "fine": ["auto"], "coarse": ["auto"]});
     let in_use = json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]});
     for fails in [false, true] {
@@ -176,19 +176,19 @@ fn a_crash_after_a_takeover_leaves_what_is_right_or_says_that_it_is_not() {
         current.nbdsh("disk", "h.pwrite(b'x' * 512, 8192)\nh.flush()");
         assert_eq!(flags(&path), in_use);
         if fails {
-            house.kill_newcomer(Step::Ready);
-            current.wait_for_log(GOES_ON);
+            house.kill_new_process(UpgradeStep::Ready);
+            current.wait_for_log(CONTINUES);
         } else {
-            current = house.take_over(current).0;
+            current = house.upgrade(current).0;
         }
         assert_eq!(flags(&path), good);
         current.crash();
         // Clusters that nothing leads to may be left, and no more.
-        let _ = Client::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
+        let _ = TestClient::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
         qemu_sees(&path, &BTreeSet::from([2]));
     }
     let current = house.serve().start();
-    let current = house.take_over(current).0;
+    let current = house.upgrade(current).0;
     current.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\nh.flush()");
     assert_eq!(flags(&path), in_use);
     current.crash();
@@ -198,7 +198,7 @@ fn a_crash_after_a_takeover_leaves_what_is_right_or_says_that_it_is_not() {
 
 /// No view is lost, also of an image that is only read, and of a bitmap of its backing file.
 #[test]
-fn clients_look_at_the_bitmaps_that_they_looked_at() {
+fn metadata_contexts_survive() {
     let scratch = Scratch::new();
     let (path, over) = (image(&scratch), scratch.path("over.qcow2"));
     let writer = Serve::new(&scratch).args(arguments(&path)).start();
@@ -226,12 +226,12 @@ assert shown() == before, shown()
     let on_top = [text(&over), "--format", "qcow2", "--bitmap", "fine", "--bitmap", "own"];
     let of_base = [&arguments(&path)[..], &["--read-only"]].concat();
     for (arguments, name, bitmaps) in [(&of_base[..], "disk", "1"), (&on_top, "over", "2")] {
-        let house = House::new(Scratch::new(), arguments);
+        let house = UpgradedDaemon::new(Scratch::new(), arguments);
         let current = house.serve().start();
         let mut client = connected(script, &[&current.uri(name), bitmaps]);
-        house.kill_newcomer(Step::Ready);
-        current.wait_for_log(GOES_ON);
-        let current = house.take_over(current).0;
+        house.kill_new_process(UpgradeStep::Ready);
+        current.wait_for_log(CONTINUES);
+        let current = house.upgrade(current).0;
         client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
         printed(client);
         current.stop();

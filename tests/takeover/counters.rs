@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::House;
+use super::UpgradedDaemon;
 use crate::{
     bench::bench,
-    harness::{Client, Qmp, Scratch, qemu_img, text, until},
+    harness::{TestClient, Qmp, Scratch, qemu_img, text, poll_until},
 };
 
 /// Whose counters begin anew: of the process and its threads, of caches that are empty.
@@ -22,8 +22,8 @@ const OF_THE_PROCESS: [&str; 6] = [
 ];
 
 /// Counters and histograms by their names and labels.
-fn counters(house: &House) -> BTreeMap<String, f64> {
-    let page = Client::new("curl").args(["-sS", "--unix-socket"]).arg(house.scratch.socket("metrics"));
+fn counters(house: &UpgradedDaemon) -> BTreeMap<String, f64> {
+    let page = TestClient::new("curl").args(["-sS", "--unix-socket"]).arg(house.scratch.socket("metrics"));
     let page = page.args(["-H", "Accept: text/plain", "http://weir/metrics"]).succeeds();
     let mut kinds = BTreeMap::new();
     let mut counters = BTreeMap::new();
@@ -54,7 +54,7 @@ fn throttled(entry: &Value) -> Value {
 }
 
 #[test]
-fn what_was_counted_goes_on_and_what_has_happened_is_known() {
+fn counters_and_events_survive() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.path("disk.qcow2"), scratch.socket("machine"));
     qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "16M"]).succeeds();
@@ -63,23 +63,23 @@ fn what_was_counted_goes_on_and_what_has_happened_is_known() {
     let disk =
         [text(&disk), "-f", "qcow2", "--vhost-user-blk", &door, "--iops-total", "2000", "--prefetch", "on"];
     let rest = ["--group", "gold", "--fault", "kind=read,offset=8M-9M", "--metrics", &metrics];
-    let house = House::new(scratch, &[&disk[..], &rest].concat());
+    let house = UpgradedDaemon::new(scratch, &[&disk[..], &rest].concat());
     let mut current = house.serve().start();
     // Somebody looks, so that it is measured.
     counters(&house);
     bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", &format!("vhost-user:{}", text(&socket))).succeeds();
     bench("-c 1000 -d 32 -s 4K", &current.uri("disk")).succeeds();
     current.nbdsh("disk", "try:\n h.pread(512, 8 << 20)\nexcept nbd.Error: pass\nelse: assert False");
-    let told = |house: &House| Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
+    let told = |house: &UpgradedDaemon| Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
     for _ in 0..3 {
         // A page may be a moment old.
-        let before = until(|| {
+        let before = poll_until(|| {
             let (one, other) = (counters(&house), counters(&house));
             (one == other).then_some(one)
         });
         let events = Qmp::negotiated(&house.control()).command("x-weir-query-events", json!({}));
         let was = told(&house);
-        current = house.take_over(current).0;
+        current = house.upgrade(current).0;
         let is = told(&house);
         for key in ["disks", "groups"] {
             assert_eq!(throttled(&is[key][0]), throttled(&was[key][0]), "{key}");

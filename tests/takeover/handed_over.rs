@@ -16,7 +16,7 @@ use nix::{
     libc,
 };
 
-use super::{GOES_ON, House, between::Step, control};
+use super::{CONTINUES, UpgradedDaemon, between::UpgradeStep, control};
 use crate::{
     bench::bench,
     harness::{MIB, Scratch, Serve, qemu_img, text},
@@ -42,17 +42,17 @@ fn image(path: &Path) {
 }
 
 #[test]
-fn a_machine_keeps_an_image_that_is_handed_over() {
+fn lock_of_a_handover_image_in_use_is_kept() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.path("disk.qcow2"), scratch.socket("machine"));
     image(&disk);
     let door = format!("unix:{},queues=2", text(&socket));
     let arguments = [text(&disk), "-f", "qcow2", "--handover", "--vhost-user-blk", &door];
-    let house = House::new(scratch, &[&arguments[..], &["--iops-total", "1000"]].concat());
+    let house = UpgradedDaemon::new(scratch, &[&arguments[..], &["--iops-total", "1000"]].concat());
     let mut current = house.serve().start();
     let file = File::options().read(true).write(true).open(&disk).unwrap();
     assert!(!is_locked(&file), "no machine runs");
-    current = house.take_over(current).0;
+    current = house.upgrade(current).0;
     assert!(!is_locked(&file), "nor now");
     let is_over = Arc::new(AtomicBool::new(false));
     let load = {
@@ -82,10 +82,10 @@ fn a_machine_keeps_an_image_that_is_handed_over() {
         })
     };
     let mut turn = 0;
-    while !is_over.load(SeqCst) || turn < Step::ALL.len() {
+    while !is_over.load(SeqCst) || turn < UpgradeStep::ALL.len() {
         house.fail_at(turn);
-        current.wait_for_log(GOES_ON);
-        current = house.take_over(current).0;
+        current.wait_for_log(CONTINUES);
+        current = house.upgrade(current).0;
         turn += 1;
     }
     load.join().expect("the machine saw nothing of it");
@@ -112,12 +112,12 @@ fn a_machine_keeps_an_image_that_is_handed_over() {
 }
 
 #[test]
-fn both_have_handover_or_neither() {
+fn handover_must_match_in_both_processes() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
     let door = format!("unix:{}", text(&scratch.socket("machine")));
     let arguments = [text(&disk), "-f", "raw", "--vhost-user-blk", &door];
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     let first = house.serve().start();
     let newcomer = Serve::new(&house.scratch).args(arguments).args(["--handover", "--takeover"]);
     let said = newcomer.env("WEIR_QMP", control(&house)).fails();

@@ -3,11 +3,11 @@
 
 use std::fs;
 
-use super::{House, control};
+use super::{UpgradedDaemon, control};
 use crate::harness::{MIB, Scratch, Serve, qemu_img, text};
 
 #[test]
-fn a_disk_that_is_another_one_is_refused_by_name() {
+fn different_disk_is_rejected_by_name() {
     let scratch = Scratch::new();
     let (a, b) = (scratch.filled("a.raw", MIB), scratch.sparse("b.raw", MIB));
     let (q, over) = (scratch.path("q.qcow2"), scratch.path("over.qcow2"));
@@ -17,7 +17,7 @@ fn a_disk_that_is_another_one_is_refused_by_name() {
     let (a, b, q, over) = (text(&a), text(&b), text(&q), text(&over));
     let mut scratch = Some(scratch);
     let mut refused = |old: &[&str], new: &[&str], why: &str| {
-        let house = House::new(scratch.take().expect("it comes back"), old);
+        let house = UpgradedDaemon::new(scratch.take().expect("it comes back"), old);
         let daemon = house.serve().args(["--name", "disk"]).start();
         let newcomer = Serve::new(&house.scratch).args(new).args(["--name", "disk", "--takeover"]);
         let said = newcomer.env("WEIR_QMP", control(&house)).fails();
@@ -38,10 +38,10 @@ fn a_disk_that_is_another_one_is_refused_by_name() {
     refused(&[q, "--read-only"], &[q, "--read-only", "--snapshot", "s1"], "with another internal snapshot");
     refused(&["null:1M"], &["null:2M"], "with another image: null");
     // What is behind it has changed its name since.
-    let house = House::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
+    let house = UpgradedDaemon::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
     let daemon = house.serve().start();
     fs::rename(a, b).unwrap();
-    let said = house.newcomer().fails();
+    let said = house.new_process().fails();
     let expect = format!("disk over: it runs with another backing file: {b} was replaced since");
     assert!(said.contains(&expect), "{said}");
     daemon.nbdsh("over", "assert h.pread(512, 0) == bytes(512)\n");
@@ -49,11 +49,11 @@ fn a_disk_that_is_another_one_is_refused_by_name() {
 }
 
 #[test]
-fn what_may_differ_does_and_another_name_is_the_same_file() {
+fn permitted_differences_and_other_paths_of_a_file() {
     let scratch = Scratch::new();
     let (disk, other) = (scratch.sparse("disk.raw", MIB), scratch.path("other.raw"));
     fs::hard_link(&disk, &other).unwrap();
-    let house = House::new(scratch, &[text(&disk)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
     let first = house.serve().start();
     // Somebody has made it longer.
     fs::File::options().write(true).open(&disk).unwrap().set_len(2 * MIB).unwrap();

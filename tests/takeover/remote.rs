@@ -11,11 +11,11 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{FORMAT, GOES_ON, House, Stranger, between::Step, control, load};
-use crate::harness::{Client, MIB, Scratch, Serve, need, pause, qemu_img, text, weir};
+use super::{FORMAT, CONTINUES, UpgradedDaemon, UpgradePeer, between::UpgradeStep, control, load};
+use crate::harness::{TestClient, MIB, Scratch, Serve, need, pause, qemu_img, text, weir};
 
 #[test]
-fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
+fn remote_disk_changes_its_connection() {
     for format in ["raw", "qcow2"] {
         let (behind, scratch) = (Scratch::new(), Scratch::new());
         let image = behind.path("image");
@@ -28,14 +28,14 @@ fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
         }
         let server = Serve::new(&behind).args(["-f", "raw", "--name", "back", text(&image)]).start();
         let arguments = [&server.uri("back"), "--name", "disk", "-f", format, "--iops-total", "2000"];
-        let house = House::new(scratch, &arguments);
+        let house = UpgradedDaemon::new(scratch, &arguments);
         let mut current = house.serve().start();
         let load = load(current.uri("disk"), &house.scratch, 0, 1);
         let mut turn = 0;
-        while !load.is_finished() || turn < Step::ALL.len() {
+        while !load.is_finished() || turn < UpgradeStep::ALL.len() {
             house.fail_at(turn);
-            current.wait_for_log(GOES_ON);
-            current = house.take_over(current).0;
+            current.wait_for_log(CONTINUES);
+            current = house.upgrade(current).0;
             turn += 1;
         }
         load.join().expect("the load saw nothing of it");
@@ -45,21 +45,21 @@ fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
         if grown {
             qemu_img(["check", "-q", text(&image)]).succeeds();
         }
-        Client::new("qemu-io").args(["-f", format]).does(["read -P 0x78 16M 512"], text(&image));
+        TestClient::new("qemu-io").args(["-f", format]).run_qemu_io(["read -P 0x78 16M 512"], text(&image));
     }
 }
 
 /// Ended with this.
-struct Nbdkit {
+struct NbdkitServer {
     process: Pid,
     uri: String,
 }
 
-impl Nbdkit {
+impl NbdkitServer {
     fn start(scratch: &Scratch, words: &[&str]) -> Self {
         need("nbdkit");
         let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
-        Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(words).succeeds();
+        TestClient::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(words).succeeds();
         // It is written by the process in the background, which need not have come to that yet.
         let process = loop {
             match fs::read_to_string(&pid).ok().filter(|text| text.ends_with('\n')) {
@@ -71,25 +71,25 @@ impl Nbdkit {
     }
 }
 
-impl Drop for Nbdkit {
+impl Drop for NbdkitServer {
     fn drop(&mut self) {
         let _ = kill(self.process, Signal::SIGTERM);
     }
 }
 
 #[test]
-fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
+fn server_without_multi_conn_prevents_the_upgrade() {
     let (behind, scratch) = (Scratch::new(), Scratch::new());
     let back =
         Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
     // Where a write is acknowledged and no flush asked for, another client may not see it.
     for cache in ["unsafe", "writeback"] {
         let server = back.uri("back");
-        let house = House::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
+        let house = UpgradedDaemon::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
         let first = house.serve().start();
         first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
         if cache == "unsafe" {
-            let said = house.newcomer().fails();
+            let said = house.new_process().fails();
             assert!(
                 said.contains(
                     "disk disk: cannot be taken over (remove it with `weir disk remove`, or restart weir): its image is at an NBD server"
@@ -99,13 +99,13 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
             first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512\n");
             first.stop();
         } else {
-            house.take_over(first).0.stop();
+            house.upgrade(first).0.stop();
         }
     }
-    let server = Nbdkit::start(&scratch, &["--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"]);
-    let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
+    let server = NbdkitServer::start(&scratch, &["--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"]);
+    let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
-    let said = house.newcomer().fails();
+    let said = house.new_process().fails();
     assert!(said.contains("at an NBD server without CAN_MULTI_CONN"), "{said}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
@@ -113,7 +113,7 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
 
 /// A server with an image of one MiB, and a path: a flush waits until somebody opens the pipe there
 /// to write, if there is one.
-fn holding(scratch: &Scratch) -> (Nbdkit, PathBuf) {
+fn holding(scratch: &Scratch) -> (NbdkitServer, PathBuf) {
     let (image, held) = (scratch.sparse("image", MIB), scratch.path("held"));
     let plugin = scratch.file(
         "plugin",
@@ -135,7 +135,7 @@ esac
         ),
     );
     fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    (Nbdkit::start(scratch, &["sh", text(&plugin)]), held)
+    (NbdkitServer::start(scratch, &["sh", text(&plugin)]), held)
 }
 
 fn hold(held: &Path) {
@@ -143,31 +143,31 @@ fn hold(held: &Path) {
 }
 
 /// What waits is let go, and what comes does not wait.
-fn let_go(held: &Path) {
+fn release_flush(held: &Path) {
     let held_up = fs::File::options().write(true).open(held).unwrap();
     fs::remove_file(held).unwrap();
     drop(held_up);
 }
 
 #[test]
-fn everybody_is_served_while_a_server_holds_a_flush() {
+fn blocked_flush_delays_no_other_client() {
     let scratch = Scratch::new();
     let (server, held) = holding(&scratch);
-    let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
+    let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)");
     hold(&held);
     std::thread::scope(|scope| {
-        let newcomer = scope.spawn(|| house.newcomer().args(["--log", "warn"]).fails());
+        let newcomer = scope.spawn(|| house.new_process().args(["--log", "warn"]).fails());
         first.wait_for_log("an upgrade to a new process begins");
         first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
         let said = newcomer.join();
-        let_go(&held);
+        release_flush(&held);
         let said = said.unwrap();
         assert!(said.contains("disk disk: its storage takes too long to write buffered data"), "{said}");
     });
     first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
-    house.take_over(first).0.stop();
+    house.upgrade(first).0.stop();
 }
 
 /// It is on no list any more, and what it has not written would be lost with the old daemon.
@@ -176,7 +176,7 @@ fn a_disk_that_is_being_removed_is_closed_first() {
     let scratch = Scratch::new();
     let (server, held) = holding(&scratch);
     let plain = scratch.sparse("plain.raw", MIB);
-    let house = House::new(scratch, &[text(&plain), "--sandbox", "off"]);
+    let house = UpgradedDaemon::new(scratch, &[text(&plain), "--sandbox", "off"]);
     let first = house.serve().start();
     let ask = |words: &[&str]| weir(words).env("WEIR_QMP", control(&house));
     ask(&["disk", "add", "held", &server.uri, "-f", "raw"]).succeeds();
@@ -188,17 +188,17 @@ fn a_disk_that_is_being_removed_is_closed_first() {
         while is_listed() {
             pause();
         }
-        let said = house.newcomer().args(["--log", "warn"]).fails();
-        let_go(&held);
+        let said = house.new_process().args(["--log", "warn"]).fails();
+        release_flush(&held);
         assert!(said.contains("disk held is being removed at this moment"), "{said}");
         first.wait_for_log("upgrade rejected, this process continues");
         removal.join().unwrap();
     });
-    house.take_over(first).0.stop();
+    house.upgrade(first).0.stop();
 }
 
 #[test]
-fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be() {
+fn unreadable_image_after_a_failed_upgrade_is_retried() {
     let scratch = Scratch::new();
     let image = scratch.path("image");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
@@ -207,15 +207,15 @@ fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be()
     let bad = scratch.path("bad");
     let while_bad = format!("error-file={}", text(&bad));
     let fails = ["error-pread=EIO", "error-pread-rate=100%", &while_bad];
-    let server = Nbdkit::start(&scratch, &[&["--filter=error", "file", text(&image)], &fails[..]].concat());
-    let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
+    let server = NbdkitServer::start(&scratch, &[&["--filter=error", "file", text(&image)], &fails[..]].concat());
+    let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
     let first = house.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 65536, 0)");
-    let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
-    stranger.hear();
-    stranger.say("prepared");
+    let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
+    stranger.receive();
+    stranger.send("prepared");
     // It stands still.
-    stranger.hear();
+    stranger.receive();
     fs::write(&bad, "").unwrap();
     drop(stranger);
     first.wait_for_log("cannot be read again after the takeover that failed");
@@ -224,7 +224,7 @@ fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be()
     first.wait_for_log("its image can be read again");
     let read = "assert h.pread(1024, 0) == b'x' * 512 + b'y' * 512";
     first.nbdsh("disk", read);
-    let (second, _) = house.take_over(first);
+    let (second, _) = house.upgrade(first);
     second.nbdsh("disk", read);
     second.stop();
 }
@@ -244,10 +244,10 @@ fn a_new_process_ends_when_the_old_one_waits_no_longer() {
             text(&near)
         ),
     );
-    let house = House::new(scratch, &["--config", text(&config)]);
+    let house = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
     let old = house.serve().start();
     back.crash();
-    let new = house.newcomer().begin();
+    let new = house.new_process().spawn_unready();
     old.wait_for_log("another weir is about to take over");
     new.wait_for_log("still being opened, and waited for");
     // As when its patience of a minute ends: the channel to the new process is closed.

@@ -6,21 +6,21 @@ use std::{
     os::unix::net::UnixStream,
 };
 
-use super::House;
+use super::UpgradedDaemon;
 use crate::{
     harness::{MIB, Scratch, text},
-    machines::{features, front_end, pass},
+    machines::{features, front_end, send_with_descriptor},
 };
 
 /// Lends `memory` as the first MiB of a guest's (`VHOST_USER_SET_MEM_TABLE`).
-fn lend(machine: &mut UnixStream, memory: &File) {
-    pass(machine, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
+fn set_mem_table(machine: &mut UnixStream, memory: &File) {
+    send_with_descriptor(machine, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
     // It has been taken by then.
     features(machine);
 }
 
 #[test]
-fn a_front_end_that_spoils_its_own_keeps_nobody_from_taking_over() {
+fn hostile_front_end_does_not_prevent_an_upgrade() {
     let scratch = Scratch::new();
     let names = ["half", "gone", "good"];
     let disks = names.map(|name| text(&scratch.sparse(&format!("{name}.raw"), MIB)).to_owned());
@@ -30,20 +30,20 @@ fn a_front_end_that_spoils_its_own_keeps_nobody_from_taking_over() {
     for (name, door) in names.iter().zip(&doors) {
         arguments.extend(["--name", name, "--vhost-user-blk", door]);
     }
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     let old = house.serve().start();
     let [mut half, mut gone, mut good] = sockets.each_ref().map(|socket| front_end(socket));
     let memory = [(); 2].map(|()| tempfile::tempfile_in("/dev/shm").expect("a file in memory"));
     for (machine, memory) in [&mut gone, &mut good].into_iter().zip(&memory) {
         memory.set_len(MIB).expect("its length");
-        lend(machine, memory);
+        set_mem_table(machine, memory);
     }
     memory[0].set_len(0).expect("its length");
     features(&mut half);
     let question = [1_u32, 1, 0].map(u32::to_le_bytes).concat();
     half.write_all(&question[..7]).expect("it reads");
 
-    let (new, _) = house.take_over(old);
+    let (new, _) = house.upgrade(old);
     half.write_all(&question[7..]).expect("it reads");
     half.read_exact(&mut [0; 20]).expect("what it asked is answered");
     features(&mut good);

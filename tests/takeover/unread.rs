@@ -7,13 +7,13 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{House, control};
+use super::{UpgradedDaemon, control};
 use crate::harness::{MIB, Qmp, Scratch, Serve, nbdsh_command, need_root, text};
 
 /// Says a line when all that is above it is done, and goes on when it is told to.
-struct Stepping(Child);
+struct SteppingClient(Child);
 
-impl Stepping {
+impl SteppingClient {
     fn start(uri: &str, script: &str) -> Self {
         let step = "import sys\ndef step(): print('there', flush=True); sys.stdin.readline()\n";
         let mut client = nbdsh_command(&format!("{step}uri = {uri:?}\n{script}"));
@@ -31,23 +31,23 @@ impl Stepping {
 }
 
 /// Each with its id and its kind.
-fn events(house: &House) -> Vec<(u64, String)> {
-    let told = Qmp::negotiated(&house.control()).ask("x-weir-query-events", json!({}));
+fn events(house: &UpgradedDaemon) -> Vec<(u64, String)> {
+    let told = Qmp::negotiated(&house.control()).command_reply("x-weir-query-events", json!({}));
     let of = |event: &Value| Some((event["id"].as_u64()?, event["kind"].as_str()?.to_owned()));
     told["return"].as_array().expect("a list").iter().map(|event| of(event).expect("an event")).collect()
 }
 
 #[test]
-fn who_takes_no_replies_is_disconnected_and_nobody_else() {
+fn only_a_client_that_does_not_read_is_disconnected() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", 4 * MIB);
-    let house = House::new(scratch, &[text(&disk)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
     let first = house.serve().start();
-    let reads = Stepping::start(
+    let reads = SteppingClient::start(
         &first.uri("disk"),
         "h.connect_uri(uri)\nh.pwrite(b'x' * 512, 0)\nstep()\nassert h.pread(512, 0) == b'x' * 512\n",
     );
-    let does_not = Stepping::start(
+    let does_not = SteppingClient::start(
         &first.uri("disk"),
         "h.connect_uri(uri)\nbuffers = [nbd.Buffer(1 << 20) for _ in range(32)]\n\
          for buffer in buffers: h.aio_pread(buffer, 0)\nstep()\n\
@@ -55,7 +55,7 @@ fn who_takes_no_replies_is_disconnected_and_nobody_else() {
          except nbd.Error: pass\nelse: raise AssertionError('it is still connected')\n",
     );
     let before = events(&house);
-    let second = house.newcomer().start();
+    let second = house.new_process().start();
     let (status, log) = first.wait();
     assert!(status.success() && log.contains("a new process has taken over"), "{log}");
     let named = "it does not read replies, so it cannot be transferred client=\"client 2 at export disk\"";
@@ -79,13 +79,13 @@ fn who_takes_no_replies_is_disconnected_and_nobody_else() {
 }
 
 #[test]
-fn an_image_that_does_not_answer_is_named_before_anybody_stands_still() {
+fn unresponsive_image_is_named_before_suspending() {
     let scratch = Scratch::new();
     let (disk, slow) = (scratch.sparse("disk.raw", MIB), scratch.sparse("slow.raw", MIB));
-    let house = House::new(scratch, &[text(&disk), text(&slow), "--delay", "read=3600s"]);
+    let house = UpgradedDaemon::new(scratch, &[text(&disk), text(&slow), "--delay", "read=3600s"]);
     let first = house.serve().start();
     // It has begun to log by then.
-    let said = house.newcomer().args(["--log", "warn"]).fails();
+    let said = house.new_process().args(["--log", "warn"]).fails();
     let why = "disk disk: its image has not answered a read for 5 s, so requests in flight would not end";
     assert!(said.contains(&format!("the old process continues: {why}")), "{said}");
     first.wait_for_log(why);
@@ -93,15 +93,15 @@ fn an_image_that_does_not_answer_is_named_before_anybody_stands_still() {
 }
 
 #[test]
-fn a_newcomer_that_may_have_too_few_descriptors_says_so() {
+fn too_low_descriptor_limit_is_reported() {
     const CLIENTS: usize = 60;
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
     // Of threads, and their descriptors, as few on every machine.
     let arguments = [text(&disk), "--max-connections", "0", "--workers", "1"];
-    let house = House::new(scratch, &arguments);
+    let house = UpgradedDaemon::new(scratch, &arguments);
     let first = house.serve().start();
-    let clients = Stepping::start(
+    let clients = SteppingClient::start(
         &first.uri("disk"),
         &format!(
             "clients = [nbd.NBD() for _ in range({CLIENTS})]\n\
@@ -109,20 +109,20 @@ fn a_newcomer_that_may_have_too_few_descriptors_says_so() {
              for client in clients: client.pread(512, 0)\n"
         ),
     );
-    let newcomer = Serve::new(&house.scratch).behind(["prlimit", "--nofile=75:75"]).args(arguments);
+    let newcomer = Serve::new(&house.scratch).wrapped_by(["prlimit", "--nofile=75:75"]).args(arguments);
     let said = newcomer.arg("--takeover").env("WEIR_QMP", control(&house)).fails();
     assert!(said.contains("`ulimit -n` or LimitNOFILE= must be larger"), "{said}");
-    let (second, _) = house.take_over(first);
+    let (second, _) = house.upgrade(first);
     clients.go_on();
     second.stop();
 }
 
 #[test]
-fn whoever_listens_there_for_another_user_is_not_believed() {
+fn daemon_of_another_user_is_not_trusted() {
     need_root("sockets of other users");
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
-    let house = House::new(scratch, &[text(&disk)]);
+    let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
     let script = "\
 import os, socket
 listener = socket.socket(socket.AF_UNIX)
@@ -131,8 +131,8 @@ os.seteuid(65534)
 listener.listen()
 step()
 ";
-    let evil = Stepping::start(text(&house.control()), script);
-    let said = house.newcomer().fails();
+    let evil = SteppingClient::start(text(&house.control()), script);
+    let said = house.new_process().fails();
     assert!(said.contains("the daemon there runs as another user, 65534"), "{said}");
     evil.go_on();
 }

@@ -2,11 +2,11 @@
 
 use serde_json::json;
 
-use super::House;
-use crate::harness::{MIB, Qmp, Scratch, assert_says, text};
+use super::UpgradedDaemon;
+use crate::harness::{MIB, Qmp, Scratch, assert_contains, text};
 
 #[test]
-fn what_the_config_sets_otherwise_than_what_runs_is_told() {
+fn differences_from_the_config_are_logged() {
     let scratch = Scratch::new();
     for name in ["a", "b", "c"] {
         scratch.sparse(&format!("{name}.raw"), MIB);
@@ -16,7 +16,7 @@ fn what_the_config_sets_otherwise_than_what_runs_is_told() {
     };
     let disks = [disk("a", "bps-read = \"10M\""), disk("b", "weight = 200")].concat();
     let file = scratch.file("weir.toml", format!("[group.gold]\niops-total = 1000\n\n{disks}"));
-    let house = House::new(scratch, &["--config", text(&file)]);
+    let house = UpgradedDaemon::new(scratch, &["--config", text(&file)]);
     let current = house.serve().start();
     let mut qmp = Qmp::negotiated(&house.control());
     qmp.command("x-weir-set", json!({ "name": "a", "bps-read": 0, "iops-write": 500, "prefetch": "off" }));
@@ -26,16 +26,16 @@ fn what_the_config_sets_otherwise_than_what_runs_is_told() {
     qmp.command("blockdev-add", json!({ "driver": "raw", "node-name": "c", "file": file_of_c }));
     qmp.command("x-weir-set", json!({ "name": "c", "iops-total": 7 }));
     drop(qmp);
-    let (current, _) = house.take_over(current);
+    let (current, _) = house.upgrade(current);
     let why = format!(", as {} has it (a change that is to stay needs --save)", text(&file));
-    assert_says(&current.wait_for_log("group gold: "), &[&format!("iops-total 2000 → 1000{why}")]);
+    assert_contains(&current.wait_for_log("group gold: "), &[&format!("iops-total 2000 → 1000{why}")]);
     let said = current.wait_for_log("disk a: ");
-    assert_says(&said, &["disk a: prefetch off → auto, bps-read none → 10M, iops-write 500 → none", &why]);
+    assert_contains(&said, &["disk a: prefetch off → auto, bps-read none → 10M, iops-write 500 → none", &why]);
     for name in ["disk b: ", "disk c: "] {
-        assert!(!current.logged().contains(name), "{}", current.logged());
+        assert!(!current.log_text().contains(name), "{}", current.log_text());
     }
     // Where nothing differs, nothing is said.
-    let (current, _) = house.take_over(current);
+    let (current, _) = house.upgrade(current);
     let log = current.stop();
     assert!(!log.contains("needs --save"), "{log}");
 }

@@ -102,13 +102,13 @@ pub struct PluginArgs {
 pub fn run(arguments: PluginArgs) -> Result<(), CommandFailure> {
     let PluginArgs { socket, directory, qmp, log, log_format } = arguments;
     // Before any thread starts: this changes the environment.
-    let inherited = control::listen::Inherited::take();
+    let inherited = control::listen::InheritedSockets::from_environment();
     logging::start(&LogSettings { filter: log, format: log_format, file: None })?;
     // Blocked before other threads start, which inherit the mask.
     let signals = BlockedSignals::block_for_daemon().context("signals cannot be blocked")?;
     let weir = env::current_exe().context("the path of the weir program is unknown")?;
     let store = VolumeStore::open(&directory)?;
-    let (listener, _file) = control::listen::only(inherited, &socket, || {
+    let (listener, _file) = control::listen::only_listener(inherited, &socket, || {
         // Docker creates it only when it first looks for plugins.
         socket.parent().map_or(Ok(()), fs::create_dir_all)
     })?;

@@ -18,10 +18,10 @@ use settings::{ExportConfig, Diagnostics, PlacedDisk, CheckedDisk, SecretSource,
 use storage::PassedFiles;
 
 use super::{
-    assemble::{self, Assembly},
-    opening::{Silent, State, Trial},
-    registry::{Refused, Registry, RunningExport},
-    wanted::{self, Wanted},
+    assemble::{self, DiskAssembly},
+    opening::{UnavailableImage, UnavailableImageState, ImageOpenAttempt},
+    registry::{RegistryError, Registry, RunningExport},
+    wanted::{self, PlannedExport},
 };
 
 /// Maximum number of groups that contain a group; every request is charged at each level.
@@ -50,19 +50,19 @@ impl NewDisk {
         let (name, sockets) = (self.name.clone(), std::mem::take(&mut self.sockets));
         registry.check_name(&name)?;
         // The first export gets the disk's name as id.
-        ensure!(!registry.exports.has_id(&name), Refused::IdTaken(name));
-        let planned = self.plan(registry)?;
+        ensure!(!registry.exports.has_id(&name), RegistryError::IdTaken(name));
+        let planned = self.checked(registry)?;
         // The arrival withholds `DiskAdded` until the disk is complete, so that a rolled-back disk
         // never appears in events.
-        let _arrival = registry.arrival(&name)?;
+        let _arrival = registry.begin_adding(&name)?;
         // Without the lock: nothing bounds the time that a server takes.
-        let image = open(registry, &planned.disk, None).await?;
+        let image = open_image(registry, &planned.disk, None).await?;
         let _turn = registry.change().await?;
-        list(registry, &planned.disk, image)?;
-        match complete(registry, &planned, sockets).await {
-            Ok(exports) => uris(registry, &exports),
+        list_disk(registry, &planned.disk, image)?;
+        match book_and_export(registry, &planned, sockets).await {
+            Ok(exports) => export_uris(registry, &exports),
             Err(error) => {
-                if let Err(left) = registry.take_back(&name).await {
+                if let Err(left) = registry.remove_incomplete(&name).await {
                     bail!("{error:#}; and the disk stays: {left}");
                 }
                 // The reservation of the disk is gone again: the cluster may use its capacity for
@@ -79,18 +79,18 @@ impl NewDisk {
     ///
     /// # Errors
     /// As for [`NewDisk::add`].
-    pub(crate) async fn add_again(self, registry: &Rc<Registry>, passed: PassedFiles) -> anyhow::Result<()> {
+    pub(crate) async fn add_transferred(self, registry: &Rc<Registry>, passed: PassedFiles) -> anyhow::Result<()> {
         registry.check_name(&self.name)?;
-        let planned = self.plan(registry)?;
-        let image = open(registry, &planned.disk, Some(passed)).await?;
-        list(registry, &planned.disk, image)
+        let planned = self.checked(registry)?;
+        let image = open_image(registry, &planned.disk, Some(passed)).await?;
+        list_disk(registry, &planned.disk, image)
     }
 
-    fn plan(self, registry: &Registry) -> anyhow::Result<CheckedDisk> {
+    fn checked(self, registry: &Registry) -> anyhow::Result<CheckedDisk> {
         let Self { name, mut keys, exports, sockets: _ } = self;
         ensure!(!keys.contains_key("export"), "export: belongs in `exports`, not in `keys` (move it there)");
         let standard = match &exports {
-            None => registry.exports.standard_servers(),
+            None => registry.exports.default_servers(),
             Some(_) => Vec::new(),
         };
         if let Some(exports) = exports.filter(|exports| !exports.is_empty()) {
@@ -99,16 +99,16 @@ impl NewDisk {
         }
         let mistakes = Diagnostics::default();
         let Some(mut disk) = config::disk_from_json(&name, &keys, Path::new(""), &mistakes) else {
-            return Err(mistakes.finish(()).map_or_else(|all| joined(&all), |()| anyhow!("no disk")));
+            return Err(mistakes.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no disk")));
         };
-        find_servers(registry, &mut disk, &mistakes);
+        resolve_servers(registry, &mut disk, &mistakes);
         // Standard servers are the defaults of a config file; explicit exports replace them.
         let standard: Vec<_> = standard
             .iter()
-            .filter_map(|serving| Some((serving.endpoint.clone(), serving.standard.get()?)))
+            .filter_map(|serving| Some((serving.endpoint.clone(), serving.default_for_disks.get()?)))
             .collect();
-        let tls = registry.exports.door_terms().map_or(TlsConfig::Off, |terms| terms.tls.clone());
-        let planned = CheckedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined(&all))?;
+        let tls = registry.exports.endpoint_parameters().map_or(TlsConfig::Off, |terms| terms.tls.clone());
+        let planned = CheckedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined_errors(&all))?;
         if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
             let rule = "shared=NAME is for disks of the config file (leave it out, or write the disk there and `weir reload`)";
             return Err(planned.disk.error("rate", rule).into());
@@ -128,14 +128,14 @@ impl NewDisk {
 
 /// Replaces addresses of NBD servers, which have several spellings, by the endpoints of the running
 /// servers.
-fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagnostics) {
+fn resolve_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagnostics) {
     let servers = registry.exports.servers();
     for index in 0..disk.exports.len() {
         let ExportConfig::Nbd(export) = &disk.exports[index] else { continue };
         let listen = export.listen.clone();
         let found = registry.exports.server_at(&listen);
         // By spelling first, which is a map lookup; comparing paths reads the file system.
-        let found = found.or_else(|| servers.iter().find(|one| one.is_at(&listen.to_string())).cloned());
+        let found = found.or_else(|| servers.iter().find(|one| one.listens_at(&listen.to_string())).cloned());
         let Some(serving) = found else {
             let known: Vec<_> = servers.iter().map(|serving| serving.address()).collect();
             let known =
@@ -153,7 +153,7 @@ fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagnosti
 }
 
 /// Opens the image of a disk that is not in the config file.
-async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles>) -> anyhow::Result<Image> {
+async fn open_image(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles>) -> anyhow::Result<Image> {
     registry.check_image(&disk.image).await?;
     let mut secrets = Vec::new();
     for source in &disk.qcow2.secrets {
@@ -161,17 +161,17 @@ async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles
             secrets.push(passphrase(registry, path).await.map_err(|why| disk.error("secret-file", why))?);
         }
     }
-    let mut opening = Assembly::beside(registry).with_files(passed).opening_with(disk, secrets)?;
+    let mut opening = DiskAssembly::for_registry(registry).with_passed_files(passed).open_request_with(disk, secrets)?;
     if let Some(path) = disk.image.path() {
         // A path in `/dev/fdset` is opened by its passed descriptor, not by name.
-        let descriptor = registry.objects.descriptors.of_path(path, disk.read_only);
+        let descriptor = registry.objects.descriptors.descriptor_at(path, disk.read_only);
         opening.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
     }
     // The time limit covers files only: the timeouts of an NBD server are set by the disk's keys.
-    let trial = Trial::begin(opening, disk.image.path().is_none());
+    let trial = ImageOpenAttempt::begin(opening, disk.image.path().is_none());
     match trial.outcome().await {
-        Ok(opened) => opened.map_err(|error| registry.naming_holder_of(error, [])),
-        Err(Silent { state: State::Failed(error), .. }) => Err(registry.naming_holder_of(error, [])),
+        Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
+        Err(UnavailableImage { state: UnavailableImageState::Failed(error), .. }) => Err(registry.with_holder_if_lock_error(error, [])),
         Err(silent) => bail!("{}: {silent} (restore its file system, and add the disk again)", disk.image),
     }
 }
@@ -194,17 +194,17 @@ pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secre
     reactor::run_blocking(read).await
 }
 
-fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Result<()> {
+fn list_disk(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Result<()> {
     let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
-    let mut running = assemble::disk(disk, group.as_ref(), image)?;
-    running.added = true;
+    let mut running = assemble::build_disk(disk, group.as_ref(), image)?;
+    running.is_added = true;
     // Nodes that `blockdev-add` puts over it follow.
-    running.told = Some(Vec::new());
+    running.creation_commands = Some(Vec::new());
     Ok(registry.add_disk(running)?)
 }
 
 /// Completes a disk after its image is open: books reservations and adds exports.
-async fn complete(
+async fn book_and_export(
     registry: &Rc<Registry>,
     planned: &CheckedDisk,
     mut sockets: Vec<(String, OwnedFd)>,
@@ -219,26 +219,26 @@ async fn complete(
         cluster.forget_moved(name);
     }
     let mut exports = Vec::new();
-    for wanted in Wanted::of_added(planned) {
+    for wanted in PlannedExport::of_new_disk(planned) {
         // The daemon keeps one socket passed at run time, for the next export that is added.
-        if let Some(at) = sockets.iter().position(|(name, _)| wanted.is_at_passed(name)) {
+        if let Some(at) = sockets.iter().position(|(name, _)| wanted.uses_passed_socket(name)) {
             let (name, socket) = sockets.swap_remove(at);
-            registry.exports.door_terms()?.inherited.borrow_mut().add(&name, socket);
+            registry.exports.endpoint_parameters()?.inherited.borrow_mut().add(&name, socket);
         }
         let export = wanted.add(registry).await?;
-        export.added.set(true);
+        export.is_added.set(true);
         exports.push(export);
     }
     for export in &exports {
-        tracing::info!(export = export.id, disk = name, at = export.door.address(), "an export was added");
+        tracing::info!(export = export.id, disk = name, at = export.endpoint.address(), "an export was added");
     }
     Ok(exports)
 }
 
-fn uris(registry: &Registry, exports: &[Rc<RunningExport>]) -> anyhow::Result<Vec<String>> {
+fn export_uris(registry: &Registry, exports: &[Rc<RunningExport>]) -> anyhow::Result<Vec<String>> {
     let mut all = Vec::new();
     for export in exports {
-        all.extend(wanted::uris(export, &registry.exports.door_terms()?.tls));
+        all.extend(wanted::export_uris(export, &registry.exports.endpoint_parameters()?.tls));
     }
     Ok(all)
 }
@@ -247,14 +247,14 @@ fn uris(registry: &Registry, exports: &[Rc<RunningExport>]) -> anyhow::Result<Ve
 ///
 /// # Errors
 /// All mistakes of the keys; a reservation that exceeds the available capacity.
-pub(crate) async fn group(
+pub(crate) async fn add_group(
     registry: &Rc<Registry>,
     name: &str,
     keys: &Map<String, Value>,
 ) -> anyhow::Result<()> {
     let mistakes = Diagnostics::default();
     let Some(group) = config::group_from_json(name, keys, &mistakes) else {
-        return Err(mistakes.finish(()).map_or_else(|all| joined(&all), |()| anyhow!("no group")));
+        return Err(mistakes.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no group")));
     };
     if group.cluster {
         let rule = "is a key of the config file: each host of the cluster has the group there";
@@ -263,7 +263,7 @@ pub(crate) async fn group(
             .into());
     }
     let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-    make_group(registry, name, group.settings.to_group_settings(), parent.as_ref()).await?;
+    add_group_object(registry, name, group.settings.to_group_settings(), parent.as_ref()).await?;
     registry.groups.added.borrow_mut().insert(name.to_owned());
     Ok(())
 }
@@ -272,7 +272,7 @@ pub(crate) async fn group(
 ///
 /// # Errors
 /// The name is in use; the group is nested too deep; the reservation does not fit.
-pub(crate) async fn make_group(
+pub(crate) async fn add_group_object(
     registry: &Rc<Registry>,
     name: &str,
     settings: GroupSettings,
@@ -300,7 +300,7 @@ pub(crate) async fn make_group(
 }
 
 /// Joins all mistakes into one error, truncated to [`MAX_ERROR_BYTES`].
-fn joined(all: &[ConfigError]) -> anyhow::Error {
+fn joined_errors(all: &[ConfigError]) -> anyhow::Error {
     let mut text = all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     // At a character boundary; `truncate` panics elsewhere.
     if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_ERROR_BYTES) {
@@ -316,7 +316,7 @@ mod tests {
 
     use super::*;
 
-    fn new(name: &str, keys: &Value, exports: Option<Vec<Value>>) -> NewDisk {
+    fn new_disk(name: &str, keys: &Value, exports: Option<Vec<Value>>) -> NewDisk {
         let keys = keys.as_object().expect("an object").clone();
         NewDisk { name: name.to_owned(), keys, exports, sockets: Vec::new() }
     }
@@ -326,11 +326,11 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_has_the_config_that_its_keys_describe() {
+    fn added_disk_has_the_config_of_its_keys() {
         with_registry(async |registry| {
             let keys = json!({ "iops-total": 1000, "group": "g" });
-            group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys")).await.expect("a group");
-            let refused = group(&registry, "h", keys.as_object().expect("keys")).await;
+            add_group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys")).await.expect("a group");
+            let refused = add_group(&registry, "h", keys.as_object().expect("keys")).await;
             refused.expect("a group in a group");
             assert_eq!(
                 registry.groups.get("h").expect("a group").parent().map(|parent| parent.name()),
@@ -340,17 +340,17 @@ mod tests {
                 "image": "null:1M", "format": "raw", "group": "g", "weight": 200, "iops-total": "70", "discard": "ignore",
                 "delay": "read=1ms", "description": "a disk",
             });
-            assert!(new("d", &keys, None).add(&registry).await.expect("a disk").is_empty());
+            assert!(new_disk("d", &keys, None).add(&registry).await.expect("a disk").is_empty());
             let running = registry.disks.get("d").expect("it was added");
-            assert!(running.added && running.config.description == "a disk");
+            assert!(running.is_added && running.config.description == "a disk");
             assert_eq!(running.disk.throttle().settings().share.weight(), 200);
             assert_eq!(
                 running.disk.throttle().group().map(|group| group.name().to_owned()).as_deref(),
                 Some("g")
             );
             // The new process of an upgrade builds an equal disk from the transferred keys.
-            let transferred = Value::Object(running.keys_of_upgrade());
-            new("again", &transferred, Some(Vec::new())).add(&registry).await.expect("a disk");
+            let transferred = Value::Object(running.transferred_keys());
+            new_disk("again", &transferred, Some(Vec::new())).add(&registry).await.expect("a disk");
             let mut again = registry.disks.get("again").expect("it was added").current_config();
             again.name = "d".to_owned();
             assert_eq!(again, running.current_config());
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_cannot_be_added_leaves_nothing() {
+    fn failed_addition_leaves_nothing() {
         with_registry(async |registry| {
             let nowhere = Some(vec![json!({ "type": "nbd", "listen": "unix:/nowhere" })]);
             for (keys, exports, expect) in [
@@ -384,17 +384,17 @@ mod tests {
                     "is for disks of the config file",
                 ),
             ] {
-                let error = new("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
+                let error = new_disk("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
                 assert!(error.contains(expect), "{error}");
                 assert!(registry.disks.all().is_empty() && registry.check_name("d").is_ok());
-                assert!(registry.disks.in_between().is_none());
+                assert!(registry.disks.unlisted_operation().is_none());
             }
             // The error quotes the unknown key, which a client chose.
             let long = json!({ "image": "null:1M", "x".repeat(1 << 16): 1 });
-            let error = new("d", &long, None).add(&registry).await.expect_err("a mistake").to_string();
+            let error = new_disk("d", &long, None).add(&registry).await.expect_err("a mistake").to_string();
             assert!(error.len() <= MAX_ERROR_BYTES + 4);
             let cluster = json!({ "cluster": true });
-            let refused = group(&registry, "g", cluster.as_object().expect("keys")).await;
+            let refused = add_group(&registry, "g", cluster.as_object().expect("keys")).await;
             assert!(refused.is_err() && registry.groups.all().is_empty());
         });
     }

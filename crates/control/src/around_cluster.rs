@@ -7,9 +7,9 @@ use policy::throttle::Limits;
 
 use super::{
     registry::Registry,
-    watch::settings::{Changed, Settings},
+    watch::settings::{SettingChange, MemberSettingValues},
 };
-use crate::events::{Kind, News};
+use crate::events::{Kind, NewEvent};
 
 impl ClusterHooks for Registry {
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
@@ -52,35 +52,35 @@ impl ClusterHooks for Registry {
                 ),
             ),
         };
-        let news = News::new(kind, message).with("cluster", cluster).with("host", host);
-        self.events.tell(news.with("reason", apart));
+        let news = NewEvent::new(kind, message).with("cluster", cluster).with("host", host);
+        self.events.record(news.with("reason", apart));
     }
 
     fn quota_changed(&self) {
         // Only groups with a quota: limits of all others change by commands, which are recorded
         // elsewhere.
         for group in self.groups.all().iter().filter(|group| group.quota_lease().is_some()) {
-            self.recordings.follow_quota(group);
+            self.recordings.handle_quota_change(group);
         }
     }
 
     fn restore_reservations(&self) {
-        self.make_left_out();
+        self.book_unmet();
     }
 
     fn suspend_reservations(&self, refusal: &ReservationRefusal) {
-        self.leave_out_promises(refusal);
+        self.unbook_excess(refusal);
     }
 
     fn report_reservations(&self) {
-        self.tell_left_out();
+        self.report_unmet();
     }
 
     fn report_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &ChangeOrigin) {
-        let changes = Settings::of_limits(after).since(&Settings::of_limits(before));
+        let changes = MemberSettingValues::of_limits(after).changes_since(&MemberSettingValues::of_limits(before));
         let what = format!("group {group} was changed on all hosts by {}", by.shown());
-        let news = Changed::news(&what, &changes).of_group(group).with("cluster", cluster);
-        self.events.tell(news.with("by", by.to_json()));
+        let news = SettingChange::changed_event(&what, &changes).of_group(group).with("cluster", cluster);
+        self.events.record(news.with("by", by.to_json()));
     }
 
     fn report_silent_host(&self, cluster: &str, host: &str, silent: bool) {
@@ -93,14 +93,14 @@ impl ClusterHooks for Registry {
             ),
             false => (Kind::ClusterHostHeard, format!("host {host} is reachable again, or has left")),
         };
-        self.events.tell(News::new(kind, message).with("cluster", cluster).with("host", host));
+        self.events.record(NewEvent::new(kind, message).with("cluster", cluster).with("host", host));
     }
 
     fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
         let message = format!(
             "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit of {there} (lower reservations, or set a higher limit)"
         );
-        let news = News::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
-        self.events.tell(news.with("unit", unit).with("reserved", promised).with("limit", there));
+        let news = NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
+        self.events.record(news.with("unit", unit).with("reserved", promised).with("limit", there));
     }
 }

@@ -10,64 +10,64 @@ use settings::{TlsCredentialFiles, DesiredState, SecretSource, ProcessSpec, Thro
 use storage::{OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
 
 use super::{
-    opening::Opening,
+    opening::ImageOpenRequest,
     registry::{Registry, RunningDisk},
 };
-use crate::events::Events;
+use crate::events::EventLog;
 
 /// State that the disks of one daemon share while their images are opened.
-pub struct Assembly {
+pub struct DiskAssembly {
     root: Option<Root>,
     /// Rate budgets of emulated devices that several disks share (`rate=…,shared=NAME`).
     budgets: RateBudgets,
     /// Files that the old process passed in an upgrade.
-    passed: Option<PassedFiles>,
+    passed_files: Option<PassedFiles>,
     /// Passphrases, each read once: a pipe delivers its passphrase only once.
     secrets: SecretReader,
 }
 
-impl Assembly {
+impl DiskAssembly {
     /// Assembly for images below `root`, if there is a root.
     pub fn new(root: Option<Root>, budgets: RateBudgets) -> Self {
-        Self { root, budgets, passed: None, secrets: SecretReader::default() }
+        Self { root, budgets, passed_files: None, secrets: SecretReader::default() }
     }
 
     /// Assembly for disks that are added to a running registry; shares its rate budgets.
-    pub(crate) fn beside(registry: &Registry) -> Self {
+    pub(crate) fn for_registry(registry: &Registry) -> Self {
         let loaded = registry.loaded.borrow();
         let budgets = loaded.as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
         Self::new(registry.image_root().cloned(), budgets)
     }
 
     /// Adds files that the old process passed.
-    pub(crate) fn with_files(self, passed: Option<PassedFiles>) -> Self {
-        Self { passed, ..self }
+    pub(crate) fn with_passed_files(self, passed: Option<PassedFiles>) -> Self {
+        Self { passed_files: passed, ..self }
     }
 
     /// Opens the image of a disk.
     pub(crate) async fn open(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Image> {
-        self.opening(planned).await?.open().await
+        self.open_request(planned).await?.open().await
     }
 
     /// Returns everything that opening the image of a disk needs, including its passphrases.
-    pub(crate) async fn opening(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Opening> {
+    pub(crate) async fn open_request(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<ImageOpenRequest> {
         let own = match &*planned.qcow2.secrets {
             [] => Vec::new(),
             sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
         };
-        self.opening_with(planned, own)
+        self.open_request_with(planned, own)
     }
 
     /// As [`Assembly::opening`], with passphrases that were already read.
-    pub(crate) fn opening_with(
+    pub(crate) fn open_request_with(
         &self,
         planned: &settings::PlacedDisk,
         secrets: Vec<Secret>,
-    ) -> anyhow::Result<Opening> {
-        let mut options = options(planned, &self.budgets, self.root.clone(), secrets);
-        options.storage.passed_files = self.passed.clone();
+    ) -> anyhow::Result<ImageOpenRequest> {
+        let mut options = image_options(planned, &self.budgets, self.root.clone(), secrets);
+        options.storage.passed_files = self.passed_files.clone();
         let (name, said) = (planned.name.clone(), planned.first_qcow2_key().cloned());
-        Ok(Opening { name, spec: planned.image.to_spec()?, options, said })
+        Ok(ImageOpenRequest { name, spec: planned.image.to_spec()?, options, qcow2_key_origin: said })
     }
 
     async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
@@ -79,7 +79,7 @@ impl Assembly {
         (self.secrets, own) = reactor::run_blocking(move || {
             for source in &sources {
                 if let SecretSource::File(path) = source {
-                    warn_of_readers("passphrase", path);
+                    warn_if_world_readable("passphrase", path);
                 }
             }
             let own = sources.iter().map(|source| secrets.get(source)).collect();
@@ -91,7 +91,7 @@ impl Assembly {
 }
 
 /// Logs a warning for each odd but valid setting of a plan.
-pub fn warn_of_remarks(plan: &DesiredState) {
+pub fn log_remarks(plan: &DesiredState) {
     for remark in plan.ineffective_settings() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
@@ -103,7 +103,7 @@ pub fn warn_of_remarks(plan: &DesiredState) {
 /// # Errors
 /// The library or the directory cannot be opened.
 pub async fn prepare(plan: &DesiredState, registry: &Registry) -> anyhow::Result<()> {
-    if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
+    if let Some(first) = plan.disks.iter().find(|disk| opens_in_sandbox(disk)) {
         let name = &first.name;
         reactor::run_blocking(rbd::load)
             .await
@@ -111,38 +111,38 @@ pub async fn prepare(plan: &DesiredState, registry: &Registry) -> anyhow::Result
             .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
     }
     if let Some(path) = &plan.process.image_root {
-        registry.confine(root(path)?);
+        registry.confine(open_image_root(path)?);
     }
     Ok(())
 }
 
-fn promising_nothing(settings: ThrottleConfig) -> ThrottleConfig {
+fn without_reservations(settings: ThrottleConfig) -> ThrottleConfig {
     ThrottleConfig { iops_reservation: 0, bps_reservation: 0, ..settings }
 }
 
 /// Copy of a disk's config without reservations, which are booked in a later step.
-pub(crate) fn bare(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
+pub(crate) fn without_disk_reservations(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     let mut bare = planned.clone();
-    bare.settings = promising_nothing(planned.settings);
+    bare.settings = without_reservations(planned.settings);
     bare
 }
 
 /// Books the reservations of a group or disk of a cluster's limits, as far as capacity allows.
-pub(crate) fn promise(registry: &Registry, name: &str, settings: &ThrottleConfig) -> anyhow::Result<()> {
+pub(crate) fn book_reservations(registry: &Registry, name: &str, settings: &ThrottleConfig) -> anyhow::Result<()> {
     match [settings.iops_reservation, settings.bps_reservation] {
         [0, 0] => Ok(()),
-        wanted => registry.promise_at_start(name, wanted),
+        wanted => registry.book_at_start(name, wanted),
     }
 }
 
 /// True for images that are opened inside the sandbox: librbd starts threads, and threads that
 /// start after the sandbox have no additional rights. All remaining images are opened before.
-pub fn is_late(disk: &settings::PlacedDisk) -> bool {
+pub fn opens_in_sandbox(disk: &settings::PlacedDisk) -> bool {
     disk.image.is_rbd()
 }
 
 /// Logs a warning if every user of the host can read a secret file.
-fn warn_of_readers(what: &str, path: &Path) {
+fn warn_if_world_readable(what: &str, path: &Path) {
     // Unreadable files are skipped here; the reader reports the error.
     let mode = path.metadata().ok().filter(Metadata::is_file).map(|file| file.mode() & 0o777);
     if let Some(mode) = mode.filter(|mode| mode & 0o004 != 0) {
@@ -155,7 +155,7 @@ fn warn_of_readers(what: &str, path: &Path) {
 ///
 /// # Errors
 /// The directory cannot be opened.
-pub fn root(path: &Path) -> anyhow::Result<Root> {
+pub fn open_image_root(path: &Path) -> anyhow::Result<Root> {
     Root::open(path).with_context(|| format!("image root {}", path.display()))
 }
 
@@ -164,7 +164,7 @@ pub fn root(path: &Path) -> anyhow::Result<Root> {
 /// # Errors
 /// The image is raw but the config has a qcow2 key; the limits, the prefetch settings or the memory
 /// reservation are not accepted.
-pub fn disk(
+pub fn build_disk(
     planned: &settings::PlacedDisk,
     group: Option<&Arc<ThrottleGroup>>,
     image: Image,
@@ -184,7 +184,7 @@ pub fn disk(
     Ok(RunningDisk::new(disk, planned.clone().into_config()))
 }
 
-fn options(
+fn image_options(
     disk: &settings::PlacedDisk,
     budgets: &RateBudgets,
     root: Option<Root>,
@@ -214,7 +214,7 @@ fn options(
 }
 
 /// Limits and access rules of NBD servers.
-pub fn terms(service: &ProcessSpec, events: &Events) -> nbd::NbdServerTerms {
+pub fn nbd_server_terms(service: &ProcessSpec, events: &EventLog) -> nbd::NbdServerTerms {
     nbd::NbdServerTerms {
         // Saturates: a larger count can never be reached.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
@@ -229,7 +229,7 @@ pub fn terms(service: &ProcessSpec, events: &Events) -> nbd::NbdServerTerms {
 ///
 /// # Errors
 /// The credentials cannot be read or used.
-pub fn credentials(tls: &TlsConfig) -> anyhow::Result<Option<nbd::NbdServerTls>> {
+pub fn read_tls_credentials(tls: &TlsConfig) -> anyhow::Result<Option<nbd::NbdServerTls>> {
     let (required, credentials) = match tls {
         TlsConfig::Off => return Ok(None),
         TlsConfig::On(credentials) => (false, credentials),
@@ -237,12 +237,12 @@ pub fn credentials(tls: &TlsConfig) -> anyhow::Result<Option<nbd::NbdServerTls>>
     };
     let keys = match credentials {
         TlsCredentialFiles::Certificates { directory, verify_peer } => {
-            warn_of_readers("server's private key", &directory.join("server-key.pem"));
+            warn_if_world_readable("server's private key", &directory.join("server-key.pem"));
             tls::TlsServer::x509(directory, *verify_peer)
         }
         TlsCredentialFiles::PreShared(file) => {
             let inside = file.join("keys.psk");
-            warn_of_readers("pre-shared keys", if file.is_dir() { &inside } else { file });
+            warn_if_world_readable("pre-shared keys", if file.is_dir() { &inside } else { file });
             tls::TlsServer::psk(file)
         }
     };

@@ -12,7 +12,7 @@ use image::{
 use super::registry::RunningDisk;
 
 /// Returns the bitmaps with these names, in this order.
-pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
+pub(crate) async fn find_bitmaps(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
     if names.len() > MAX_BITMAPS {
         anyhow::bail!("{} bitmaps for one export; {MAX_BITMAPS} is the most", names.len());
     }
@@ -23,7 +23,7 @@ pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow:
                 "bitmap {name:?}: the image is raw, and only qcow2 images have bitmaps (leave it out)"
             );
         }
-        let view = topmost(running.disk.image(), name).await;
+        let view = find_topmost(running.disk.image(), name).await;
         let disk = running.disk.name();
         views.push(
             view.map_err(|error| anyhow::anyhow!("disk {disk}: {error} (`weir image info` lists them)"))?,
@@ -33,7 +33,7 @@ pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow:
 }
 
 /// Returns the first bitmap with this name along the backing chain: a new overlay has none yet.
-async fn topmost(image: &Image, name: &str) -> Result<BitmapView, BitmapViewError> {
+async fn find_topmost(image: &Image, name: &str) -> Result<BitmapView, BitmapViewError> {
     for image in image.chain() {
         let Image::Qcow2(qcow2) = image else { continue };
         match qcow2.view_bitmap(name).await {

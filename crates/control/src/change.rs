@@ -8,7 +8,7 @@ use block::disk::RequestFailure;
 /// Change of the running state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the variants name their fields")]
-pub enum Change {
+pub enum RegistryChange {
     /// The last client of a removed export has disconnected.
     ExportDeleted { id: String },
     /// A disk or a group was added or removed.
@@ -25,4 +25,4 @@ pub enum Change {
     Reloaded,
 }
 
-pub(crate) type Listener = Rc<dyn Fn(&Change)>;
+pub(crate) type ChangeListener = Rc<dyn Fn(&RegistryChange)>;

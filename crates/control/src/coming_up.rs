@@ -24,89 +24,89 @@ use settings::{PlacedDisk, DesiredState};
 use storage::rate::RateBudgets;
 
 use super::{
-    opening::{Opened, Opening, Silent, State},
-    reconcile::{Difference, Occasion, Reconciliation, source::Fresh},
-    registry::{Door, Registry, RunningExport},
-    unopened::Unopened,
-    wanted::{self, Wanted, Way},
+    opening::{ImageOpenTask, ImageOpenRequest, UnavailableImage, UnavailableImageState},
+    reconcile::{PlanDifference, ReconcileReason, Reconciliation, source::FreshStart},
+    registry::{RunningEndpoint, Registry, RunningExport},
+    unopened::UnavailableDiskEntry,
+    wanted::{self, PlannedExport, PlannedEndpoint},
 };
-use crate::events::{Kind, News};
+use crate::events::{Kind, NewEvent};
 
 /// Interval between two attempts to open an image.
-const AGAIN: Duration = Duration::from_secs(10);
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Registry {
     /// Continues without a disk of the plan and retries it in the background.
-    pub(crate) fn put_off(self: &Rc<Self>, (name, plan): (&str, Rc<DesiredState>), silent: Silent) {
-        let Silent { opening, since, state } = silent;
-        let one = Rc::new(Unopened::new(name, since, plan));
+    pub(crate) fn retry_later(self: &Rc<Self>, (name, plan): (&str, Rc<DesiredState>), silent: UnavailableImage) {
+        let UnavailableImage { opening, since, state } = silent;
+        let one = Rc::new(UnavailableDiskEntry::new(name, since, plan));
         let first = match state {
-            State::Trying(opened) => Some(opened),
-            State::Failed(error) => {
-                one.why.replace(Some(format!("{error:#}")));
+            UnavailableImageState::Opening(opened) => Some(opened),
+            UnavailableImageState::Failed(error) => {
+                one.reported_reason.replace(Some(format!("{error:#}")));
                 None
             }
         };
-        self.bring_up(name, one, (opening, first));
+        self.start_retry(name, one, (opening, first));
     }
 
-    fn bring_up(self: &Rc<Self>, name: &str, one: Rc<Unopened>, way: (Opening, Option<Opened>)) {
+    fn start_retry(self: &Rc<Self>, name: &str, one: Rc<UnavailableDiskEntry>, way: (ImageOpenRequest, Option<ImageOpenTask>)) {
         let task = bring_up(Rc::downgrade(self), name.to_owned(), Rc::clone(&one), way);
         one.task.replace(Some(reactor::spawn_joinable(task)));
         if let Some(before) = self.disks.unavailable.borrow_mut().insert(name.to_owned(), one) {
-            before.give_up();
+            before.cancel();
         }
     }
 
     /// Reports the disks that the start continues without.
-    pub fn tell_unopened(&self) {
+    pub fn report_unavailable_disks(&self) {
         let all: Vec<_> = self.disks.unavailable.borrow().keys().cloned().collect();
-        all.iter().for_each(|name| self.tell_of_unopened(name));
+        all.iter().for_each(|name| self.report_unavailable_disk(name));
     }
 
-    pub(super) fn tell_of_unopened(&self, name: &str) {
+    pub(super) fn report_unavailable_disk(&self, name: &str) {
         let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
-        let why = one.why.borrow().clone();
-        let image = one.planned().image.to_string();
+        let why = one.reported_reason.borrow().clone();
+        let image = one.config().image.to_string();
         let message = match &why {
             None => format!("disk {name}: {image} does not answer; everything else is served meanwhile"),
             Some(why) => {
-                format!("disk {name}: cannot be opened, retrying every {} s: {why}", AGAIN.as_secs())
+                format!("disk {name}: cannot be opened, retrying every {} s: {why}", RETRY_INTERVAL.as_secs())
             }
         };
-        let news = News::new(Kind::DiskUnopened, message).of_disk(name);
-        self.events.tell(news.with("image", image).with("reason", why));
+        let news = NewEvent::new(Kind::DiskUnopened, message).of_disk(name);
+        self.events.record(news.with("image", image).with("reason", why));
     }
 
     /// True if this attempt is still the current one for the name.
-    fn awaits(&self, name: &str, one: &Rc<Unopened>) -> bool {
+    fn is_current_attempt(&self, name: &str, one: &Rc<UnavailableDiskEntry>) -> bool {
         self.disks.unavailable.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, one))
     }
 
     /// Lists a disk whose image is now open, with its exports. Atomic.
-    async fn list_unopened(
+    async fn list_available(
         self: &Rc<Self>,
         name: &str,
-        one: &Rc<Unopened>,
+        one: &Rc<UnavailableDiskEntry>,
         image: Image,
     ) -> anyhow::Result<()> {
-        ensure!(!self.lifecycle.leaving.get(), "an upgrade is in progress");
-        let (planned, plan) = (one.planned(), one.plan());
-        let difference = Difference::of_disk(&plan, name);
+        ensure!(!self.lifecycle.is_upgrading.get(), "an upgrade is in progress");
+        let (planned, plan) = (one.config(), one.plan());
+        let difference = PlanDifference::of_disk(&plan, name);
         // Without a difference the config no longer contains the disk; dropping the image closes
         // it.
         let images = difference.new_disks.first().map(|&index| (index, image)).into_iter().collect();
-        let _arrival = self.arrival(name)?;
+        let _arrival = self.begin_adding(name)?;
         // Before `apply`, which checks that the name is free.
         self.disks.unavailable.borrow_mut().remove(name);
-        let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, RateBudgets::default());
-        if let Err(error) = work.apply(&difference, images, &mut Fresh).await {
-            self.wait_again(name, one, &mut work).await;
+        let mut work = Reconciliation::new(ReconcileReason::Retry, self, &plan, None, RateBudgets::default());
+        if let Err(error) = work.apply(&difference, images, &mut FreshStart).await {
+            self.requeue_unavailable(name, one, &mut work).await;
             return Err(error);
         }
         // Booked after listing, with failure tolerated: the disk was part of a start that
         // succeeded.
-        self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
+        self.book_later(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
         if let Some(cluster) = self.cluster() {
             cluster.record_lowered_reservations(&**self);
         }
@@ -116,15 +116,15 @@ impl Registry {
 
     /// Rolls back the steps of a retry that failed, and has the disk wait again. No event reports
     /// any of it: the disk still arrives.
-    async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>, work: &mut Reconciliation<'_>) {
-        let place = |export: Rc<RunningExport>| match &export.door {
-            Door::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
-            Door::Own(..) => None,
+    async fn requeue_unavailable(self: &Rc<Self>, name: &str, one: &Rc<UnavailableDiskEntry>, work: &mut Reconciliation<'_>) {
+        let place = |export: Rc<RunningExport>| match &export.endpoint {
+            RunningEndpoint::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
+            RunningEndpoint::Separate(..) => None,
         };
         let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
         // First, so that the server keeps the export's position for the next attempt.
         places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
-        work.undo().await;
+        work.roll_back().await;
         if self.disks.get(name).is_ok() {
             tracing::error!("disk {name}: could not be added completely, and its remains could not be removed");
             places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
@@ -135,41 +135,41 @@ impl Registry {
     }
 
     /// Configs of all unavailable disks.
-    pub(super) fn unopened_disks(&self) -> Vec<PlacedDisk> {
-        self.disks.unavailable.borrow().values().map(|one| one.planned()).collect()
+    pub(super) fn unavailable_configs(&self) -> Vec<PlacedDisk> {
+        self.disks.unavailable.borrow().values().map(|one| one.config()).collect()
     }
 
     /// What the config file says now holds for one of them, which is opened in another way from now
     /// on if there is one.
-    pub(super) fn plan_unopened(
+    pub(super) fn replan_unavailable(
         self: &Rc<Self>,
         name: &str,
         plan: Rc<DesiredState>,
-        way: Option<(Opening, Option<Opened>)>,
+        way: Option<(ImageOpenRequest, Option<ImageOpenTask>)>,
     ) {
         let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
         // Positions of exports that the new plan lacks are released before the plan is replaced.
-        let wanted = Wanted::of_disk(&plan, name);
-        self.expect_no_more(name, &one, |old| !wanted.contains(old));
+        let wanted = PlannedExport::of_disk(&plan, name);
+        self.release_reserved_names(name, &one, |old| !wanted.contains(old));
         match way {
             None => one.plan_anew(plan),
-            Some(way) => self.bring_up(name, Rc::new(Unopened::new(name, one.since, plan)), way),
+            Some(way) => self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way),
         }
     }
 
     /// Abandons an unavailable disk. Returns false if there is none with this name.
-    pub(crate) fn give_up_unopened(&self, name: &str) -> bool {
+    pub(crate) fn abandon_unavailable(&self, name: &str) -> bool {
         let Some(one) = self.disks.unavailable.borrow_mut().remove(name) else { return false };
-        one.give_up();
-        self.expect_no_more(name, &one, |_| true);
+        one.cancel();
+        self.release_reserved_names(name, &one, |_| true);
         true
     }
 
     /// Releases the positions that NBD servers hold for exports which are no longer planned.
-    fn expect_no_more(&self, name: &str, one: &Unopened, is_gone: impl Fn(&Wanted) -> bool) {
-        for export in Wanted::of_disk(&one.plan(), name).iter().filter(|export| is_gone(export)) {
-            if let Way::Nbd { endpoint, name, .. } = &export.way
-                && let Some(serving) = wanted::server(self, endpoint)
+    fn release_reserved_names(&self, name: &str, one: &UnavailableDiskEntry, is_gone: impl Fn(&PlannedExport) -> bool) {
+        for export in PlannedExport::of_disk(&one.plan(), name).iter().filter(|export| is_gone(export)) {
+            if let PlannedEndpoint::Nbd { endpoint, name, .. } = &export.way
+                && let Some(serving) = wanted::find_server(self, endpoint)
             {
                 serving.server.release_reserved(name);
             }
@@ -179,7 +179,7 @@ impl Registry {
     /// Unavailable disks, for `weir status`.
     pub(super) fn unavailable_disks(&self) -> Vec<UnavailableDisk> {
         let now = reactor::now();
-        self.disks.unavailable.borrow().values().map(|one| one.status(now)).collect()
+        self.disks.unavailable.borrow().values().map(|one| one.to_status(now)).collect()
     }
 }
 
@@ -187,8 +187,8 @@ impl Registry {
 async fn bring_up(
     registry: Weak<Registry>,
     name: String,
-    one: Rc<Unopened>,
-    (opening, mut first): (Opening, Option<Opened>),
+    one: Rc<UnavailableDiskEntry>,
+    (opening, mut first): (ImageOpenRequest, Option<ImageOpenTask>),
 ) {
     loop {
         // The migration's target may hold the disk although the lock of this host's image is free
@@ -203,26 +203,26 @@ async fn bring_up(
         let Some(registry) = registry.upgrade() else { return };
         // The lock is released before the sleep below; a reload may run between two attempts.
         let listed = {
-            let _turn = registry.lifecycle.turns.take().await;
-            if registry.lifecycle.ending.get() || !registry.awaits(&name, &one) {
+            let _turn = registry.lifecycle.reload_lock.lock().await;
+            if registry.lifecycle.is_ending.get() || !registry.is_current_attempt(&name, &one) {
                 return;
             }
             match opened {
-                Ok(image) => registry.list_unopened(&name, &one, image).await,
+                Ok(image) => registry.list_available(&name, &one, image).await,
                 Err(error) => Err(error),
             }
         };
         let Err(error) = listed else { return };
-        if !registry.awaits(&name, &one) {
+        if !registry.is_current_attempt(&name, &one) {
             return;
         }
         let why = format!("{error:#}");
         // Reported once per reason, not once per attempt.
-        if one.why.borrow().as_ref() != Some(&why) {
-            one.why.replace(Some(why));
-            registry.tell_of_unopened(&name);
+        if one.reported_reason.borrow().as_ref() != Some(&why) {
+            one.reported_reason.replace(Some(why));
+            registry.report_unavailable_disk(&name);
         }
         drop(registry);
-        reactor::sleep_until(reactor::now() + AGAIN).await;
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
     }
 }

@@ -30,25 +30,25 @@ use block::{
 use policy::{throttle::ReservableCapacity, watermark::Watermark};
 use settings::state::CapacityStore;
 
-type Found = (Weak<Disk>, Option<Arc<Device>>);
+type ResolvedDevice = (Weak<Disk>, Option<Arc<Device>>);
 
 #[derive(Debug)]
-pub(crate) struct Devices {
+pub(crate) struct DiskDevices {
     roots: SysfsRoots,
     store: CapacityStore,
     /// By the disk's name. The weak reference detects a new disk with the same name.
-    of_disks: RefCell<HashMap<String, Found>>,
+    of_disks: RefCell<HashMap<String, ResolvedDevice>>,
     /// Devices that disks are stored on.
     known: RefCell<HashMap<DeviceId, Weak<Device>>>,
-    placements: RefCell<Placements>,
+    placements: RefCell<DevicePlacements>,
     sampler: Sampler,
 }
 
 /// Device and groups of each disk, as of its last update.
 #[derive(Debug, Default)]
-struct Placements {
+struct DevicePlacements {
     /// Placements by the disk's name.
-    disks: HashMap<String, Placement>,
+    disks: HashMap<String, DiskPlacement>,
     /// Devices below a group, by its address, with the number of its disks on each. Groups stay
     /// alive by their members alone; a [`Weak`] keeps the address.
     on: HashMap<*const ThrottleGroup, HashMap<DeviceId, (Arc<Device>, usize)>>,
@@ -58,14 +58,14 @@ struct Placements {
 
 /// Device of one disk, and the groups that contain it, innermost first.
 #[derive(Debug)]
-struct Placement {
+struct DiskPlacement {
     device: Option<Arc<Device>>,
     groups: Vec<Weak<ThrottleGroup>>,
 }
 
-impl Placements {
+impl DevicePlacements {
     /// Counts a disk; adds the groups that gained a device to `changed`.
-    fn put(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<ThrottleGroup>>) {
+    fn count_disk(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<ThrottleGroup>>) {
         let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
         let groups: Vec<_> = above.map(|group| Arc::downgrade(&group)).collect();
         if let Some(device) = &device {
@@ -78,12 +78,12 @@ impl Placements {
                 *disks += 1;
             }
         }
-        self.disks.insert(disk.name().to_string(), Placement { device, groups });
+        self.disks.insert(disk.name().to_string(), DiskPlacement { device, groups });
     }
 
     /// Removes a disk from the counts; adds the groups that lost a device to `changed`.
-    fn take(&mut self, disk: &str, changed: &mut Vec<Weak<ThrottleGroup>>) -> Option<Arc<Device>> {
-        let Placement { device, groups } = self.disks.remove(disk)?;
+    fn uncount_disk(&mut self, disk: &str, changed: &mut Vec<Weak<ThrottleGroup>>) -> Option<Arc<Device>> {
+        let DiskPlacement { device, groups } = self.disks.remove(disk)?;
         let device = device?;
         for group in groups {
             let Some(on) = self.on.get_mut(&group.as_ptr()) else { continue };
@@ -101,13 +101,13 @@ impl Placements {
         Some(device)
     }
 
-    fn under(&self, group: &Arc<ThrottleGroup>) -> Vec<Arc<Device>> {
+    fn devices_under(&self, group: &Arc<ThrottleGroup>) -> Vec<Arc<Device>> {
         let on = self.on.get(&Arc::as_ptr(group));
         on.into_iter().flat_map(HashMap::values).map(|(device, _)| Arc::clone(device)).collect()
     }
 
     /// The device below a group, if it is exactly one.
-    fn only_under(&self, group: &Arc<ThrottleGroup>) -> Option<&Arc<Device>> {
+    fn only_device_under(&self, group: &Arc<ThrottleGroup>) -> Option<&Arc<Device>> {
         let on = self.on.get(&Arc::as_ptr(group)).filter(|on| on.len() == 1)?;
         on.values().next().map(|(device, _)| device)
     }
@@ -115,14 +115,14 @@ impl Placements {
 
 /// Device with the disks that are stored on it.
 #[derive(Debug)]
-pub struct Listed {
+pub struct DeviceWithDisks {
     /// The device.
     pub device: Arc<Device>,
     /// Names of the disks, sorted.
     pub disks: Vec<String>,
 }
 
-impl Devices {
+impl DiskDevices {
     /// Empty set. Measured capacities are read from `state`, or from the default state directory.
     pub(crate) fn new(state: Option<&Path>) -> Self {
         Self {
@@ -135,26 +135,26 @@ impl Devices {
         }
     }
 
-    pub(crate) fn list(&self, disks: impl IntoIterator<Item = Arc<Disk>>) -> Vec<Listed> {
-        let mut found: BTreeMap<String, Listed> = BTreeMap::new();
+    pub(crate) fn list(&self, disks: impl IntoIterator<Item = Arc<Disk>>) -> Vec<DeviceWithDisks> {
+        let mut found: BTreeMap<String, DeviceWithDisks> = BTreeMap::new();
         for disk in disks {
-            let Some(device) = self.under(&disk) else { continue };
+            let Some(device) = self.device_under(&disk) else { continue };
             let name = device.name().to_owned();
-            let listed = found.entry(name).or_insert_with(|| Listed { device, disks: Vec::new() });
+            let listed = found.entry(name).or_insert_with(|| DeviceWithDisks { device, disks: Vec::new() });
             listed.disks.push(disk.name().to_string());
         }
         found.into_values().collect()
     }
 
     /// Device under a disk; `None` for a disk in memory, or if the device cannot be resolved.
-    fn under(&self, disk: &Arc<Disk>) -> Option<Arc<Device>> {
+    fn device_under(&self, disk: &Arc<Disk>) -> Option<Arc<Device>> {
         if let Some((known, device)) = self.of_disks.borrow().get(&**disk.name())
             // A removed disk's address cannot be reused while the map holds a weak reference to it.
             && std::ptr::eq(known.as_ptr(), Arc::as_ptr(disk))
         {
             return device.clone();
         }
-        let device = self.find(disk).unwrap_or_else(|error| {
+        let device = self.resolve(disk).unwrap_or_else(|error| {
             // Debug level: the sampler warns if this makes a watermark ineffective.
             tracing::debug!(disk = %disk.name(), %error, "the device below is not known");
             None
@@ -164,7 +164,7 @@ impl Devices {
         device
     }
 
-    fn find(&self, disk: &Disk) -> std::io::Result<Option<Arc<Device>>> {
+    fn resolve(&self, disk: &Disk) -> std::io::Result<Option<Arc<Device>>> {
         let Some(id) = id_of(disk, &self.roots)? else { return Ok(None) };
         if let Some(known) = self.known.borrow().get(&id).and_then(Weak::upgrade) {
             return Ok(Some(known));
@@ -188,16 +188,16 @@ impl Devices {
         // Drops entries of removed disks, and of devices without disks.
         self.of_disks.borrow_mut().retain(|_, (disk, _)| disk.strong_count() > 0);
         self.known.borrow_mut().retain(|_, device| device.strong_count() > 0);
-        let mut placements = Placements::default();
+        let mut placements = DevicePlacements::default();
         let mut subjects = Vec::new();
         for disk in disks {
-            let device = self.under(&disk);
-            subjects.extend(placements.add_disk(&disk, device.as_ref()));
-            placements.put(&disk, device, &mut Vec::new());
+            let device = self.device_under(&disk);
+            subjects.extend(placements.disk_target(&disk, device.as_ref()));
+            placements.count_disk(&disk, device, &mut Vec::new());
         }
         for group in groups {
-            placements.bound(&group)?;
-            subjects.push(placements.add_group(&group));
+            placements.limit_reservations(&group)?;
+            subjects.push(placements.group_target(&group));
         }
         *self.placements.borrow_mut() = placements;
         self.sampler.watch(subjects);
@@ -206,22 +206,22 @@ impl Devices {
 
     /// Updates the devices of the disk or group with this name, if one exists. Fails if a
     /// reservation exceeds the measured capacity of a device.
-    pub(crate) fn follow(
+    pub(crate) fn update(
         &self,
         name: &str,
         disk: Option<&Arc<Disk>>,
         group: Option<&Arc<ThrottleGroup>>,
     ) -> anyhow::Result<()> {
-        let device = disk.and_then(|disk| self.under(disk));
+        let device = disk.and_then(|disk| self.device_under(disk));
         let mut placements = self.placements.borrow_mut();
         let mut changed: Vec<_> = group.map(Arc::downgrade).into_iter().collect();
         // Removed before it is added below: the name may now belong to another object.
         let before = placements.targets.remove(name);
-        let left = placements.take(name, &mut changed);
+        let left = placements.uncount_disk(name, &mut changed);
         let mut subjects = Vec::new();
         if let Some(disk) = disk {
-            subjects.extend(placements.add_disk(disk, device.as_ref()));
-            placements.put(disk, device, &mut changed);
+            subjects.extend(placements.disk_target(disk, device.as_ref()));
+            placements.count_disk(disk, device, &mut changed);
         } else if self.of_disks.borrow_mut().remove(name).is_some()
             && let Some(left) = left
         {
@@ -239,18 +239,18 @@ impl Devices {
         // All groups are updated even if one exceeds its bound; the first error is returned.
         let mut bounds = Ok(());
         for group in changed.iter().filter_map(Weak::upgrade) {
-            bounds = bounds.and(placements.bound(&group));
-            subjects.push(placements.add_group(&group));
+            bounds = bounds.and(placements.limit_reservations(&group));
+            subjects.push(placements.group_target(&group));
         }
         subjects.into_iter().for_each(|subject| self.sampler.update(subject));
         bounds
     }
 }
 
-impl Placements {
+impl DevicePlacements {
     /// Registers a disk without a group as a separate target; disks in groups are covered by their
     /// group.
-    fn add_disk(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<SampledTarget> {
+    fn disk_target(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<SampledTarget> {
         if disk.throttle().group().is_some() {
             return None;
         }
@@ -260,22 +260,22 @@ impl Placements {
         Some(SampledTarget { target, devices: device.into_iter().cloned().collect() })
     }
 
-    fn add_group(&mut self, group: &Arc<ThrottleGroup>) -> SampledTarget {
+    fn group_target(&mut self, group: &Arc<ThrottleGroup>) -> SampledTarget {
         let target: Weak<ThrottleGroup> = Arc::downgrade(group);
         let target: Weak<dyn SamplerTarget> = target;
         self.targets.insert(group.name().to_owned(), Weak::clone(&target));
         // A target without a watermark is not watched and needs no list of devices.
         let is_watched = group.watermark() != Watermark::ALWAYS;
-        SampledTarget { target, devices: if is_watched { self.under(group) } else { Vec::new() } }
+        SampledTarget { target, devices: if is_watched { self.devices_under(group) } else { Vec::new() } }
     }
 
     /// An outermost group can reserve up to the capacity of its device; a group on several devices,
     /// or on one without a measured capacity, up to its limits.
-    fn bound(&self, group: &Arc<ThrottleGroup>) -> anyhow::Result<()> {
+    fn limit_reservations(&self, group: &Arc<ThrottleGroup>) -> anyhow::Result<()> {
         if group.parent().is_some() {
             return Ok(());
         }
-        let device = self.only_under(group);
+        let device = self.only_device_under(group);
         let reservable = device.map_or_else(ReservableCapacity::default, |device| device.reservable());
         group.set_device(reservable).with_context(|| format!("group {}", group.name()))
     }

@@ -35,16 +35,16 @@ use settings::{ExportTarget, SocketAccess};
 
 use super::running::RunningDisk;
 use crate::{
-    events::Events,
-    listen::{Inherited, Listening},
-    users::Users,
+    events::EventLog,
+    listen::{InheritedSockets, ListeningSocket},
+    users::DeviceOpeners,
 };
 
-type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// Operations that the servers of all single-disk endpoints have in common; see
 /// `export::vhost_user_blk::Server`.
-pub trait Attended {
+pub trait EndpointServer {
     /// Number of connected clients. A device counts as one while it exists.
     fn connections(&self) -> usize;
     /// True if a client was ever connected.
@@ -55,12 +55,12 @@ pub trait Attended {
     fn close(&self);
     /// As [`Attended::close`], at the end of this process: a device in use may wait for its next
     /// server.
-    fn leave(&self) {
+    fn hand_over(&self) {
         self.close();
     }
     /// Waits until `busy` returns false. It is evaluated at once and after every change of the
     /// number of clients.
-    fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
+    fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> LocalFuture<'a, ()>;
     /// Its counters.
     fn counters(&self) -> ExportCounters;
     /// Adds the counters of the old process.
@@ -71,7 +71,7 @@ pub trait Attended {
 /// a device can outlive the process, differ between servers.
 macro_rules! attended {
     ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
-        impl crate::doors::Attended for $server {
+        impl crate::doors::EndpointServer for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
             }
@@ -112,7 +112,7 @@ macro_rules! attended {
 use attended;
 
 /// Parameters for opening an endpoint.
-pub(crate) struct Terms<'a> {
+pub(crate) struct EndpointOptions<'a> {
     pub(crate) id: &'a str,
     pub(crate) disk: &'a RunningDisk,
     /// Read-only by the disk's config or the client's request. The endpoint's own settings may also
@@ -121,15 +121,15 @@ pub(crate) struct Terms<'a> {
     /// Owner and mode of sockets.
     pub(crate) access: &'a SocketAccess,
     /// Sockets that were passed to the daemon.
-    pub(crate) inherited: &'a RefCell<Inherited>,
+    pub(crate) inherited: &'a RefCell<InheritedSockets>,
     pub(crate) workers: &'a Rc<Vec<ReactorWorker>>,
-    pub(crate) events: &'a Events,
+    pub(crate) events: &'a EventLog,
     /// Transferred state, if the old process of an upgrade served this endpoint.
-    pub(crate) taken: Cell<Option<Taken>>,
+    pub(crate) transferred: Cell<Option<TransferredEndpoint>>,
 }
 
 /// Device or file of this host, as the old process leaves it.
-pub(crate) enum Taken {
+pub(crate) enum TransferredEndpoint {
     /// No state: the driver holds it, and the old server has ended or is about to end.
     Ublk,
     NbdDevice(export::nbd::kernel_client::QuiescedNbdDevice),
@@ -137,7 +137,7 @@ pub(crate) enum Taken {
 }
 
 /// Endpoint of one export, accepting clients or prepared to.
-pub struct Entrance {
+pub struct ExportEndpoint {
     kind: &'static str,
     address: String,
     /// Device node or file, for a device of this host.
@@ -145,18 +145,18 @@ pub struct Entrance {
     /// Block size in bytes; the disk's size must be a multiple of it.
     block_bytes: Option<u32>,
     /// The server.
-    pub server: Arc<dyn Attended>,
+    pub server: Arc<dyn EndpointServer>,
     /// Socket and server, for a virtual machine.
-    machine: Option<Machine>,
+    vhost_user: Option<VhostUserEndpoint>,
     /// Server, for a device or file of this host.
-    host: Option<Host>,
+    host: Option<HostEndpoint>,
     /// The serving task, until [`Entrance::accept`] starts it.
-    opening: Cell<Option<Local<'static, io::Result<()>>>>,
+    opening: Cell<Option<LocalFuture<'static, io::Result<()>>>>,
     /// Completes after the server has stopped.
     serving: RefCell<Option<JoinHandle<()>>>,
     closed: Cell<bool>,
     /// Resource that is released when the endpoint closes, such as a socket's file.
-    kept: RefCell<Option<Box<dyn Any>>>,
+    held_resource: RefCell<Option<Box<dyn Any>>>,
     /// Keeps the worker threads alive; they end, and their clients with them, after the last
     /// reference is dropped.
     _workers: Rc<Vec<ReactorWorker>>,
@@ -164,7 +164,7 @@ pub struct Entrance {
 
 /// Opens an endpoint. Creating a device waits for the kernel. Clients are accepted only after
 /// [`Entrance::accept`].
-pub(crate) async fn open(door: &ExportTarget, terms: &Terms<'_>) -> anyhow::Result<Rc<Entrance>> {
+pub(crate) async fn open_endpoint(door: &ExportTarget, terms: &EndpointOptions<'_>) -> anyhow::Result<Rc<ExportEndpoint>> {
     let is_device = !matches!(door, ExportTarget::VhostUserBlk(_));
     ensure!(
         !(is_device && terms.disk.disk.has_handover()),
@@ -179,18 +179,18 @@ pub(crate) async fn open(door: &ExportTarget, terms: &Terms<'_>) -> anyhow::Resu
         ExportTarget::Fuse(settings) => fuse::open(settings, terms).await?,
         ExportTarget::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
     };
-    Ok(Rc::new(Entrance { block_bytes: door.logical_block().map(|(bytes, _)| bytes), ..entrance }))
+    Ok(Rc::new(ExportEndpoint { block_bytes: door.logical_block().map(|(bytes, _)| bytes), ..entrance }))
 }
 
-impl Entrance {
+impl ExportEndpoint {
     /// Endpoint of this kind (a name of QEMU's `BlockExportType`) served by `serving`, which
     /// completes after `server` is closed or the device was removed externally.
     fn new(
         kind: &'static str,
         address: String,
-        server: Arc<dyn Attended>,
+        server: Arc<dyn EndpointServer>,
         serving: impl Future<Output = io::Result<()>> + 'static,
-        terms: &Terms<'_>,
+        terms: &EndpointOptions<'_>,
     ) -> Self {
         Self {
             kind,
@@ -198,29 +198,29 @@ impl Entrance {
             device: None,
             block_bytes: None,
             server,
-            machine: None,
+            vhost_user: None,
             host: None,
             opening: Cell::new(Some(Box::pin(serving))),
             serving: RefCell::default(),
             closed: Cell::new(false),
-            kept: RefCell::default(),
+            held_resource: RefCell::default(),
             _workers: Rc::clone(terms.workers),
         }
     }
 
     /// Marks it as a device or file of this host, at its address.
-    fn of_device(self, host: Host) -> Self {
+    fn with_device(self, host: HostEndpoint) -> Self {
         Self { device: Some(PathBuf::from(&self.address)), host: Some(host), ..self }
     }
 
     /// Marks it as an endpoint for a virtual machine.
-    fn of_machine(self, machine: Machine) -> Self {
-        Self { machine: Some(machine), ..self }
+    fn with_vhost_user(self, machine: VhostUserEndpoint) -> Self {
+        Self { vhost_user: Some(machine), ..self }
     }
 
     /// Holds a resource until the endpoint closes.
-    fn keeping(self, kept: impl Any) -> Self {
-        self.kept.replace(Some(Box::new(kept)));
+    fn holding(self, kept: impl Any) -> Self {
+        self.held_resource.replace(Some(Box::new(kept)));
         self
     }
 
@@ -258,12 +258,12 @@ impl Entrance {
     }
 
     /// Socket and server, for a virtual machine.
-    pub(crate) fn machine(&self) -> Option<&Machine> {
-        self.machine.as_ref()
+    pub(crate) fn vhost_user(&self) -> Option<&VhostUserEndpoint> {
+        self.vhost_user.as_ref()
     }
 
     /// Server, for a device or file of this host.
-    pub fn host(&self) -> Option<&Host> {
+    pub fn host_endpoint(&self) -> Option<&HostEndpoint> {
         self.host.as_ref()
     }
 
@@ -272,18 +272,18 @@ impl Entrance {
         self.closed.set(true);
         // Drops the serving task if it never ran, with everything it owns.
         self.opening.take();
-        self.kept.take();
+        self.held_resource.take();
         self.server.close();
     }
 
     /// As [`Entrance::close`], at the end of this process: a device in use is left to the next
     /// process if its driver supports that.
-    pub fn leave(&self) {
+    pub fn close_or_hand_over(&self) {
         // Reads /proc synchronously, which only the end of the process permits.
-        let is_used = |device: &Path| !Users::of(device).with_processes().is_empty();
+        let is_used = |device: &Path| !DeviceOpeners::of_device(device).with_processes().is_empty();
         if self.device().is_some_and(is_used) {
             self.closed.set(true);
-            self.server.leave();
+            self.server.hand_over();
         } else {
             self.close();
         }
@@ -313,15 +313,15 @@ impl Entrance {
 }
 
 /// vhost-user endpoint, with what an upgrade transfers.
-pub(crate) struct Machine {
+pub(crate) struct VhostUserEndpoint {
     pub(crate) server: Arc<export::vhost_user_blk::VhostUserServer>,
     /// Configured address and listening socket, if this side listens.
-    pub(crate) listening: Option<(String, Listening)>,
+    pub(crate) listening: Option<(String, ListeningSocket)>,
 }
 
-impl Machine {
+impl VhostUserEndpoint {
     /// Path of the listening socket, if it has one.
-    pub(crate) fn path(&self) -> Option<PathBuf> {
+    pub(crate) fn listening_path(&self) -> Option<PathBuf> {
         let (_, (socket, _)) = self.listening.as_ref()?;
         let socket = UnixListener::from(socket.as_fd().try_clone_to_owned().ok()?);
         Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
@@ -330,7 +330,7 @@ impl Machine {
 
 /// Device or file of this host, with what an upgrade transfers.
 #[derive(Clone)]
-pub enum Host {
+pub enum HostEndpoint {
     /// A ublk device.
     Ublk(Arc<export::ublk::UblkServer>),
     /// An NBD device of the kernel.
@@ -339,9 +339,9 @@ pub enum Host {
     Fuse(Arc<export::fuse::FuseExportServer>),
 }
 
-impl Host {
+impl HostEndpoint {
     /// Quiesces the server. Returns false if its requests do not complete in time.
-    pub(crate) async fn come_to_rest(&self, patience: Duration) -> bool {
+    pub(crate) async fn quiesce(&self, patience: Duration) -> bool {
         match self {
             Self::Ublk(server) => server.quiesce(patience).await,
             Self::NbdDevice(server) => server.quiesce(patience).await,
@@ -350,7 +350,7 @@ impl Host {
     }
 
     /// Resumes after [`Host::come_to_rest`]; used if an upgrade fails.
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn resume(&self) {
         match self {
             Self::Ublk(server) => server.resume(),
             Self::NbdDevice(server) => server.resume(),
@@ -361,7 +361,7 @@ impl Host {
 
 /// Identity of a device's data, by which the next process finds it again. A disk in memory does not
 /// survive this process, so its identity is unique.
-fn identity(running: &RunningDisk) -> anyhow::Result<String> {
+fn data_identity(running: &RunningDisk) -> anyhow::Result<String> {
     Ok(match running.config.image.path() {
         // Absolute: the next process may run in another directory.
         Some(path) => format!("weir:{}", std::path::absolute(path)?.display()),

@@ -30,19 +30,19 @@ use std::{
 use event_listener::EventListener;
 use policy::time::Instant;
 
-pub use deliveries::Deliveries;
-use gate::SharedGate;
-pub use kind::Event;
+pub use deliveries::DeliveryCounters;
+use gate::SharedEventRateLimit;
+pub use kind::RecordedEvent;
 pub use kind::Kind;
-pub use kind::News;
-pub use log::log;
+pub use kind::NewEvent;
+pub use log::log_events;
 
 /// Capacity of the ring: less than two megabytes with messages of maximum length.
-const KEPT: usize = 1024;
+const RING_CAPACITY: usize = 1024;
 /// Number of events of each type that other types cannot evict.
-const ROOM: usize = 30;
+const PROTECTED_PER_TYPE: usize = 30;
 // Ensures that in a full ring at least one type exceeds its protected number.
-const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
+const _: () = assert!(PROTECTED_PER_TYPE * Kind::ALL.len() < RING_CAPACITY);
 /// Burst for each event type. A disk has a share of it: a thousand disks may reach their limits at
 /// the same time.
 const BURST: u64 = 512;
@@ -50,77 +50,77 @@ const PER_SECOND: u64 = 10;
 /// Event numbers per second since the Epoch. The first number of a process derives from its start
 /// time, so numbers rise across restarts unless the clock is set back. They stay below 2⁵³, the
 /// largest integers that JSON readers with doubles distinguish.
-const NUMBERS_A_SECOND: u64 = 1_000_000;
+const NUMBERS_PER_SECOND: u64 = 1_000_000;
 /// Numbers reserved for events that the old process of an upgrade records after it has sent its
 /// last number.
-const NUMBERS_LEFT: u64 = 100_000;
+const UPGRADE_NUMBER_GAP: u64 = 100_000;
 
 /// Ring of the latest events. Clones share it.
 #[derive(Clone)]
-pub struct Events(Arc<Shared>);
+pub struct EventLog(Arc<EventLogShared>);
 
-struct Shared {
-    ring: Mutex<Ring>,
+struct EventLogShared {
+    ring: Mutex<EventRing>,
     woken: event_listener::Event,
 }
 
-struct Ring {
+struct EventRing {
     next: u64,
-    kept: VecDeque<Arc<Event>>,
-    gates: Vec<SharedGate>,
+    kept: VecDeque<Arc<RecordedEvent>>,
+    gates: Vec<SharedEventRateLimit>,
     /// By event type: recorded events, and events that the rate limit dropped.
     counts: Vec<[u64; 2]>,
 }
 
-impl Ring {
+impl EventRing {
     /// Evicts the oldest event among the types that exceed [`ROOM`], so that frequent connections
     /// cannot evict a rare image error.
-    fn make_room(&mut self) {
-        if self.kept.len() < KEPT {
+    fn evict(&mut self) {
+        if self.kept.len() < RING_CAPACITY {
             return;
         }
         let mut of_kind = [0; Kind::ALL.len()];
         self.kept.iter().for_each(|event| of_kind[event.kind as usize] += 1);
         // Linear in the capacity, which is constant, and only in a full ring.
-        let oldest = self.kept.iter().position(|event| of_kind[event.kind as usize] > ROOM);
+        let oldest = self.kept.iter().position(|event| of_kind[event.kind as usize] > PROTECTED_PER_TYPE);
         self.kept.remove(oldest.unwrap_or(0));
     }
 }
 
-impl Default for Events {
+impl Default for EventLog {
     fn default() -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self::from(since.as_secs().saturating_mul(NUMBERS_A_SECOND))
+        Self::starting_at(since.as_secs().saturating_mul(NUMBERS_PER_SECOND))
     }
 }
 
-impl Events {
-    fn from(next: u64) -> Self {
-        let ring = Ring {
+impl EventLog {
+    fn starting_at(next: u64) -> Self {
+        let ring = EventRing {
             next: next.max(1),
             kept: VecDeque::new(),
-            gates: vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()],
+            gates: vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()],
             counts: vec![[0; 2]; Kind::ALL.len()],
         };
-        Self(Arc::new(Shared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
+        Self(Arc::new(EventLogShared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
     }
 
     /// Continues the numbering after `last`, the old process's number, with a gap for the events
     /// that the old process still records.
-    pub(crate) fn go_on_after(&self, last: u64) {
-        let mut ring = self.ring();
-        ring.next = ring.next.max(last.saturating_add(NUMBERS_LEFT));
+    pub(crate) fn continue_after(&self, last: u64) {
+        let mut ring = self.lock_ring();
+        ring.next = ring.next.max(last.saturating_add(UPGRADE_NUMBER_GAP));
     }
 
     /// Inserts the old process's events that are older than the first own event, and adds its
     /// counters. Listeners are not woken.
-    pub(crate) fn go_on_from(&self, events: Vec<Event>, counts: impl Iterator<Item = (Kind, [u64; 2])>) {
-        let mut ring = self.ring();
+    pub(crate) fn merge_transferred(&self, events: Vec<RecordedEvent>, counts: impl Iterator<Item = (Kind, [u64; 2])>) {
+        let mut ring = self.lock_ring();
         // Ids stay sorted in the ring, which `since` relies on for its binary search.
         let first = ring.kept.front().map_or(ring.next, |event| event.id);
         for event in events.into_iter().rev().filter(|event| event.id < first) {
             // Both rings together may exceed the capacity; the oldest events are dropped.
-            if ring.kept.len() < KEPT {
+            if ring.kept.len() < RING_CAPACITY {
                 ring.kept.push_front(Arc::new(event));
             }
         }
@@ -131,43 +131,43 @@ impl Events {
         }
     }
 
-    fn ring(&self) -> MutexGuard<'_, Ring> {
+    fn lock_ring(&self) -> MutexGuard<'_, EventRing> {
         self.0.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records an event now. Callable from any thread; takes microseconds.
-    pub fn tell(&self, news: News) {
-        self.tell_at(reactor::real_time(), SystemTime::now(), news);
+    pub fn record(&self, news: NewEvent) {
+        self.record_at(reactor::real_time(), SystemTime::now(), news);
     }
 
-    fn tell_at(&self, now: Instant, time: SystemTime, news: News) {
-        let mut ring = self.ring();
+    fn record_at(&self, now: Instant, time: SystemTime, news: NewEvent) {
+        let mut ring = self.lock_ring();
         let kind = news.kind as usize;
         // Checked before a number is assigned: dropped events leave no gap in the numbers.
-        let Some(left_out) = ring.gates[kind].pass(news.disk.as_ref(), now) else {
+        let Some(left_out) = ring.gates[kind].admit(news.disk.as_ref(), now) else {
             ring.counts[kind][1] += 1;
             return;
         };
         ring.counts[kind][0] += 1;
         let id = ring.next;
         ring.next += 1;
-        ring.make_room();
-        ring.kept.push_back(Arc::new(news.at(id, time, left_out)));
+        ring.evict();
+        ring.kept.push_back(Arc::new(news.recorded_at(id, time, left_out)));
         // Woken after the lock is released, so that listeners do not run into it.
         drop(ring);
         self.0.woken.notify(usize::MAX);
     }
 
     /// Events after this number, oldest first. Events that were evicted leave a gap. 0 returns all.
-    pub fn since(&self, id: u64) -> Vec<Arc<Event>> {
-        let ring = self.ring();
+    pub fn since(&self, id: u64) -> Vec<Arc<RecordedEvent>> {
+        let ring = self.lock_ring();
         let first = ring.kept.partition_point(|event| event.id <= id);
         ring.kept.range(first..).cloned().collect()
     }
 
     /// Number of the latest event; one less than the first number if there is none yet.
     pub fn last(&self) -> u64 {
-        self.ring().next - 1
+        self.lock_ring().next - 1
     }
 
     /// Becomes ready after the next event, on any runtime. Call [`Events::since`] after this and
@@ -178,12 +178,12 @@ impl Events {
 
     /// By event type: recorded events, and events that the rate limit dropped.
     pub fn counts(&self) -> Vec<(Kind, [u64; 2])> {
-        let ring = self.ring();
+        let ring = self.lock_ring();
         Kind::ALL.iter().map(|kind| (*kind, ring.counts[*kind as usize])).collect()
     }
 
     /// Calls `take` for each later event, on this thread. Ends when the handle is dropped.
-    pub(crate) fn each(&self, take: impl Fn(&Arc<Event>) + 'static) -> reactor::JoinHandle<()> {
+    pub(crate) fn for_each_later(&self, take: impl Fn(&Arc<RecordedEvent>) + 'static) -> reactor::JoinHandle<()> {
         let (events, mut last) = (self.clone(), self.last());
         reactor::spawn_joinable(async move {
             loop {
@@ -198,7 +198,7 @@ impl Events {
     }
 }
 
-impl fmt::Debug for Events {
+impl fmt::Debug for EventLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Events").field("last", &self.last()).finish()
     }
@@ -208,8 +208,8 @@ impl fmt::Debug for Events {
 mod tests {
     use super::*;
 
-    fn news(kind: Kind) -> News {
-        News::new(kind, "it has happened")
+    fn news(kind: Kind) -> NewEvent {
+        NewEvent::new(kind, "it has happened")
     }
 
     fn at(ms: u64) -> Instant {
@@ -217,45 +217,45 @@ mod tests {
     }
 
     #[test]
-    fn what_another_has_told_comes_before() {
-        let before = Events::from(1);
+    fn transferred_events_precede_own_events() {
+        let before = EventLog::starting_at(1);
         // More than the ring holds, slowly enough to pass the rate limit.
-        (0..2000_u64).for_each(|s| before.tell_at(at(s * 1000), UNIX_EPOCH, news(Kind::DiskAdded)));
-        let events = Events::from(1500);
-        events.go_on_after(before.last());
-        events.tell_at(at(0), UNIX_EPOCH, news(Kind::DiskStopped));
-        let told = before.since(0).iter().filter_map(|event| Event::from_json(&event.to_json())).collect();
-        events.go_on_from(told, before.counts().into_iter());
+        (0..2000_u64).for_each(|s| before.record_at(at(s * 1000), UNIX_EPOCH, news(Kind::DiskAdded)));
+        let events = EventLog::starting_at(1500);
+        events.continue_after(before.last());
+        events.record_at(at(0), UNIX_EPOCH, news(Kind::DiskStopped));
+        let told = before.since(0).iter().filter_map(|event| RecordedEvent::from_json(&event.to_json())).collect();
+        events.merge_transferred(told, before.counts().into_iter());
         let known: Vec<_> = events.since(0).iter().map(|event| event.id).collect();
-        assert!(known.is_sorted() && known.len() == KEPT, "{known:?}");
-        assert_eq!(known[..KEPT - 1], before.since(0).iter().map(|event| event.id).collect::<Vec<_>>()[1..]);
+        assert!(known.is_sorted() && known.len() == RING_CAPACITY, "{known:?}");
+        assert_eq!(known[..RING_CAPACITY - 1], before.since(0).iter().map(|event| event.id).collect::<Vec<_>>()[1..]);
         let count = |kind| events.counts().into_iter().find(|(other, _)| *other == kind).expect("a kind").1;
         assert_eq!((count(Kind::DiskAdded), count(Kind::DiskStopped)), ([2000, 0], [1, 0]));
     }
 
     #[test]
-    fn the_last_ones_are_kept_in_order_and_nobody_has_one_twice() {
-        let events = Events::from(5);
+    fn ring_keeps_the_latest_events_in_order() {
+        let events = EventLog::starting_at(5);
         assert_eq!((events.last(), events.since(0).len()), (4, 0));
         for ms in 0..3000_u64 {
-            events.tell_at(at(ms * 1000), UNIX_EPOCH, news(Kind::DiskAdded));
+            events.record_at(at(ms * 1000), UNIX_EPOCH, news(Kind::DiskAdded));
         }
         let all = events.since(0);
-        assert_eq!((all.len(), all[0].id, events.last()), (KEPT, 3005 - KEPT as u64, 3004));
+        assert_eq!((all.len(), all[0].id, events.last()), (RING_CAPACITY, 3005 - RING_CAPACITY as u64, 3004));
         let ids: Vec<_> = events.since(3002).iter().map(|event| event.id).collect();
         assert_eq!(ids, [3003, 3004]);
         assert_eq!(events.since(3004).len(), 0);
     }
 
     #[test]
-    fn too_many_of_a_kind_are_counted_and_others_are_told() {
-        let events = Events::from(0);
+    fn rate_limit_drops_and_counts_per_event_type() {
+        let events = EventLog::starting_at(0);
         for _ in 0..10_000 {
-            events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn));
+            events.record_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn));
         }
-        events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ImageError));
+        events.record_at(at(1000), UNIX_EPOCH, news(Kind::ImageError));
         assert_eq!(events.since(0).len(), BURST as usize + 1);
-        events.tell_at(at(1200), UNIX_EPOCH, news(Kind::ClientIn));
+        events.record_at(at(1200), UNIX_EPOCH, news(Kind::ClientIn));
         let last = events.since(0).pop().unwrap();
         assert_eq!(last.data["suppressed"], 10_000 - BURST);
         let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
@@ -263,11 +263,11 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_comes_and_goes_does_not_silence_another_disk() {
-        let events = Events::from(0);
+    fn reconnecting_guest_does_not_suppress_events_of_other_disks() {
+        let events = EventLog::starting_at(0);
         let came = |disk: &str| {
             let before = events.last();
-            events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn).of_disk(disk));
+            events.record_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn).of_disk(disk));
             events.last() > before
         };
         // Half of the common burst includes the disk's own share.
@@ -276,42 +276,42 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_come_and_go_do_not_hide_an_error() {
-        let events = Events::from(0);
+    fn frequent_events_do_not_evict_errors() {
+        let events = EventLog::starting_at(0);
         for ms in 0..5000_u64 {
             let kinds = [Kind::ClientIn, Kind::ClientOut, Kind::LimitHit, Kind::LimitReleased];
-            kinds.into_iter().for_each(|kind| events.tell_at(at(ms * 100), UNIX_EPOCH, news(kind)));
+            kinds.into_iter().for_each(|kind| events.record_at(at(ms * 100), UNIX_EPOCH, news(kind)));
             if ms % 100 == 0 {
-                events.tell_at(at(ms * 100), UNIX_EPOCH, news(Kind::ImageError));
+                events.record_at(at(ms * 100), UNIX_EPOCH, news(Kind::ImageError));
             }
         }
         let all = events.since(0);
         let of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
-        assert_eq!((all.len(), of(Kind::ImageError)), (KEPT, ROOM));
-        assert!(of(Kind::ClientIn) >= ROOM && of(Kind::ClientOut) >= ROOM);
+        assert_eq!((all.len(), of(Kind::ImageError)), (RING_CAPACITY, PROTECTED_PER_TYPE));
+        assert!(of(Kind::ClientIn) >= PROTECTED_PER_TYPE && of(Kind::ClientOut) >= PROTECTED_PER_TYPE);
         assert!(all.is_sorted_by_key(|event| event.id));
     }
 
     #[test]
-    fn who_goes_on_for_another_has_larger_numbers() {
-        let (old, new) = (Events::from(7), Events::from(7));
-        let tell = |events: &Events| events.tell_at(at(0), UNIX_EPOCH, news(Kind::ClientOut));
+    fn new_process_continues_with_larger_numbers() {
+        let (old, new) = (EventLog::starting_at(7), EventLog::starting_at(7));
+        let tell = |events: &EventLog| events.record_at(at(0), UNIX_EPOCH, news(Kind::ClientOut));
         (0..3).for_each(|_| tell(&old));
-        new.go_on_after(old.last());
+        new.continue_after(old.last());
         (0..3).for_each(|_| tell(&old));
         tell(&new);
         assert!(new.last() > old.last(), "{} and {}", new.last(), old.last());
         let last = new.last();
-        new.go_on_after(1);
+        new.continue_after(1);
         tell(&new);
         assert_eq!(new.last(), last + 1);
     }
 
     #[test]
-    fn who_listens_is_woken() {
+    fn listener_is_woken_by_an_event() {
         use std::sync::mpsc;
 
-        let events = Events::from(0);
+        let events = EventLog::starting_at(0);
         let woken = events.listen();
         let (told, heard) = mpsc::channel();
         let waiting = std::thread::spawn(move || {
@@ -319,7 +319,7 @@ mod tests {
             told.send(()).unwrap();
         });
         assert!(heard.try_recv().is_err());
-        events.tell_at(at(0), UNIX_EPOCH, news(Kind::ClientIn));
+        events.record_at(at(0), UNIX_EPOCH, news(Kind::ClientIn));
         heard.recv().unwrap();
         waiting.join().unwrap();
     }

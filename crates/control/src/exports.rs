@@ -14,8 +14,8 @@ use export::nbd::{NotRemoved, Removal};
 use image::qcow2::bitmap::BitmapView;
 use policy::access::AccessRules;
 
-use super::{doors::Entrance, running::RunningDisk, serving::Serving};
-use crate::users::Users;
+use super::{doors::ExportEndpoint, running::RunningDisk, serving::RunningServer};
+use crate::users::DeviceOpeners;
 
 /// Running export of a disk.
 pub struct RunningExport {
@@ -26,45 +26,45 @@ pub struct RunningExport {
     /// The exported disk.
     pub disk: Rc<RunningDisk>,
     /// The endpoint.
-    pub door: Door,
+    pub endpoint: RunningEndpoint,
     /// Configuration of the endpoint, if it is not at an NBD server.
-    pub said: Option<settings::ExportTarget>,
+    pub endpoint_config: Option<settings::ExportTarget>,
     /// Parameters that it was added with, if it is at an NBD server.
-    pub(crate) new: Option<NewExport>,
+    pub(crate) nbd_parameters: Option<NewNbdExport>,
     pub(crate) read_only: bool,
     /// True if a client of the control socket added it and it is in no config file.
-    pub(crate) added: Cell<bool>,
-    pub(super) ending: Cell<bool>,
+    pub(crate) is_added: Cell<bool>,
+    pub(super) is_ending_flag: Cell<bool>,
 }
 
 /// Endpoint of a running export.
-pub enum Door {
+pub enum RunningEndpoint {
     /// NBD server, and the export's number there.
-    Nbd(Rc<Serving>, usize),
+    Nbd(Rc<RunningServer>, usize),
     /// Socket, device or file of this export alone.
-    Own(Rc<Entrance>),
+    Separate(Rc<ExportEndpoint>),
 }
 
-impl Door {
+impl RunningEndpoint {
     /// Name in QEMU's `BlockExportType`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Nbd(..) => "nbd",
-            Self::Own(entrance) => entrance.kind(),
+            Self::Separate(entrance) => entrance.kind(),
         }
     }
 
     pub(crate) fn address(&self) -> String {
         match self {
             Self::Nbd(serving, _) => serving.address(),
-            Self::Own(entrance) => entrance.address().to_owned(),
+            Self::Separate(entrance) => entrance.address().to_owned(),
         }
     }
 
     fn connections(&self) -> usize {
         match self {
             Self::Nbd(serving, number) => serving.server.connections_of(*number),
-            Self::Own(entrance) => entrance.server.connections(),
+            Self::Separate(entrance) => entrance.server.connections(),
         }
     }
 
@@ -74,7 +74,7 @@ impl Door {
     pub(super) fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),
-            Self::Own(entrance) => match (removal, entrance.server.connections()) {
+            Self::Separate(entrance) => match (removal, entrance.server.connections()) {
                 // A device counts as a connection while it exists, so its count says nothing about
                 // its openers.
                 (Removal::IfUnused, connections @ 1..) if entrance.device().is_none() => {
@@ -91,42 +91,42 @@ impl Door {
     pub(super) async fn wait_until_unused(&self) {
         match self {
             Self::Nbd(serving, number) => serving.server.wait_until_unused(*number).await,
-            Self::Own(entrance) => entrance.stop().await,
+            Self::Separate(entrance) => entrance.stop().await,
         }
     }
 }
 
 impl RunningExport {
     /// The endpoint, unless the export is at an NBD server.
-    pub(crate) fn entrance(&self) -> Option<&Rc<Entrance>> {
-        match &self.door {
-            Door::Own(entrance) => Some(entrance),
-            Door::Nbd(..) => None,
+    pub(crate) fn own_endpoint(&self) -> Option<&Rc<ExportEndpoint>> {
+        match &self.endpoint {
+            RunningEndpoint::Separate(entrance) => Some(entrance),
+            RunningEndpoint::Nbd(..) => None,
         }
     }
 
     /// Absolute path of the endpoint, if it is a socket or file of this export alone.
-    pub(crate) fn own_path(&self) -> Option<PathBuf> {
-        path::absolute(self.said.as_ref()?.path()?).ok()
+    pub(crate) fn endpoint_path(&self) -> Option<PathBuf> {
+        path::absolute(self.endpoint_config.as_ref()?.path()?).ok()
     }
 
     pub(crate) fn connections(&self) -> usize {
-        self.door.connections()
+        self.endpoint.connections()
     }
 
     /// Block size that the disk's size must be a multiple of while this export exists.
     pub(crate) fn block_bytes(&self) -> Option<u32> {
-        match &self.door {
-            Door::Nbd(..) => None,
-            Door::Own(entrance) => entrance.block_bytes(),
+        match &self.endpoint {
+            RunningEndpoint::Nbd(..) => None,
+            RunningEndpoint::Separate(entrance) => entrance.block_bytes(),
         }
     }
 
     /// Connected clients, as text.
-    pub(crate) fn clients(&self) -> String {
-        match &self.door {
-            Door::Nbd(serving, number) => serving.server.clients_of(*number),
-            Door::Own(entrance) => match entrance.server.counters().front_end {
+    pub(crate) fn clients_text(&self) -> String {
+        match &self.endpoint {
+            RunningEndpoint::Nbd(serving, number) => serving.server.clients_of(*number),
+            RunningEndpoint::Separate(entrance) => match entrance.server.counters().front_end {
                 Some(process) => process.to_string(),
                 // The process id is unknown if the front end is in another PID namespace.
                 None => "a virtual machine".to_owned(),
@@ -138,34 +138,34 @@ impl RunningExport {
     pub(crate) async fn check_unused(&self) -> anyhow::Result<()> {
         let (id, disk) = (&self.id, self.disk.disk.name());
         // Only devices have openers; sockets count their connections.
-        let device = match &self.door {
-            Door::Own(entrance) => entrance.device().map(Path::to_owned),
-            Door::Nbd(..) => None,
+        let device = match &self.endpoint {
+            RunningEndpoint::Separate(entrance) => entrance.device().map(Path::to_owned),
+            RunningEndpoint::Nbd(..) => None,
         };
         let Some(device) = device else {
             ensure!(
                 self.connections() == 0,
                 "export {id} of disk {disk}: in use: {} (disconnect it first)",
-                self.clients()
+                self.clients_text()
             );
             return Ok(());
         };
         // On another thread: reads /proc of all processes, and opens the device, which this process
         // serves.
-        let users = reactor::run_blocking(move || Users::of(&device).with_processes().with_claims()).await;
+        let users = reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims()).await;
         ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (disconnect it first)");
         Ok(())
     }
 
     /// True if it was removed and its last clients are disconnecting.
     pub(crate) fn is_ending(&self) -> bool {
-        self.ending.get()
+        self.is_ending_flag.get()
     }
 }
 
 /// Parameters of an export at an NBD server.
 #[derive(Clone, Debug)]
-pub struct NewExport {
+pub struct NewNbdExport {
     pub(crate) id: String,
     pub(crate) name: String,
     /// Description for people; may be empty.

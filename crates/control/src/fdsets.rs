@@ -18,20 +18,20 @@ use reactor::operation::PassedFd;
 use rustix::fs::{OFlags, fcntl_getfl};
 
 /// Directory that the names of the sets appear in; it need not exist.
-const SETS: &str = "/dev/fdset";
+const FDSET_DIRECTORY: &str = "/dev/fdset";
 /// Maximum number of descriptors in all sets together.
-const MOST_KEPT: usize = 256;
+const MAX_DESCRIPTORS: usize = 256;
 /// Maximum length in bytes of the `opaque` text.
-const MOST_TEXT: usize = 1024;
+const MAX_OPAQUE_BYTES: usize = 1024;
 
 /// Descriptor in a set.
 #[derive(Debug)]
-pub(crate) struct Member {
+pub(crate) struct SetDescriptor {
     pub(crate) descriptor: Arc<PassedFd>,
     pub(crate) opaque: Option<String>,
 }
 
-impl Member {
+impl SetDescriptor {
     /// Number of the descriptor in this process.
     pub(crate) fn number(&self) -> RawFd {
         self.descriptor.as_fd().as_raw_fd()
@@ -40,9 +40,9 @@ impl Member {
 
 /// Sets of descriptors, by their number.
 #[derive(Debug, Default)]
-pub(crate) struct Sets(RefCell<BTreeMap<u64, Vec<Member>>>);
+pub(crate) struct DescriptorSets(RefCell<BTreeMap<u64, Vec<SetDescriptor>>>);
 
-impl Sets {
+impl DescriptorSets {
     /// Adds a descriptor to a set, or to a new set with the lowest free number. Returns the set's
     /// number.
     pub(crate) fn add(
@@ -51,16 +51,16 @@ impl Sets {
         descriptor: PassedFd,
         opaque: Option<String>,
     ) -> Result<u64, String> {
-        if opaque.as_ref().is_some_and(|text| text.len() > MOST_TEXT) {
-            return Err(format!("the remark is longer than {MOST_TEXT} bytes"));
+        if opaque.as_ref().is_some_and(|text| text.len() > MAX_OPAQUE_BYTES) {
+            return Err(format!("the remark is longer than {MAX_OPAQUE_BYTES} bytes"));
         }
         let mut sets = self.0.borrow_mut();
-        if sets.values().map(Vec::len).sum::<usize>() >= MOST_KEPT {
-            return Err(format!("{MOST_KEPT} descriptors are kept already (remove some first)"));
+        if sets.values().map(Vec::len).sum::<usize>() >= MAX_DESCRIPTORS {
+            return Err(format!("{MAX_DESCRIPTORS} descriptors are kept already (remove some first)"));
         }
         let free = || (0..).find(|number| !sets.contains_key(number)).unwrap_or_default();
         let set = set.unwrap_or_else(free);
-        sets.entry(set).or_default().push(Member { descriptor: Arc::new(descriptor), opaque });
+        sets.entry(set).or_default().push(SetDescriptor { descriptor: Arc::new(descriptor), opaque });
         Ok(set)
     }
 
@@ -79,7 +79,7 @@ impl Sets {
         removed
     }
 
-    pub(crate) fn list<T>(&self, list: impl FnMut((&u64, &Vec<Member>)) -> T) -> Vec<T> {
+    pub(crate) fn list<T>(&self, list: impl FnMut((&u64, &Vec<SetDescriptor>)) -> T) -> Vec<T> {
         self.0.borrow().iter().map(list).collect()
     }
 
@@ -87,10 +87,10 @@ impl Sets {
     /// descriptor with the exact access mode is preferred over one with more rights. A writable
     /// descriptor serves one disk only: OFD locks belong to the open file description, so two disks
     /// on it would not exclude each other.
-    pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<PassedFd>>, String> {
-        let Ok(number) = path.strip_prefix(SETS) else { return Ok(None) };
+    pub(crate) fn descriptor_at(&self, path: &Path, read_only: bool) -> Result<Option<Arc<PassedFd>>, String> {
+        let Ok(number) = path.strip_prefix(FDSET_DIRECTORY) else { return Ok(None) };
         let number = number.to_str().and_then(|text| text.parse::<u64>().ok());
-        let shown = number.map_or_else(|| SETS.to_owned(), |number| format!("{SETS}/{number}"));
+        let shown = number.map_or_else(|| FDSET_DIRECTORY.to_owned(), |number| format!("{FDSET_DIRECTORY}/{number}"));
         let sets = self.0.borrow();
         let members = number.and_then(|number| sets.get(&number));
         let members = members.ok_or_else(|| {
@@ -99,7 +99,7 @@ impl Sets {
         // In order of preference; a write-only descriptor never suffices, as images are read as
         // well.
         let wanted = if read_only { [OFlags::RDONLY, OFlags::RDWR] } else { [OFlags::RDWR; 2] };
-        let has = |member: &&Member, mode| {
+        let has = |member: &&SetDescriptor, mode| {
             // An error counts as O_PATH, which permits no I/O.
             let flags = fcntl_getfl(&*member.descriptor).unwrap_or(OFlags::PATH);
             // A write through O_APPEND lands at the end of the file, whatever its offset.
@@ -119,7 +119,7 @@ impl Sets {
             fcntl_getfl(&**descriptor).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY)
         };
         // Readers may share a descriptor: their locks are compatible.
-        let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_free(descriptor));
+        let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_unused(descriptor));
         free.map(|descriptor| Some(Arc::clone(descriptor))).ok_or_else(|| {
             format!(
                 "Could not open '{shown}': in use by another disk, or locked by the process that passed it (open the file again and add-fd that)"
@@ -130,7 +130,7 @@ impl Sets {
 
 /// True if no image is open with the descriptor, or being opened. An open image's locks appear in
 /// proc_pid_fdinfo(5) of every descriptor of the same open file description.
-fn is_free(descriptor: &Arc<PassedFd>) -> bool {
+fn is_unused(descriptor: &Arc<PassedFd>) -> bool {
     let info = format!("/proc/self/fdinfo/{}", descriptor.as_fd().as_raw_fd());
     let info = std::fs::read_to_string(info).unwrap_or_default();
     let is_lock = |line: &str| line.starts_with("lock:") && line.contains("OFDLCK");
@@ -165,9 +165,9 @@ mod tests {
     }
 
     #[test]
-    fn a_set_s_member_is_chosen_by_how_it_was_opened() {
-        let sets = Sets::default();
-        let open = |path: &str, read_only| sets.of_path(Path::new(path), read_only);
+    fn descriptor_is_chosen_by_access_mode() {
+        let sets = DescriptorSets::default();
+        let open = |path: &str, read_only| sets.descriptor_at(Path::new(path), read_only);
         assert!(open("/tmp/x", false).expect("another file").is_none());
         assert!(open("/dev/fdset/0", false).unwrap_err().contains("no such set"));
         assert!(open("/dev/fdset/x", false).is_err() && open("/dev/fdset", false).is_err());
@@ -186,9 +186,9 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_serves_one_disk() {
-        let sets = Sets::default();
-        let open = |path: &str| sets.of_path(Path::new(path), false);
+    fn writable_descriptor_serves_one_disk() {
+        let sets = DescriptorSets::default();
+        let open = |path: &str| sets.descriptor_at(Path::new(path), false);
         let one = descriptor(true);
         let again = PassedFd::from(one.as_fd().try_clone_to_owned().expect("a descriptor"));
         let (_, _) = (sets.add(Some(0), one, None), sets.add(Some(1), again, None));
@@ -207,22 +207,22 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_written_with_one_that_appends() {
-        let sets = Sets::default();
+    fn append_descriptor_is_not_used_for_writing() {
+        let sets = DescriptorSets::default();
         let file = tempfile::NamedTempFile::new().expect("a file");
         let appends = OpenOptions::new().read(true).append(true).open(file.path()).expect("it is ours");
         sets.add(Some(0), OwnedFd::from(appends).into(), None).expect("room");
-        let error = sets.of_path(Path::new("/dev/fdset/0"), false).unwrap_err();
+        let error = sets.descriptor_at(Path::new("/dev/fdset/0"), false).unwrap_err();
         assert!(error.contains("without O_APPEND"), "{error}");
-        assert!(sets.of_path(Path::new("/dev/fdset/0"), true).is_ok());
+        assert!(sets.descriptor_at(Path::new("/dev/fdset/0"), true).is_ok());
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
-        let sets = Sets::default();
+    fn number_of_descriptors_is_bounded() {
+        let sets = DescriptorSets::default();
         let file = File::open("/dev/null").expect("it is there");
         let another = || PassedFd::from(OwnedFd::from(file.try_clone().expect("a descriptor")));
-        for _ in 0..MOST_KEPT {
+        for _ in 0..MAX_DESCRIPTORS {
             sets.add(None, another(), None).expect("room");
         }
         assert!(sets.add(None, another(), None).is_err());

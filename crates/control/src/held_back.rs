@@ -18,50 +18,50 @@ const TARGET: &str = "weir::limits";
 
 /// Counters at the last interval, and its time.
 #[derive(Debug, Default)]
-pub(super) struct HeldBack {
-    last: Last,
-    looked: Instant,
+pub(super) struct ThrottleLog {
+    last: ThrottleLogCounters,
+    interval_began: Instant,
     limited_ns: u64,
 }
 
-impl HeldBack {
+impl ThrottleLog {
     /// Starts the first interval now; earlier throttling is not logged.
-    pub(super) fn from_now(registry: &Registry) -> Self {
-        let last = Last::of(registry);
+    pub(super) fn starting_now(registry: &Registry) -> Self {
+        let last = ThrottleLogCounters::of(registry);
         let limited_ns = last.0.values().fold(0, |sum: u64, seen| sum.saturating_add(seen.limited_ns));
-        Self { last, looked: reactor::now(), limited_ns }
+        Self { last, interval_began: reactor::now(), limited_ns }
     }
 
     /// Logs an interval when it is over. `limited_ns` is the total time for which disks and groups
     /// were limited so far.
-    pub(super) fn look(&mut self, registry: &Registry, limited_ns: u64, now: Instant) {
-        if now - self.looked < INTERVAL {
+    pub(super) fn log_if_due(&mut self, registry: &Registry, limited_ns: u64, now: Instant) {
+        if now - self.interval_began < INTERVAL {
             return;
         }
-        if !self.has_told(limited_ns) && tracing::enabled!(target: TARGET, tracing::Level::DEBUG) {
-            self.last.look(registry, now - self.looked);
+        if !self.is_unchanged(limited_ns) && tracing::enabled!(target: TARGET, tracing::Level::DEBUG) {
+            self.last.log_growth(registry, now - self.interval_began);
         }
-        (self.looked, self.limited_ns) = (now, limited_ns);
+        (self.interval_began, self.limited_ns) = (now, limited_ns);
     }
 
     /// True if nothing was throttled since the last interval.
-    pub(super) fn has_told(&self, limited_ns: u64) -> bool {
+    pub(super) fn is_unchanged(&self, limited_ns: u64) -> bool {
         limited_ns == self.limited_ns
     }
 }
 
 /// Last counters by name.
 #[derive(Debug, Default)]
-struct Last(HashMap<String, Seen>);
+struct ThrottleLogCounters(HashMap<String, ThrottleGrowth>);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Seen {
+struct ThrottleGrowth {
     throttled: u64,
     waited_ns: u64,
     limited_ns: u64,
 }
 
-impl Seen {
+impl ThrottleGrowth {
     fn of(stats: &ThrottleStats) -> Self {
         Self {
             throttled: stats.reads.throttled.saturating_add(stats.writes.throttled),
@@ -71,7 +71,7 @@ impl Seen {
     }
 
     /// Growth since `before`; zero if a counter fell, because the name belongs to another object.
-    fn since(self, before: Self) -> Self {
+    fn growth_since(self, before: Self) -> Self {
         let counters = |seen: Self| [seen.throttled, seen.waited_ns, seen.limited_ns];
         let [throttled, waited_ns, limited_ns] =
             counter::growths(&counters(before), &counters(self)).unwrap_or_default();
@@ -80,73 +80,73 @@ impl Seen {
 }
 
 /// Current counters of a disk or group, with its ancestor groups, nearest first.
-struct Now {
+struct CurrentThrottleStats {
     name: String,
     stats: ThrottleStats,
     above: Vec<Arc<ThrottleGroup>>,
 }
 
-impl Now {
+impl CurrentThrottleStats {
     fn new(name: &str, stats: ThrottleStats, group: Option<Arc<ThrottleGroup>>) -> Self {
         let above = std::iter::successors(group, |group| group.parent().cloned());
         Self { name: name.to_owned(), stats, above: above.collect() }
     }
 }
 
-impl Last {
+impl ThrottleLogCounters {
     fn of(registry: &Registry) -> Self {
         let (disks, groups) = (registry.disks.all(), registry.groups.all());
         let disks =
             disks.iter().map(|running| (running.disk.name().to_string(), running.disk.throttle().stats()));
         let groups = groups.iter().map(|group| (group.name().to_owned(), group.stats()));
-        Self(disks.chain(groups).map(|(name, stats)| (name, Seen::of(&stats))).collect())
+        Self(disks.chain(groups).map(|(name, stats)| (name, ThrottleGrowth::of(&stats))).collect())
     }
 
-    fn look(&mut self, registry: &Registry, elapsed: Duration) {
+    fn log_growth(&mut self, registry: &Registry, elapsed: Duration) {
         let (disks, groups) = (registry.disks.all(), registry.groups.all());
-        let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
-        let of_group = |group: &Arc<ThrottleGroup>| Now::new(group.name(), group.stats(), group.parent().cloned());
+        let of_disk = |disk: &Disk| CurrentThrottleStats::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
+        let of_group = |group: &Arc<ThrottleGroup>| CurrentThrottleStats::new(group.name(), group.stats(), group.parent().cloned());
         let disks = disks.iter().map(|running| of_disk(&running.disk));
         let now: HashMap<_, _> =
             disks.chain(groups.iter().map(of_group)).map(|now| (now.name.clone(), now)).collect();
         for one in now.values() {
-            if let Some(seen) = held_back(&one.stats, self.before(&one.name)) {
+            if let Some(seen) = throttle_growth(&one.stats, self.previous(&one.name)) {
                 let above = one.above.iter().filter_map(|group| now.get(group.name()));
                 let above: Vec<_> = above.map(|group| (&*group.name, &group.stats)).collect();
                 let seen = self.limited_by(seen, one.stats.waiting != [0, 0], &above);
-                log(&one.name, &one.stats, seen, elapsed, &above);
+                log_throttling(&one.name, &one.stats, seen, elapsed, &above);
             }
         }
-        self.0 = now.into_iter().map(|(name, now)| (name, Seen::of(&now.stats))).collect();
+        self.0 = now.into_iter().map(|(name, now)| (name, ThrottleGrowth::of(&now.stats))).collect();
     }
 
-    fn before(&self, name: &str) -> Seen {
+    fn previous(&self, name: &str) -> ThrottleGrowth {
         self.0.get(name).copied().unwrap_or_default()
     }
 
     /// Time limited, with the share of the groups, by the same rule as `weir status`.
-    fn limited_by(&self, seen: Seen, still_waits: bool, above: &[(&str, &ThrottleStats)]) -> Seen {
-        let of_groups = above.iter().map(|(name, stats)| Seen::of(stats).since(self.before(name)).limited_ns);
+    fn limited_by(&self, seen: ThrottleGrowth, still_waits: bool, above: &[(&str, &ThrottleStats)]) -> ThrottleGrowth {
+        let of_groups = above.iter().map(|(name, stats)| ThrottleGrowth::of(stats).growth_since(self.previous(name)).limited_ns);
         // A disk waits for its group's limit too, but the group alone counts that time.
         let limited_ns = throttled_with_groups_ns(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
-        Seen { limited_ns, ..seen }
+        ThrottleGrowth { limited_ns, ..seen }
     }
 }
 
 /// Growth since `before`; `None` if nothing was throttled and nothing waits.
-fn held_back(stats: &ThrottleStats, before: Seen) -> Option<Seen> {
-    let seen = Seen::of(stats).since(before);
-    (seen != Seen::default() || stats.waiting != [0, 0]).then_some(seen)
+fn throttle_growth(stats: &ThrottleStats, before: ThrottleGrowth) -> Option<ThrottleGrowth> {
+    let seen = ThrottleGrowth::of(stats).growth_since(before);
+    (seen != ThrottleGrowth::default() || stats.waiting != [0, 0]).then_some(seen)
 }
 
 /// The limit that requests wait for, its own or the nearest ancestor's: `tenant: iops-total`.
-fn binding(stats: &ThrottleStats, above: &[(&str, &ThrottleStats)]) -> Option<String> {
+fn throttle_cause(stats: &ThrottleStats, above: &[(&str, &ThrottleStats)]) -> Option<String> {
     let limit = |stats: &ThrottleStats| stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name());
     let of_group = || above.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
     limit(stats).map(str::to_owned).or_else(of_group)
 }
 
-fn log(name: &str, stats: &ThrottleStats, seen: Seen, elapsed: Duration, above: &[(&str, &ThrottleStats)]) {
+fn log_throttling(name: &str, stats: &ThrottleStats, seen: ThrottleGrowth, elapsed: Duration, above: &[(&str, &ThrottleStats)]) {
     let [waiting_reads, waiting_writes] = stats.waiting;
     tracing::debug!(
         target: TARGET,
@@ -158,7 +158,7 @@ fn log(name: &str, stats: &ThrottleStats, seen: Seen, elapsed: Duration, above: 
         wait_p50_ms = milliseconds(stats.recent_waits.p50_ns),
         wait_p99_ms = milliseconds(stats.recent_waits.p99_ns),
         wait_max_ms = milliseconds(stats.recent_waits.max_ns),
-        binding = binding(stats, above),
+        binding = throttle_cause(stats, above),
         waiting_reads,
         waiting_writes,
         "throttled by limits"
@@ -193,35 +193,35 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_new_counts() {
-        assert_eq!(held_back(&stats(0, [0, 0]), Seen::default()), None);
-        let before = Seen::of(&stats(3, [0, 0]));
-        assert_eq!(held_back(&stats(3, [0, 0]), before), None);
-        let seen = Seen { throttled: 2, waited_ns: 20, limited_ns: 10 };
-        assert_eq!(held_back(&stats(5, [0, 0]), before), Some(seen));
+    fn only_growth_counts() {
+        assert_eq!(throttle_growth(&stats(0, [0, 0]), ThrottleGrowth::default()), None);
+        let before = ThrottleGrowth::of(&stats(3, [0, 0]));
+        assert_eq!(throttle_growth(&stats(3, [0, 0]), before), None);
+        let seen = ThrottleGrowth { throttled: 2, waited_ns: 20, limited_ns: 10 };
+        assert_eq!(throttle_growth(&stats(5, [0, 0]), before), Some(seen));
     }
 
     #[test]
-    fn who_waits_is_held_back_although_nothing_has_passed_yet() {
-        assert_eq!(held_back(&stats(3, [0, 1]), Seen::of(&stats(3, [0, 0]))), Some(Seen::default()));
+    fn waiting_request_counts_as_throttled() {
+        assert_eq!(throttle_growth(&stats(3, [0, 1]), ThrottleGrowth::of(&stats(3, [0, 0]))), Some(ThrottleGrowth::default()));
     }
 
     #[test]
-    fn a_disk_that_waits_for_its_group_is_limited_as_the_group_is() {
+    fn disk_waiting_for_its_group_counts_the_groups_time() {
         let group = ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
         let above = [("tenant", &group)];
         // Unlimited itself, with a request that waits for the group's limit.
         let disk = ThrottleStats { throttled_ns: 0, ..stats(2, [0, 1]) };
-        let seen = held_back(&disk, Seen::default()).unwrap();
-        let last = Last(HashMap::from([("tenant".to_owned(), Seen { limited_ns: 3, ..Seen::default() })]));
+        let seen = throttle_growth(&disk, ThrottleGrowth::default()).unwrap();
+        let last = ThrottleLogCounters(HashMap::from([("tenant".to_owned(), ThrottleGrowth { limited_ns: 3, ..ThrottleGrowth::default() })]));
         assert_eq!(last.limited_by(seen, true, &above).limited_ns, 4);
-        assert_eq!(last.limited_by(Seen { waited_ns: 3, ..seen }, false, &above).limited_ns, 3);
-        assert_eq!(binding(&disk, &above).as_deref(), Some("tenant: iops-total"));
+        assert_eq!(last.limited_by(ThrottleGrowth { waited_ns: 3, ..seen }, false, &above).limited_ns, 3);
+        assert_eq!(throttle_cause(&disk, &above).as_deref(), Some("tenant: iops-total"));
         assert_eq!(last.limited_by(seen, true, &[]).limited_ns, 0);
     }
 
     #[test]
-    fn a_name_that_is_given_again_begins_anew() {
-        assert_eq!(held_back(&stats(1, [0, 0]), Seen::of(&stats(9, [0, 0]))), None);
+    fn reused_name_restarts_counters() {
+        assert_eq!(throttle_growth(&stats(1, [0, 0]), ThrottleGrowth::of(&stats(9, [0, 0]))), None);
     }
 }

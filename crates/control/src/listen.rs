@@ -33,25 +33,25 @@ use settings::{ListenAddress, ListenEndpoint, FileOwner, SocketAccess, control::
 use storage::PassedFiles;
 
 pub use conflicts::conflicts;
-pub use inherited::Inherited;
+pub use inherited::InheritedSockets;
 pub use unix::SocketFile;
-pub use uri::Authority;
+pub use uri::UriAuthority;
 
 /// Listening socket.
 #[derive(Debug)]
-pub struct Listener {
+pub struct BoundListener {
     /// The socket.
     pub socket: OwnedFd,
     /// Its address, as clients name it.
-    pub authority: Authority,
+    pub authority: UriAuthority,
     /// Removes the file of a Unix socket that this process created.
     pub file: Option<SocketFile>,
 }
 
 /// Listening socket of a worker, with the path of the socket file that weir created.
-pub(crate) type Listening = (Fd, Option<PathBuf>);
+pub(crate) type ListeningSocket = (Fd, Option<PathBuf>);
 
-impl Listener {
+impl BoundListener {
     /// Socket of the old process, which was configured to listen at `endpoint`, with the socket
     /// file it created. The file belongs to the old process until `passed` says otherwise. `number`
     /// is the position among several sockets.
@@ -69,13 +69,13 @@ impl Listener {
         let authority = match endpoint {
             ListenEndpoint::Address(ListenAddress::Tcp { host, .. }) => {
                 let local = TcpListener::from(socket.try_clone()?).local_addr()?;
-                Authority::of_tcp(host, local.port())
+                UriAuthority::of_tcp(host, local.port())
             }
             _ => {
                 let local = UnixListener::from(socket.try_clone()?).local_addr();
                 match local.as_ref().ok().and_then(|local| local.as_pathname()) {
-                    Some(path) => Authority::of_unix(file.unwrap_or(path)),
-                    None => Authority::Unnamed(number),
+                    Some(path) => UriAuthority::of_unix(file.unwrap_or(path)),
+                    None => UriAuthority::Unnamed(number),
                 }
             }
         };
@@ -86,36 +86,36 @@ impl Listener {
 }
 
 /// Binds an address, or takes all remaining sockets of the service manager.
-pub fn open(
+pub fn open_listeners(
     endpoint: &ListenEndpoint,
     access: &SocketAccess,
-    inherited: &mut Inherited,
-) -> anyhow::Result<Vec<Listener>> {
+    inherited: &mut InheritedSockets,
+) -> anyhow::Result<Vec<BoundListener>> {
     match endpoint {
         ListenEndpoint::Address(address) => bind(address, access),
-        ListenEndpoint::Inherited => inherited.listeners(),
-        ListenEndpoint::Passed(name) => Ok(vec![inherited.named(name)?]),
+        ListenEndpoint::Inherited => inherited.take_all(),
+        ListenEndpoint::Passed(name) => Ok(vec![inherited.take_named(name)?]),
     }
 }
 
 /// Socket of a vhost-user endpoint.
-pub(crate) fn of_machine(
+pub(crate) fn vhost_user_listener(
     socket: &settings::VhostUserSocket,
     access: &SocketAccess,
-    inherited: &RefCell<Inherited>,
-) -> anyhow::Result<Listener> {
+    inherited: &RefCell<InheritedSockets>,
+) -> anyhow::Result<BoundListener> {
     // An upgrade takes precedence: the path is still bound by the old process's socket.
-    if let Some(listener) = inherited.borrow_mut().adopted(&name_of_machine(socket)?) {
+    if let Some(listener) = inherited.borrow_mut().take_adopted(&vhost_user_socket_name(socket)?) {
         return Ok(listener);
     }
     match socket {
         settings::VhostUserSocket::Path(path) => {
             let bound = unix::bind(path, access).with_context(|| socket.to_string())?;
-            Ok(at_path(bound))
+            Ok(unix_listener(bound))
         }
         settings::VhostUserSocket::Inherited(name) => {
-            let listener = inherited.borrow_mut().named(name)?;
-            if let Authority::Tcp(authority) = listener.authority {
+            let listener = inherited.borrow_mut().take_named(name)?;
+            if let UriAuthority::Tcp(authority) = listener.authority {
                 bail!("fd:{name}: {authority} is a TCP socket (set ListenStream= to a path)");
             }
             Ok(listener)
@@ -124,7 +124,7 @@ pub(crate) fn of_machine(
 }
 
 /// Name by which the old and the new process identify that socket.
-pub(crate) fn name_of_machine(socket: &settings::VhostUserSocket) -> io::Result<String> {
+pub(crate) fn vhost_user_socket_name(socket: &settings::VhostUserSocket) -> io::Result<String> {
     Ok(match socket.path() {
         Some(path) => settings::VhostUserSocket::Path(path::absolute(path)?).to_string(),
         None => socket.to_string(),
@@ -133,24 +133,24 @@ pub(crate) fn name_of_machine(socket: &settings::VhostUserSocket) -> io::Result<
 
 /// Creates a Unix socket that only its owner (by default the daemon's user) and root may connect
 /// to.
-pub(crate) fn private(path: &Path, owner: Option<&FileOwner>) -> anyhow::Result<Listener> {
+pub(crate) fn private_listener(path: &Path, owner: Option<&FileOwner>) -> anyhow::Result<BoundListener> {
     let access = SocketAccess { owner: owner.cloned(), ..SocketAccess::default() };
     let bound = unix::bind(path, &access);
-    Ok(at_path(bound.with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?))
+    Ok(unix_listener(bound.with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?))
 }
 
 /// Creates a control socket, as [`private`] does, and its directory if that is weir's own.
-pub fn control(place: &ControlSocketLocation, owner: Option<&FileOwner>) -> anyhow::Result<Listener> {
+pub fn control_listener(place: &ControlSocketLocation, owner: Option<&FileOwner>) -> anyhow::Result<BoundListener> {
     if let (Some(mode), Some(directory)) = (place.directory_mode, place.path.parent()) {
-        make_directory(directory, mode).with_context(|| {
+        create_directory(directory, mode).with_context(|| {
             format!("{}: the directory cannot be made", ListenAddress::Unix(place.path.clone()))
         })?;
     }
-    private(&place.path, owner)
+    private_listener(&place.path, owner)
 }
 
 /// Creates the directory with this mode regardless of the umask; an existing one is kept.
-fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
+fn create_directory(path: &Path, mode: u32) -> io::Result<()> {
     match DirBuilder::new().mode(mode).create(path) {
         // The umask has restricted the mode of mkdir(2).
         Ok(()) => fs::set_permissions(path, Permissions::from_mode(mode)),
@@ -164,21 +164,21 @@ fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 /// Several sockets were passed, or one that is no Unix socket; the socket cannot be created.
-pub fn only(
-    mut inherited: Inherited,
+pub fn only_listener(
+    mut inherited: InheritedSockets,
     path: &Path,
     prepare: impl FnOnce() -> io::Result<()>,
 ) -> anyhow::Result<(UnixListener, Option<SocketFile>)> {
-    let listener = match inherited.count() {
+    let listener = match inherited.unused() {
         0 => {
             prepare().with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?;
-            private(path, None)?
+            private_listener(path, None)?
         }
-        1 => inherited.listeners()?.remove(0),
+        1 => inherited.take_all()?.remove(0),
         more => bail!("LISTEN_FDS: {more} sockets were passed, and one is served (pass one)"),
     };
-    let Listener { socket, authority, file } = listener;
-    if let Authority::Tcp(authority) = authority {
+    let BoundListener { socket, authority, file } = listener;
+    if let UriAuthority::Tcp(authority) = authority {
         bail!("LISTEN_FDS: {authority} is a TCP socket (set ListenStream= to a path)");
     }
     Ok((socket.into(), file))
@@ -186,7 +186,7 @@ pub fn only(
 
 /// True if two addresses name the same endpoint. Paths of Unix sockets may be spelled in different
 /// ways and contain symbolic links.
-pub fn is_same_place(one: &str, other: &str) -> bool {
+pub fn is_same_address(one: &str, other: &str) -> bool {
     let place = |text: &str| {
         let path = path::absolute(text.strip_prefix("unix:")?).ok()?;
         Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?))
@@ -196,21 +196,21 @@ pub fn is_same_place(one: &str, other: &str) -> bool {
 
 /// Interpretation of an address that is already in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Others {
+pub enum AddressConflictRule {
     /// The user may be the daemon that this check is about; not an error.
-    MayHave,
+    Tolerated,
     /// The user is another process; an error.
-    AreInTheWay,
+    Rejected,
 }
 
 /// Reports what would prevent listening at this address, as far as that is known without listening.
 /// A process that listens there does not notice the check.
-pub fn check(address: &ListenAddress, others: Others) -> anyhow::Result<()> {
+pub fn check(address: &ListenAddress, others: AddressConflictRule) -> anyhow::Result<()> {
     match address {
         ListenAddress::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
-        ListenAddress::Tcp { host, port } if others == Others::MayHave => resolve(address, host, *port).map(drop),
-        ListenAddress::Tcp { host, port } => each_of(address, host, *port, |one| {
-            bind_alone(one)?;
+        ListenAddress::Tcp { host, port } if others == AddressConflictRule::Tolerated => resolve(address, host, *port).map(drop),
+        ListenAddress::Tcp { host, port } => for_each_address(address, host, *port, |one| {
+            bind_without_listening(one)?;
             Ok((one.port(), ()))
         })
         .map(drop),
@@ -218,7 +218,7 @@ pub fn check(address: &ListenAddress, others: Others) -> anyhow::Result<()> {
 }
 
 /// As [`check`], for a control socket, whose directory may not exist yet.
-pub fn check_control(place: &ControlSocketLocation, others: Others) -> anyhow::Result<()> {
+pub fn check_control(place: &ControlSocketLocation, others: AddressConflictRule) -> anyhow::Result<()> {
     let parent = directory_of(&place.path);
     let is_made = place.directory_mode.is_some() && !parent.exists();
     // Checks that the missing directory can be created.
@@ -233,29 +233,29 @@ pub fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
 
 /// Fails if [`TcpListener::bind`] would. A bound socket that does not listen prevents no listener:
 /// both set SO_REUSEADDR (socket(7)).
-fn bind_alone(at: SocketAddr) -> io::Result<()> {
+fn bind_without_listening(at: SocketAddr) -> io::Result<()> {
     let family = if at.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
     let socket = socket::socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     setsockopt(&socket, ReuseAddr, &true)?;
     Ok(socket::bind(socket.as_raw_fd(), &SockaddrStorage::from(at))?)
 }
 
-fn at_path((listener, file): (UnixListener, SocketFile)) -> Listener {
-    Listener { socket: listener.into(), authority: Authority::of_unix(&file.path), file: Some(file) }
+fn unix_listener((listener, file): (UnixListener, SocketFile)) -> BoundListener {
+    BoundListener { socket: listener.into(), authority: UriAuthority::of_unix(&file.path), file: Some(file) }
 }
 
 /// Time for which an address may outlive the process that listened there: requests on an io_uring
 /// keep its sockets open (measured: 10 ms after a kill).
-const AFTERLIFE: Duration = Duration::from_millis(500);
+const ADDRESS_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Interval between attempts; the kernel does not signal the end of such a socket.
-const TRY_AGAIN: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let until = Instant::now() + AFTERLIFE;
+fn retry_while_in_use<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let until = Instant::now() + ADDRESS_RELEASE_TIMEOUT;
     loop {
         match attempt() {
             Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < until => {
-                thread::sleep(TRY_AGAIN);
+                thread::sleep(RETRY_INTERVAL);
             }
             result => return result,
         }
@@ -263,26 +263,26 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 /// Returns one socket, or one for each address that a host name resolves to.
-fn bind(address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
+fn bind(address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<BoundListener>> {
     match address {
         ListenAddress::Unix(path) => {
-            Ok(vec![at_path(unix::bind(path, access).with_context(|| address.to_string())?)])
+            Ok(vec![unix_listener(unix::bind(path, access).with_context(|| address.to_string())?)])
         }
-        ListenAddress::Tcp { host, port } => tcp(address, host, *port),
+        ListenAddress::Tcp { host, port } => bind_tcp(address, host, *port),
     }
 }
 
-fn tcp(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec<Listener>> {
-    each_of(address, host, port, |one| {
+fn bind_tcp(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec<BoundListener>> {
+    for_each_address(address, host, port, |one| {
         let listener = TcpListener::bind(one)?;
         let port = listener.local_addr()?.port();
-        let authority = Authority::of_tcp(host, port);
-        Ok((port, Listener { socket: listener.into(), authority, file: None }))
+        let authority = UriAuthority::of_tcp(host, port);
+        Ok((port, BoundListener { socket: listener.into(), authority, file: None }))
     })
 }
 
 /// Calls `bind` with each address that a host name resolves to; `bind` also returns the port.
-fn each_of<T>(
+fn for_each_address<T>(
     address: &ListenAddress,
     host: &str,
     port: u16,
@@ -295,14 +295,14 @@ fn each_of<T>(
     let mut absent = None;
     for mut one in addresses {
         one.set_port(chosen);
-        match patiently(|| bind(one)) {
+        match retry_while_in_use(|| bind(one)) {
             Ok((port, one)) => {
                 chosen = port;
                 bound.push(one);
             }
             // A name may resolve to IPv6 on a host without IPv6; its other addresses suffice.
             Err(error) if is_absent(&error) => absent = Some(error),
-            Err(error) => return Err(refused(address, chosen, &error)),
+            Err(error) => return Err(bind_error(address, chosen, &error)),
         }
     }
     if bound.is_empty() {
@@ -330,7 +330,7 @@ fn is_absent(error: &io::Error) -> bool {
     error.kind() == ErrorKind::AddrNotAvailable || error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT)
 }
 
-fn refused(address: &ListenAddress, port: u16, error: &io::Error) -> anyhow::Error {
+fn bind_error(address: &ListenAddress, port: u16, error: &io::Error) -> anyhow::Error {
     match error.kind() {
         ErrorKind::AddrInUse => anyhow!(
             "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port)"
@@ -349,7 +349,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_free_port_is_the_same_on_every_address_of_a_name() {
+    fn free_port_is_equal_on_all_addresses_of_a_name() {
         // `localhost` may resolve to an IPv4 and an IPv6 address.
         let listeners = bind(&"localhost:0".parse().unwrap(), &SocketAccess::default()).unwrap();
         let first = listeners[0].authority.to_string();
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_in_use_says_who_could_tell() {
+    fn port_in_use_error_names_ss() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
         let error =
@@ -375,43 +375,43 @@ mod tests {
     }
 
     #[test]
-    fn a_port_is_looked_at_and_nobody_notices() {
+    fn port_check_is_not_noticed() {
         let address = |port: u16| -> ListenAddress { format!("127.0.0.1:{port}").parse().unwrap() };
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
-        check(&address(port), Others::MayHave).unwrap();
-        let error = check(&address(port), Others::AreInTheWay).unwrap_err().to_string();
+        check(&address(port), AddressConflictRule::Tolerated).unwrap();
+        let error = check(&address(port), AddressConflictRule::Rejected).unwrap_err().to_string();
         assert!(error.contains("the port is in use by another program"), "{error}");
         // Nothing in the backlog: the check has not connected.
         taken.set_nonblocking(true).unwrap();
         assert_eq!(taken.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         drop(taken);
-        check(&address(port), Others::AreInTheWay).unwrap();
-        check(&address(0), Others::AreInTheWay).unwrap();
+        check(&address(port), AddressConflictRule::Rejected).unwrap();
+        check(&address(0), AddressConflictRule::Rejected).unwrap();
         // TEST-NET-1 (RFC 5737), which no host has.
-        let error = check(&"192.0.2.1:10809".parse().unwrap(), Others::AreInTheWay).unwrap_err();
+        let error = check(&"192.0.2.1:10809".parse().unwrap(), AddressConflictRule::Rejected).unwrap_err();
         assert!(error.to_string().contains("not an address of this machine"), "{error}");
     }
 
     #[test]
-    fn the_directory_of_a_control_socket_is_made_as_it_is_to_be() {
+    fn control_socket_directory_has_its_mode() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("weir/qmp.sock");
         let place = ControlSocketLocation { path: path.clone(), directory_mode: Some(0o700) };
-        let listener = control(&place, None).unwrap();
+        let listener = control_listener(&place, None).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
         // An existing directory keeps the mode that its owner chose.
         fs::set_permissions(path.parent().unwrap(), Permissions::from_mode(0o750)).unwrap();
         drop(listener);
-        drop(control(&place, None).unwrap());
+        drop(control_listener(&place, None).unwrap());
         assert_eq!(mode(path.parent().unwrap()), 0o750);
         let nowhere = ControlSocketLocation { directory_mode: None, path: root.path().join("other/qmp.sock") };
-        assert!(format!("{:#}", control(&nowhere, None).unwrap_err()).contains("does not exist (create it)"));
+        assert!(format!("{:#}", control_listener(&nowhere, None).unwrap_err()).contains("does not exist (create it)"));
     }
 
     #[test]
-    fn an_address_of_another_machine_is_refused() {
+    fn foreign_address_is_rejected() {
         // TEST-NET-1 (RFC 5737), which no host has.
         let error =
             bind(&"192.0.2.1:10809".parse().unwrap(), &SocketAccess::default()).unwrap_err().to_string();

@@ -9,7 +9,7 @@ use settings::{DaemonConfig, ConfigWithOrigins, DesiredState};
 use storage::rate::RateBudgets;
 
 /// Config in force.
-pub struct Loaded {
+pub struct LoadedConfig {
     /// Path as given: messages and relative paths begin with it.
     pub file: PathBuf,
     /// Options of the command line, which override keys of the file.

@@ -6,10 +6,10 @@ use block::disk::Disk;
 use image::Image;
 use storage::{StorageIdentity, OpenError};
 
-use super::registry::{Registry, holder::held_by};
+use super::registry::{Registry, holder::held_error};
 
 /// Variant of a disk's config for a trial opening: read-only and unlocked.
-pub(crate) fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
+pub(crate) fn trial_config(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     let mut looked = planned.clone();
     looked.read_only = true;
     // Locks exist for files only; an NBD server or Ceph image is opened read-only in any case.
@@ -25,26 +25,26 @@ pub(crate) fn check_marks(planned: &settings::PlacedDisk, image: &Image) -> Resu
 
 /// Files that disks would have open.
 #[derive(Debug, Default)]
-pub(crate) struct Files(Vec<Taken>);
+pub(crate) struct TrialFiles(Vec<TrialFile>);
 
 #[derive(Debug)]
-struct Taken {
+struct TrialFile {
     disk: String,
     /// Identity of the file, independent of its name.
     what: String,
     is_written: bool,
 }
 
-impl Files {
+impl TrialFiles {
     /// Files of the running disks.
-    pub(crate) fn of(registry: &Registry) -> Self {
+    pub(crate) fn of_running_disks(registry: &Registry) -> Self {
         let mut files = Self::default();
         for running in registry.disks.all() {
             let disk: &Disk = &running.disk;
             // Images with handover are locked only while a guest runs.
             if !disk.has_handover() {
                 let written = !disk.image().is_read_only();
-                let own = taken(disk.name(), disk.image(), written);
+                let own = image_files(disk.name(), disk.image(), written);
                 files.0.extend(own.into_iter().map(|(file, _)| file));
             }
         }
@@ -56,16 +56,16 @@ impl Files {
     /// # Errors
     /// Another disk has one of the files open; the error is the one that a start gets from the
     /// lock.
-    pub(crate) fn take(&mut self, planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
+    pub(crate) fn add(&mut self, planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
         if planned.force_share || planned.handover {
             return Ok(());
         }
-        let own = taken(&planned.name, image, !planned.read_only);
+        let own = image_files(&planned.name, image, !planned.read_only);
         for (file, path) in &own {
             // Readers may share a file, as their locks do.
-            let is_same = |other: &&Taken| other.what == file.what && (file.is_written || other.is_written);
+            let is_same = |other: &&TrialFile| other.what == file.what && (file.is_written || other.is_written);
             if let Some(other) = self.0.iter().find(is_same) {
-                return Err(held_by(&other.disk, path.clone()));
+                return Err(held_error(&other.disk, path.clone()));
             }
         }
         self.0.extend(own.into_iter().map(|(file, _)| file));
@@ -74,7 +74,7 @@ impl Files {
 }
 
 /// Files of an image, each with its name in error messages.
-fn taken(disk: &str, image: &Image, is_written: bool) -> Vec<(Taken, String)> {
+fn image_files(disk: &str, image: &Image, is_written: bool) -> Vec<(TrialFile, String)> {
     let mut all = Vec::new();
     let mut above: Option<String> = None;
     for layer in image.layers() {
@@ -89,7 +89,7 @@ fn taken(disk: &str, image: &Image, is_written: bool) -> Vec<(Taken, String)> {
                 (None, None) => path,
             };
             own.get_or_insert_with(|| name.clone());
-            all.push((Taken { disk: disk.to_owned(), what, is_written }, name));
+            all.push((TrialFile { disk: disk.to_owned(), what, is_written }, name));
         }
         above = own.or(above);
     }

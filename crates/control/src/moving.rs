@@ -15,26 +15,26 @@ mod arriving;
 mod leaving;
 mod moved_disk;
 
-pub use arriving::receive;
-pub(crate) use leaving::{Wish, away};
-pub(crate) use moved_disk::MovedDisk;
+pub use arriving::receive_disks;
+pub(crate) use leaving::{MigrationRequest, migrate};
+pub(crate) use moved_disk::MigratedDisk;
 use policy::time::Duration;
 use settings::config;
 
 use super::registry::Registry;
 
 /// Time limit for each answer of the peer host, which may have to open an image over the network.
-const PATIENCE: Duration = Duration::from_secs(20);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time limit for the check at the target; below [`PATIENCE`], so that its rejection arrives in
 /// time.
-const LOOK: Duration = Duration::from_secs(15);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time for the target host to join the cluster.
-const APPEARS: Duration = Duration::from_secs(3);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Interval between attempts of a step that must succeed before the migration continues.
-const PAUSE: Duration = Duration::from_millis(500);
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// True if the current config file contains the disk; `None` if the file cannot be read.
-async fn is_listed(registry: &Registry, disk: &str) -> Option<bool> {
+async fn is_in_config_file(registry: &Registry, disk: &str) -> Option<bool> {
     let file = registry.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
     let draft = reactor::run_blocking(move || config::load(&file)).await.ok()?;
     Some(draft.disks.iter().any(|said| said.name == disk))

@@ -26,10 +26,10 @@ use reactor::{
 use rustix::net::SendFlags;
 use sd_notify::NotifyState;
 
-static MANAGER: OnceLock<Option<Arc<Manager>>> = OnceLock::new();
+static MANAGER: OnceLock<Option<Arc<ServiceManager>>> = OnceLock::new();
 
 #[derive(Debug)]
-struct Manager {
+struct ServiceManager {
     socket: Fd,
     /// Messages that the socket had no space for, in order.
     waiting: Mutex<VecDeque<Vec<u8>>>,
@@ -41,13 +41,13 @@ pub fn open() {
     // Must run before the sandbox is entered.
     MANAGER.get_or_init(|| {
         connect().unwrap_or_else(|error| {
-            warn(&error);
+            log_failure(&error);
             None
         })
     });
 }
 
-fn connect() -> io::Result<Option<Arc<Manager>>> {
+fn connect() -> io::Result<Option<Arc<ServiceManager>>> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
     let socket = UnixDatagram::unbound()?;
     match name.as_bytes().strip_prefix(b"@") {
@@ -55,7 +55,7 @@ fn connect() -> io::Result<Option<Arc<Manager>>> {
         Some(name) => socket.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
         None => socket.connect(name)?,
     }
-    Ok(Some(Manager::at(socket)))
+    Ok(Some(ServiceManager::new(socket)))
 }
 
 /// Sends the states in one message, if there is a service manager; queues it if the socket is full.
@@ -64,44 +64,44 @@ fn connect() -> io::Result<Option<Arc<Manager>>> {
 /// If no reactor runs on this thread.
 pub fn tell(states: &[NotifyState<'_>]) {
     if let Some(Some(manager)) = MANAGER.get() {
-        manager.tell(states);
+        manager.send(states);
     }
 }
 
 /// Waits until all messages are sent.
-pub(crate) async fn all_told() {
+pub(crate) async fn until_sent() {
     let Some(Some(manager)) = MANAGER.get() else { return };
     loop {
         let told = manager.told.listen();
-        if manager.waiting().is_empty() {
+        if manager.lock_queue().is_empty() {
             return;
         }
         told.await;
     }
 }
 
-impl Manager {
-    fn at(socket: UnixDatagram) -> Arc<Self> {
+impl ServiceManager {
+    fn new(socket: UnixDatagram) -> Arc<Self> {
         Arc::new(Self { socket: socket.into(), waiting: Mutex::default(), told: Event::new() })
     }
 
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<Vec<u8>>> {
+    fn lock_queue(&self) -> MutexGuard<'_, VecDeque<Vec<u8>>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell(self: &Arc<Self>, states: &[NotifyState<'_>]) {
+    fn send(self: &Arc<Self>, states: &[NotifyState<'_>]) {
         let mut message = String::new();
         for state in states {
             // Writing to a string does not fail.
             let _ = writeln!(message, "{state}");
         }
-        let mut waiting = self.waiting();
+        let mut waiting = self.lock_queue();
         // Only then: a direct send must not overtake queued messages.
         if waiting.is_empty() {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
             match rustix::net::send(&self.socket, message.as_bytes(), flags) {
                 Err(rustix::io::Errno::AGAIN) => {}
-                result => return result.map(drop).unwrap_or_else(|error| warn(&error.into())),
+                result => return result.map(drop).unwrap_or_else(|error| log_failure(&error.into())),
             }
         }
         // A watchdog message is superseded by the next one, and not worth queueing.
@@ -113,26 +113,26 @@ impl Manager {
         // Released first: the spawned task may run at once.
         drop(waiting);
         if is_first {
-            reactor::spawn(Arc::clone(self).tell_rest());
+            reactor::spawn(Arc::clone(self).send_queued());
         }
     }
 
-    async fn tell_rest(self: Arc<Self>) {
+    async fn send_queued(self: Arc<Self>) {
         loop {
-            let Some(message) = self.waiting().front().map(|message| IoBuffer::copy_of(message)) else {
+            let Some(message) = self.lock_queue().front().map(|message| IoBuffer::copy_of(message)) else {
                 return;
             };
             if let (Err(error), _) = operation::send(&self.socket, message.into()).await {
-                warn(&error);
+                log_failure(&error);
             }
             // Removed after the send: `all_told` waits until the queue is empty.
-            self.waiting().pop_front();
+            self.lock_queue().pop_front();
             self.told.notify(usize::MAX);
         }
     }
 }
 
-fn warn(error: &io::Error) {
+fn log_failure(error: &io::Error) {
     tracing::warn!(%error, "cannot send to the service manager at NOTIFY_SOCKET");
 }
 
@@ -143,18 +143,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manager_that_does_not_read_keeps_nobody_waiting_and_hears_the_rest_in_order() {
+    fn slow_service_manager_receives_all_messages_in_order() {
         let heard = reactor::run(PollingMode::Off, async {
             let (theirs, ours) = UnixDatagram::pair().unwrap();
-            let manager = Manager::at(ours);
+            let manager = ServiceManager::new(ours);
             let mut sent = 0;
             // Fills the socket's queue until the first message is queued here.
-            while manager.waiting().is_empty() {
-                manager.tell(&[NotifyState::Status(&sent.to_string())]);
+            while manager.lock_queue().is_empty() {
+                manager.send(&[NotifyState::Status(&sent.to_string())]);
                 sent += 1;
             }
-            manager.tell(&[NotifyState::Watchdog]);
-            manager.tell(&[NotifyState::MainPid(7), NotifyState::Ready]);
+            manager.send(&[NotifyState::Watchdog]);
+            manager.send(&[NotifyState::MainPid(7), NotifyState::Ready]);
             let theirs = Fd::from(theirs);
             let mut heard = String::new();
             while !heard.contains("READY") {

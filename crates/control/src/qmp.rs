@@ -38,15 +38,15 @@ mod stream;
 
 use std::rc::Rc;
 
-use arguments::Arguments;
+use arguments::QmpArguments;
 use block::layer::throttle::GroupSettings;
-pub use control::Control;
-pub use json::whole;
+pub use control::ControlSockets;
+pub use json::whole_number;
 use serde_json::{Map, Value};
-pub use server::Ending;
-use server::Execute as _;
+pub use server::ShutdownCause;
+use server::CommandExecutor as _;
 pub use session::qemu_release;
-use settings::{Changes, LimitChanges, Naming};
+use settings::{SettingChanges, LimitChanges, SettingNaming};
 use storage::PassedFiles;
 
 use super::registry::Registry;
@@ -56,57 +56,57 @@ use super::registry::Registry;
 ///
 /// # Errors
 /// The error that a client would receive.
-pub async fn perform(
+pub async fn execute_text(
     registry: &Rc<Registry>,
     command: &str,
     text: &str,
     implied: Option<&str>,
 ) -> Result<(), String> {
-    let arguments = keyval::arguments(text, implied).map_err(|error| error.to_string())?;
-    run(registry, command, arguments).await
+    let arguments = keyval::parse_arguments(text, implied).map_err(|error| error.to_string())?;
+    execute(registry, command, arguments).await
 }
 
 /// As [`perform`], with arguments in the form that clients send.
 ///
 /// # Errors
 /// The error that a client would receive.
-pub async fn perform_sent(
+pub async fn execute_json(
     registry: &Rc<Registry>,
     command: &str,
     arguments: Map<String, Value>,
 ) -> Result<(), String> {
-    run(registry, command, Arguments::new(arguments)).await
+    execute(registry, command, QmpArguments::new(arguments)).await
 }
 
 /// Adds a disk in an upgrade: see [`commands::block::add_again`].
 ///
 /// # Errors
 /// The error that a client would receive.
-pub async fn add_again(
+pub async fn add_transferred_disk(
     registry: &Rc<Registry>,
     told: &[Map<String, Value>],
     passed: PassedFiles,
 ) -> Result<(), String> {
-    commands::block::add_again(registry, told, passed).await.map_err(|error| error.to_string())
+    commands::block::add_transferred(registry, told, passed).await.map_err(|error| error.to_string())
 }
 
 /// Settings after changes in the form of `x-weir-set`, by the same rules. Changes nothing.
 ///
 /// # Errors
 /// The first broken rule.
-pub fn would_be(before: GroupSettings, changes: Map<String, Value>) -> Result<GroupSettings, String> {
-    let mut arguments = Arguments::new(changes);
-    let read = |arguments: &mut Arguments| {
-        let limits = LimitChanges::read(arguments, Naming::Plain)?;
-        Ok(Changes::read_own(arguments, "")?.with_limits(limits))
+pub fn settings_after(before: GroupSettings, changes: Map<String, Value>) -> Result<GroupSettings, String> {
+    let mut arguments = QmpArguments::new(changes);
+    let read = |arguments: &mut QmpArguments| {
+        let limits = LimitChanges::read(arguments, SettingNaming::Plain)?;
+        Ok(SettingChanges::read_own(arguments, "")?.with_limits(limits))
     };
     let changes = read(&mut arguments).and_then(|changes| arguments.finish().map(|()| changes));
-    changes.and_then(|changes| changes.apply_to(before)).map_err(|error: error::Error| error.to_string())
+    changes.and_then(|changes| changes.apply_to(before)).map_err(|error: error::QmpError| error.to_string())
 }
 
-async fn run(registry: &Rc<Registry>, command: &str, arguments: Arguments) -> Result<(), String> {
+async fn execute(registry: &Rc<Registry>, command: &str, arguments: QmpArguments) -> Result<(), String> {
     // The same dispatch as for clients, so that both reject the same input.
-    let commands = command::Commands { table: commands::TABLE, registry: Rc::clone(registry) };
+    let commands = command::CommandTable { table: commands::TABLE, registry: Rc::clone(registry) };
     let result = match commands.execute(command, arguments) {
         Ok(running) => running.await,
         Err(error) => Err(error),

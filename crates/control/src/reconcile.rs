@@ -31,32 +31,32 @@ use std::{
 
 use anyhow::Context as _;
 use block::layer::throttle::{ThrottleGroup, GroupSettings};
-pub use difference::Difference;
+pub use difference::PlanDifference;
 use export::nbd::{self, Removal};
 use image::Image;
-pub(crate) use images::check_secrets;
+pub(crate) use images::check_secret_files;
 use policy::throttle::NodeShare;
-use seats::{Node, Seat, promising_nothing};
+use seats::{GroupOrDisk, MemberPlacement, without_reservation};
 use serde_json::Value;
 use settings::{DiskConfig, ListenEndpoint, PlacedDisk, DesiredState};
-use source::Source;
+use source::StartSource;
 use storage::rate::RateBudgets;
-pub(crate) use undo::Done;
-use undo::configure;
+pub(crate) use undo::CompletedStep;
+use undo::apply_config;
 
 use super::{
-    assemble::{self, Assembly},
+    assemble::{self, DiskAssembly},
     listen,
-    opening::Silent,
-    registry::{DoorTerms, Refused, Registry, RunningDisk},
-    serving::Serving,
-    wanted::{self, Running, Wanted, Way},
+    opening::UnavailableImage,
+    registry::{EndpointParameters, RegistryError, Registry, RunningDisk},
+    serving::RunningServer,
+    wanted::{self, RunningExportIndex, PlannedExport, PlannedEndpoint},
 };
 
 /// Reason for a reconciliation. It determines which steps may wait without a time limit, and which
 /// reservations are rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Occasion {
+pub enum ReconcileReason {
     /// From an empty registry. Reservations that do not fit beside those of other hosts of the
     /// cluster stay unmet.
     Start,
@@ -69,19 +69,19 @@ pub enum Occasion {
 /// Change of the running state in progress: its input, and the steps done so far.
 pub struct Reconciliation<'a> {
     registry: &'a Rc<Registry>,
-    occasion: Occasion,
+    occasion: ReconcileReason,
     plan: &'a DesiredState,
     /// Credentials of new NBD servers.
     tls: Option<nbd::NbdServerTls>,
-    assembly: Assembly,
+    assembly: DiskAssembly,
     /// Completed steps; rolled back in reverse order.
-    pub(crate) done: Vec<Done>,
+    pub(crate) completed: Vec<CompletedStep>,
     /// Disks and groups with changed settings. Their events are sent once no roll-back can follow.
-    pub(crate) set: BTreeSet<String>,
+    pub(crate) changed_names: BTreeSet<String>,
     /// Changes, in the form that the requesting client receives.
-    pub(crate) told: Vec<Value>,
+    pub(crate) reports: Vec<Value>,
     /// New disks whose storage does not answer.
-    pub(crate) silent: Vec<(String, Silent)>,
+    pub(crate) unavailable: Vec<(String, UnavailableImage)>,
     /// URIs of new exports.
     uris: Vec<String>,
 }
@@ -90,20 +90,20 @@ impl<'a> Reconciliation<'a> {
     /// Starts a reconciliation; `tls` has the credentials of new NBD servers, `budgets` the rate
     /// budgets that several disks share.
     pub fn new(
-        occasion: Occasion,
+        occasion: ReconcileReason,
         registry: &'a Rc<Registry>,
         plan: &'a DesiredState,
         tls: Option<nbd::NbdServerTls>,
         budgets: RateBudgets,
     ) -> Self {
-        let assembly = Assembly::new(registry.image_root().cloned(), budgets);
+        let assembly = DiskAssembly::new(registry.image_root().cloned(), budgets);
         let (done, set, told, silent, uris) = Default::default();
-        Self { registry, occasion, plan, tls, assembly, done, set, told, silent, uris }
+        Self { registry, occasion, plan, tls, assembly, completed: done, changed_names: set, reports: told, unavailable: silent, uris }
     }
 
     /// Uses images that the old process of an upgrade has open.
-    pub fn with_files_of(mut self, source: &dyn Source) -> Self {
-        self.assembly = self.assembly.with_files(source.passed().cloned());
+    pub fn with_source_files(mut self, source: &dyn StartSource) -> Self {
+        self.assembly = self.assembly.with_passed_files(source.passed().cloned());
         self
     }
 
@@ -115,8 +115,8 @@ impl<'a> Reconciliation<'a> {
     /// Puts the new disks whose storage did not answer into the retry queue, with their configs in
     /// `plan`.
     pub fn retry_later(&mut self, plan: &Rc<DesiredState>) {
-        for (name, silent) in std::mem::take(&mut self.silent) {
-            self.registry.put_off((&name, Rc::clone(plan)), silent);
+        for (name, silent) in std::mem::take(&mut self.unavailable) {
+            self.registry.retry_later((&name, Rc::clone(plan)), silent);
         }
     }
 }
@@ -129,8 +129,8 @@ impl Reconciliation<'_> {
     /// The first step that fails, with its place in the config file.
     pub(crate) async fn reconcile(
         &mut self,
-        difference: &Difference,
-        source: &mut dyn Source,
+        difference: &PlanDifference,
+        source: &mut dyn StartSource,
     ) -> anyhow::Result<()> {
         let applied = async {
             let images = self.open(difference, source).await?;
@@ -143,7 +143,7 @@ impl Reconciliation<'_> {
             }
         };
         if let Err(error) = applied.await {
-            self.undo().await;
+            self.roll_back().await;
             if let Some(cluster) = self.registry.cluster() {
                 cluster.record_lowered_reservations(&**self.registry);
             }
@@ -159,9 +159,9 @@ impl Reconciliation<'_> {
     /// The first step that fails.
     pub async fn apply(
         &mut self,
-        difference: &Difference,
+        difference: &PlanDifference,
         images: Vec<(usize, Image)>,
-        source: &mut dyn Source,
+        source: &mut dyn StartSource,
     ) -> anyhow::Result<()> {
         // Sockets first: a bind error is the most likely one, and undoing it affects no client.
         let servers = self.bind(difference, source)?;
@@ -169,10 +169,10 @@ impl Reconciliation<'_> {
             let planned = &self.plan.disks[index];
             self.configure(&self.registry.disks.get(&planned.name)?, planned).await?;
         }
-        self.seat(difference, images)?;
+        self.place_members(difference, images)?;
         for serving in &servers {
             self.registry.add_server(serving);
-            self.done.push(Done::ServerAdded(Rc::clone(serving)));
+            self.completed.push(CompletedStep::ServerAdded(Rc::clone(serving)));
         }
         // Old exports before new ones: a changed export is both, and needs its name and address
         // free.
@@ -185,62 +185,62 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    async fn remove_exports(&mut self, difference: &Difference) -> anyhow::Result<()> {
+    async fn remove_exports(&mut self, difference: &PlanDifference) -> anyhow::Result<()> {
         if difference.old_exports.is_empty() {
             return Ok(());
         }
-        let running = Running::of(self.registry);
+        let running = RunningExportIndex::of(self.registry);
         for wanted in &difference.old_exports {
             let Some(export) = running.find(wanted) else { continue };
-            let told = wanted.told(self.registry);
+            let told = wanted.name_and_address(self.registry);
             // A client may have connected while images were opened.
             export.check_unused().await?;
-            let gone = self.registry.removal(&export.id, Removal::IfUnused)?.await;
+            let gone = self.registry.begin_removal(&export.id, Removal::IfUnused)?.await;
             let (wanted, id) = (Box::new(wanted.clone()), export.id.clone());
-            self.told.push(applied::exported(told, &wanted.disk, "removed"));
-            self.done.push(Done::ExportRemoved { wanted, id, gone });
+            self.reports.push(applied::export_report(told, &wanted.disk, "removed"));
+            self.completed.push(CompletedStep::ExportRemoved { wanted, id, gone });
         }
         Ok(())
     }
 
-    async fn add_exports(&mut self, difference: &Difference, source: &dyn Source) -> anyhow::Result<()> {
-        let silent: HashSet<_> = self.silent.iter().map(|(disk, _)| disk.as_str()).collect();
+    async fn add_exports(&mut self, difference: &PlanDifference, source: &dyn StartSource) -> anyhow::Result<()> {
+        let silent: HashSet<_> = self.unavailable.iter().map(|(disk, _)| disk.as_str()).collect();
         for wanted in difference.new_exports.iter().filter(|wanted| !silent.contains(&*wanted.disk)) {
-            let told = wanted.told(self.registry);
+            let told = wanted.name_and_address(self.registry);
             // Reported as if it were open: the old process still serves it.
-            if source.puts_off(wanted, self.registry) {
+            if source.opens_later(wanted, self.registry) {
                 self.uris.push(told.1);
                 continue;
             }
-            let export = wanted.add(self.registry).await.map_err(|error| self.at(wanted, error))?;
-            self.uris.extend(wanted::uris(&export, &self.plan.process.tls));
-            self.done.push(Done::ExportAdded(export.id.clone()));
-            self.told.push(applied::exported(told, &wanted.disk, "added"));
+            let export = wanted.add(self.registry).await.map_err(|error| self.with_export_place(wanted, error))?;
+            self.uris.extend(wanted::export_uris(&export, &self.plan.process.tls));
+            self.completed.push(CompletedStep::ExportAdded(export.id.clone()));
+            self.reports.push(applied::export_report(told, &wanted.disk, "added"));
         }
         Ok(())
     }
 
     /// Fails if the sandbox would prevent an endpoint from opening. Runs before any step.
-    fn check_doors(&self, difference: &Difference) -> anyhow::Result<()> {
+    fn check_doors(&self, difference: &PlanDifference) -> anyhow::Result<()> {
         let Some(sandbox) = self.registry.sandbox() else { return Ok(()) };
         for wanted in &difference.new_exports {
-            if let Way::Own(door) = &wanted.way {
-                sandbox.check_export(door).map_err(|error| self.at(wanted, error))?;
+            if let PlannedEndpoint::Separate(door) = &wanted.way {
+                sandbox.check_export(door).map_err(|error| self.with_export_place(wanted, error))?;
             }
         }
         Ok(())
     }
 
     /// Adds the export's place in the config file and its disk to an error.
-    fn at(&self, wanted: &Wanted, error: anyhow::Error) -> anyhow::Error {
-        if !self.is_of_a_file() {
+    fn with_export_place(&self, wanted: &PlannedExport, error: anyhow::Error) -> anyhow::Error {
+        if !self.has_config_file() {
             return error;
         }
-        let place = difference::place_of(self.plan, wanted);
+        let place = difference::export_origin(self.plan, wanted);
         let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
         let address = match &wanted.way {
-            Way::Own(door) => door.address(),
-            Way::Nbd { endpoint, .. } => endpoint.to_string(),
+            PlannedEndpoint::Separate(door) => door.address(),
+            PlannedEndpoint::Nbd { endpoint, .. } => endpoint.to_string(),
         };
         // Not named twice if the error already begins with the address.
         let at = match error.to_string().starts_with(&address) {
@@ -251,7 +251,7 @@ impl Reconciliation<'_> {
     }
 
     /// Place in the config of the first export at a server that does not run yet.
-    fn place_of_first(&self, server: &settings::NbdServerSpec) -> String {
+    fn first_export_place(&self, server: &settings::NbdServerSpec) -> String {
         let disk = server.exports.first().map(|export| &self.plan.disks[export.disk]);
         let Some(disk) = disk else { return "daemon".to_owned() };
         if !disk.exports.is_empty() {
@@ -273,11 +273,11 @@ impl Reconciliation<'_> {
     }
 
     /// Binds the new servers. All addresses are bound before one of them accepts a client.
-    fn bind(&self, difference: &Difference, source: &mut dyn Source) -> anyhow::Result<Vec<Rc<Serving>>> {
+    fn bind(&self, difference: &PlanDifference, source: &mut dyn StartSource) -> anyhow::Result<Vec<Rc<RunningServer>>> {
         if difference.new_servers.is_empty() {
             return Ok(Vec::new());
         }
-        let DoorTerms { workers, inherited, .. } = self.registry.exports.door_terms()?;
+        let EndpointParameters { workers, inherited, .. } = self.registry.exports.endpoint_parameters()?;
         let service = &self.plan.process;
         let mut open = |server: &settings::NbdServerSpec| {
             let endpoint = &server.endpoint;
@@ -286,7 +286,7 @@ impl Reconciliation<'_> {
             }
             match source.listeners(endpoint)? {
                 Some(listeners) => Ok(listeners),
-                None => listen::open(endpoint, &service.sockets, &mut inherited.borrow_mut()),
+                None => listen::open_listeners(endpoint, &service.sockets, &mut inherited.borrow_mut()),
             }
         };
         let mut all = Vec::new();
@@ -294,15 +294,15 @@ impl Reconciliation<'_> {
             let planned = &self.plan.servers[index];
             let listeners = open(planned);
             let listeners = match self.occasion {
-                Occasion::Start => listeners?,
-                _ => listeners.with_context(|| self.place_of_first(planned))?,
+                ReconcileReason::Start => listeners?,
+                _ => listeners.with_context(|| self.first_export_place(planned))?,
             };
-            let server = nbd::NbdServer::new(self.tls.clone(), assemble::terms(service, &self.registry.events));
+            let server = nbd::NbdServer::new(self.tls.clone(), assemble::nbd_server_terms(service, &self.registry.events));
             // Reserves their numbers: the first export is the server's default even before it is
             // added.
             server.reserve(planned.exports.iter().map(|export| export.name.clone()));
-            let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
-            serving.standard.set(planned.default_read_only);
+            let serving = RunningServer::new(server, planned.endpoint.clone(), listeners, workers);
+            serving.default_for_disks.set(planned.default_read_only);
             all.push(serving);
         }
         Ok(all)
@@ -311,79 +311,79 @@ impl Reconciliation<'_> {
     /// Applies the settings of a disk that can change at run time, except limits, shares and group.
     async fn configure(&mut self, running: &Rc<RunningDisk>, planned: &DiskConfig) -> anyhow::Result<()> {
         let before = running.current_config();
-        let (now, wanted) = (applied::of_disk_alone(&before), applied::of_disk_alone(planned));
+        let (now, wanted) = (applied::disk_only_values(&before), applied::disk_only_values(planned));
         if now == wanted {
             return Ok(());
         }
         let name = running.disk.name();
         // Pushed first: a failure may leave some of these settings applied.
-        self.done.push(Done::Configured(Rc::clone(running), Box::new(before)));
-        configure(running, planned).await.with_context(|| format!("disk {name}"))?;
-        self.set.insert(name.to_string());
-        self.told.extend(applied::settings("disk", name, now, wanted));
+        self.completed.push(CompletedStep::Configured(Rc::clone(running), Box::new(before)));
+        apply_config(running, planned).await.with_context(|| format!("disk {name}"))?;
+        self.changed_names.insert(name.to_string());
+        self.reports.extend(applied::setting_reports("disk", name, now, wanted));
         Ok(())
     }
 
     /// Applies limits, shares, reservations, groups and disks in one step without `await`, so that
     /// no command sees or changes an intermediate state.
-    fn seat(&mut self, difference: &Difference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
-        let groups = self.make_groups(difference)?;
+    fn place_members(&mut self, difference: &PlanDifference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
+        let groups = self.add_groups(difference)?;
         let mut seats = Vec::new();
         for (index, group) in groups {
             let planned = &self.plan.groups[index];
             if self.leaves_unmet(Some(&group)) {
-                assemble::promise(self.registry, &planned.name, &planned.settings)?;
+                assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
                 continue;
             }
-            let now = Seat::now(&Node::Group(group));
-            seats.push(Seat { settings: self.of_group(planned, &now.settings), ..now });
+            let now = MemberPlacement::current(&GroupOrDisk::Group(group));
+            seats.push(MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let node = Node::Disk(Arc::clone(&self.registry.disks.get(&planned.name)?.disk));
-            seats.push(Seat { node, settings: self.of_disk(planned), group: self.group_of(planned)? });
+            let node = GroupOrDisk::Disk(Arc::clone(&self.registry.disks.get(&planned.name)?.disk));
+            seats.push(MemberPlacement { node, settings: self.disk_settings(planned), group: self.group_of(planned)? });
         }
-        self.put(difference, seats)?;
+        self.apply_placements(difference, seats)?;
         for (index, image) in images {
             self.list_disk(&self.plan.disks[index], image)?;
         }
         // Reservations may exceed the measured capacity of a device.
-        if self.occasion == Occasion::Retry { Ok(()) } else { self.registry.check_devices() }
+        if self.occasion == ReconcileReason::Retry { Ok(()) } else { self.registry.check_devices() }
     }
 
     fn list_disk(&mut self, planned: &PlacedDisk, image: Image) -> anyhow::Result<()> {
         let group = self.group_of(planned)?;
         let group = group.as_ref();
         let leaves_unmet = self.leaves_unmet(group);
-        let disk = match leaves_unmet || self.occasion == Occasion::Retry {
-            true => assemble::disk(&assemble::bare(planned), group, image)?,
-            false => assemble::disk(planned, group, image)?,
+        let disk = match leaves_unmet || self.occasion == ReconcileReason::Retry {
+            true => assemble::build_disk(&assemble::without_disk_reservations(planned), group, image)?,
+            false => assemble::build_disk(planned, group, image)?,
         };
         self.registry.add_disk(disk)?;
         if leaves_unmet {
-            assemble::promise(self.registry, &planned.name, &planned.settings)?;
+            assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
         }
-        self.done.push(Done::DiskAdded(planned.name.clone()));
-        self.told.push(applied::listed("disk", &planned.name, "added"));
+        self.completed.push(CompletedStep::DiskAdded(planned.name.clone()));
+        self.reports.push(applied::object_report("disk", &planned.name, "added"));
         Ok(())
     }
 
     /// True if a reservation in this group stays unmet instead of failing the change.
     fn leaves_unmet(&self, group: Option<&Arc<ThrottleGroup>>) -> bool {
-        self.occasion == Occasion::Start && self.registry.shared_group(group).is_some()
+        self.occasion == ReconcileReason::Start && self.registry.shared_group(group).is_some()
     }
 
     fn group_of(&self, planned: &PlacedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
         Ok(planned.group.as_ref().map(|group| self.registry.groups.get(group)).transpose()?)
     }
 
-    fn is_of_a_file(&self) -> bool {
+    fn has_config_file(&self) -> bool {
         self.registry.config.is_some()
     }
 
-    fn of_group(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
+    fn group_settings(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
         let mut settings = planned.settings.to_group_settings();
-        settings.share = self.kept(&planned.name, settings.share);
+        settings.share = self.without_unmet(&planned.name, settings.share);
         if planned.cluster {
             // The limits in force are the cluster's, not the file's.
             settings.limits = now.limits;
@@ -391,26 +391,26 @@ impl Reconciliation<'_> {
         settings
     }
 
-    fn of_disk(&self, planned: &PlacedDisk) -> GroupSettings {
+    fn disk_settings(&self, planned: &PlacedDisk) -> GroupSettings {
         let mut settings = planned.settings.to_group_settings();
-        settings.share = self.kept(&planned.name, settings.share);
+        settings.share = self.without_unmet(&planned.name, settings.share);
         settings
     }
 
     /// Keeps an unmet reservation unmet if it is unchanged, so that it does not fail a reload.
-    fn kept(&self, name: &str, share: NodeShare) -> NodeShare {
-        if self.registry.is_left_out(name, share) { promising_nothing(share) } else { share }
+    fn without_unmet(&self, name: &str, share: NodeShare) -> NodeShare {
+        if self.registry.is_unmet(name, share) { without_reservation(share) } else { share }
     }
 
     /// Groups to configure, with their indices in the plan. New groups have no reservation yet.
-    fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Arc<ThrottleGroup>)>> {
+    fn add_groups(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<(usize, Arc<ThrottleGroup>)>> {
         let kept = difference.kept_groups.iter();
         let kept = kept.map(|&index| Ok((index, self.registry.groups.get(&self.plan.groups[index].name)?)));
-        let mut groups = kept.collect::<Result<Vec<_>, Refused>>()?;
+        let mut groups = kept.collect::<Result<Vec<_>, RegistryError>>()?;
         for &index in &difference.new_groups {
             let planned = &self.plan.groups[index];
             let wanted = planned.settings.to_group_settings();
-            let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
+            let bare = GroupSettings { share: without_reservation(wanted.share), ..wanted };
             let parent = planned.group.as_ref().map(|parent| self.registry.groups.get(parent)).transpose()?;
             let group = ThrottleGroup::new(&planned.name, bare, parent.as_ref())
                 .with_context(|| format!("group {}", planned.name))?;
@@ -419,8 +419,8 @@ impl Reconciliation<'_> {
                 // Sets the limits of the group from the cluster, before any disk enters it.
                 cluster.add_group(&group)?;
             }
-            self.done.push(Done::GroupAdded(planned.name.clone()));
-            self.told.push(applied::listed("group", &planned.name, "added"));
+            self.completed.push(CompletedStep::GroupAdded(planned.name.clone()));
+            self.reports.push(applied::object_report("group", &planned.name, "added"));
             groups.push((index, group));
         }
         // In the order of the plan, which has parents before their members.
@@ -430,48 +430,48 @@ impl Reconciliation<'_> {
 
     /// Applies the seats that differ from the running state, and records the changes of existing
     /// ones.
-    fn put(&mut self, difference: &Difference, seats: Vec<Seat>) -> anyhow::Result<()> {
+    fn apply_placements(&mut self, difference: &PlanDifference, seats: Vec<MemberPlacement>) -> anyhow::Result<()> {
         let new_groups = difference.new_groups.iter().map(|&index| self.plan.groups[index].name.as_str());
         let new_groups: HashSet<_> = new_groups.collect();
         let (mut before, mut after, mut told) = (Vec::new(), Vec::new(), Vec::new());
         for seat in seats {
-            let (kind, name) = seat.named();
-            let now = Seat::now(&seat.node);
-            let differences: Vec<_> = applied::settings(kind, &name, now.values(), seat.values()).collect();
+            let (kind, name) = seat.kind_and_name();
+            let now = MemberPlacement::current(&seat.node);
+            let differences: Vec<_> = applied::setting_reports(kind, &name, now.values(), seat.values()).collect();
             if !differences.is_empty() {
                 told.extend(differences.into_iter().filter(|_| !new_groups.contains(&*name)));
                 before.push(now);
                 after.push(seat);
             }
         }
-        self.set.extend(after.iter().map(|seat| seat.named().1));
+        self.changed_names.extend(after.iter().map(|seat| seat.kind_and_name().1));
         // Objects that will be removed give up their reservations for those that stay.
-        for seat in self.leaving(difference)? {
-            after.push(seat.clone().without_promises());
+        for seat in self.removed_placements(difference)? {
+            after.push(seat.clone().without_reservations());
             before.push(seat);
         }
         // Pushed first: `seats::put` may fail halfway, and putting the previous seats undoes it.
-        self.done.push(Done::Seated(before));
-        seats::put(&after)?;
-        self.told.extend(told);
+        self.completed.push(CompletedStep::MembersPlaced(before));
+        seats::apply_all(&after)?;
+        self.reports.extend(told);
         Ok(())
     }
 
     /// Current seats of the disks and groups that will be removed.
-    fn leaving(&self, difference: &Difference) -> anyhow::Result<Vec<Seat>> {
-        let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.registry.disks.get(name)?.disk)));
-        let group = |name: &String| Ok(Node::Group(self.registry.groups.get(name)?));
+    fn removed_placements(&self, difference: &PlanDifference) -> anyhow::Result<Vec<MemberPlacement>> {
+        let disk = |name: &String| Ok(GroupOrDisk::Disk(Arc::clone(&self.registry.disks.get(name)?.disk)));
+        let group = |name: &String| Ok(GroupOrDisk::Group(self.registry.groups.get(name)?));
         let disks = difference.old_disks.iter().map(disk);
         let nodes = disks.chain(difference.old_groups.iter().map(group));
-        nodes.map(|node| node.map(|node| Seat::now(&node))).collect()
+        nodes.map(|node| node.map(|node| MemberPlacement::current(&node))).collect()
     }
 
     /// Removes a disk whose exports are already removed. Their last requests may still be in
     /// flight.
-    async fn remove_old_disk(&self, name: &str) -> Result<(), Refused> {
+    async fn remove_old_disk(&self, name: &str) -> Result<(), RegistryError> {
         let exports = self.registry.exports.of_disk(name);
         if let Some(export) = exports.iter().find(|export| !export.is_ending()) {
-            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+            return Err(RegistryError::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         drop(exports);
         self.registry.remove_disk_and_exports(name, Removal::IfUnused).await
@@ -479,25 +479,25 @@ impl Reconciliation<'_> {
 
     /// Closes objects that the plan no longer contains and no client uses: disks and groups of the
     /// difference, and servers of `before`, the previous plan.
-    pub(crate) async fn clear(&mut self, difference: &Difference, before: &DesiredState) {
+    pub(crate) async fn remove_old(&mut self, difference: &PlanDifference, before: &DesiredState) {
         let endpoints: HashSet<&ListenEndpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &before.servers {
-            let Some(serving) = wanted::server(self.registry, &server.endpoint) else { continue };
+            let Some(serving) = wanted::find_server(self.registry, &server.endpoint) else { continue };
             // A server of the file stays while exports that clients added are at it.
-            if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_some_at(&serving) {
+            if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_export_at(&serving) {
                 self.registry.exports.remove_server(&serving);
                 serving.stop().await;
             }
         }
         for name in &difference.old_disks {
             match self.remove_old_disk(name).await {
-                Ok(()) => self.told.push(applied::listed("disk", name, "removed")),
+                Ok(()) => self.reports.push(applied::object_report("disk", name, "removed")),
                 Err(refused) => tracing::warn!("a disk that the config file no longer has stays: {refused}"),
             }
         }
         for name in &difference.old_groups {
             match self.registry.remove_group(name) {
-                Ok(()) => self.told.push(applied::listed("group", name, "removed")),
+                Ok(()) => self.reports.push(applied::object_report("group", name, "removed")),
                 Err(refused) => tracing::warn!("a group that the config file no longer has stays: {refused}"),
             }
         }

@@ -31,29 +31,29 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use block::{disk::Disk, layer::throttle::ThrottleGroup};
-use directory::Directory;
-use engine::{Engine, Output};
-use limits::LimitsInForce;
-use names::Numbers;
-use recent::Keeping;
-pub use recent::Recent;
+use directory::RecordingDirectory;
+use engine::{RecordingEngine, RecordingOutput};
+use limits::OwnerLimits;
+use names::RecordingNumbers;
+use recent::RecentOutput;
+pub use recent::RecentRequests;
 use recording::LimitOwner;
 use settings::RecordingConfig;
-pub(crate) use sink::Progress;
-use sink::Sink;
+pub(crate) use sink::RecordingProgress;
+use sink::RecordingSink;
 
-use super::change::Change;
+use super::change::RegistryChange;
 
 /// Recording in progress.
-pub struct Running {
+pub struct RunningRecording {
     /// Recorded disks and groups; all if empty.
-    pub(crate) of: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// Directory of its files, for the daemon's own recording.
     pub directory: Option<PathBuf>,
     /// False for the internal recording of the web page.
     is_listed: bool,
     /// Counters of the recording.
-    pub progress: Arc<Progress>,
+    pub progress: Arc<RecordingProgress>,
     /// Closed after the recording has ended.
     ended: async_channel::Receiver<Infallible>,
 }
@@ -64,8 +64,8 @@ pub struct Running {
 ///
 /// # Errors
 /// The directory is unusable, with a remedy.
-pub fn check(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow::Result<()> {
-    let cannot = || cannot_be_kept(record);
+pub fn check_directory(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow::Result<()> {
+    let cannot = || unusable_directory(record);
     directory::check(&record.directory).with_context(cannot)?;
     let own = own.map(|own| &*own.directory);
     ensure!(
@@ -77,7 +77,7 @@ pub fn check(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow:
 }
 
 /// Text of an error; follows a name and precedes a reason.
-pub fn cannot_be_kept(record: &RecordingConfig) -> String {
+pub fn unusable_directory(record: &RecordingConfig) -> String {
     let directory = record.directory.display();
     format!(
         "record: {directory}: recordings cannot be written there (use a directory that weir can write to)"
@@ -85,27 +85,27 @@ pub fn cannot_be_kept(record: &RecordingConfig) -> String {
 }
 
 /// Lookup of a disk by its name.
-type FindDisk = dyn Fn(&str) -> Option<Arc<Disk>>;
+type DiskLookup = dyn Fn(&str) -> Option<Arc<Disk>>;
 
 /// All recordings of the daemon. Belongs to the main thread.
 pub struct Recordings {
     /// Returns all disks.
     disks: Box<dyn Fn() -> Vec<Arc<Disk>>>,
     /// Returns a disk by its name.
-    disk: Box<FindDisk>,
+    disk: Box<DiskLookup>,
     /// True if there is a group of this name.
     has_group: Box<dyn Fn(&str) -> bool>,
     /// Running while there are recordings.
-    engine: RefCell<Option<Engine>>,
-    running: RefCell<BTreeMap<u64, Rc<Running>>>,
+    engine: RefCell<Option<RecordingEngine>>,
+    running: RefCell<BTreeMap<u64, Rc<RunningRecording>>>,
     next: Cell<u64>,
-    numbers: RefCell<Numbers>,
+    numbers: RefCell<RecordingNumbers>,
 }
 
 impl Recordings {
     /// Creates the set without recordings. `disks` returns all disks, `disk` one by its name, and
     /// `has_group` whether a group of a name exists.
-    pub(crate) fn of(
+    pub(crate) fn new(
         disks: impl Fn() -> Vec<Arc<Disk>> + 'static,
         disk: impl Fn(&str) -> Option<Arc<Disk>> + 'static,
         has_group: impl Fn(&str) -> bool + 'static,
@@ -129,10 +129,10 @@ impl Recordings {
     /// The thread cannot be started.
     pub(crate) async fn begin(self: &Rc<Self>, of: Vec<String>, file: OwnedFd) -> anyhow::Result<u64> {
         let progress = Arc::default();
-        let sink = Sink::new(file, reactor::now(), Arc::clone(&progress));
+        let sink = RecordingSink::new(file, reactor::now(), Arc::clone(&progress));
         let sink = sink.context("the recording cannot be begun")?;
-        let id = self.add(Box::new(sink), |ended| Running {
-            of,
+        let id = self.add(Box::new(sink), |ended| RunningRecording {
+            names: of,
             directory: None,
             is_listed: true,
             progress,
@@ -141,7 +141,7 @@ impl Recordings {
         let (told, heard) = async_channel::bounded(1);
         // The orders before it include the assignment of disks, so no request is missed from here
         // on.
-        self.send(|engine| engine.hear(told));
+        self.with_engine(|engine| engine.confirm(told));
         // Completes when the engine drops the sender; no value is ever sent.
         let _ = heard.recv().await;
         Ok(id)
@@ -151,12 +151,12 @@ impl Recordings {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn keep(self: &Rc<Self>, record: &RecordingConfig) -> anyhow::Result<()> {
+    pub fn record_permanently(self: &Rc<Self>, record: &RecordingConfig) -> anyhow::Result<()> {
         let path = record.directory.clone();
-        let directory = Directory::new(record.clone());
+        let directory = RecordingDirectory::new(record.clone());
         let progress = Arc::clone(directory.progress());
-        let running = |ended| Running {
-            of: Vec::new(),
+        let running = |ended| RunningRecording {
+            names: Vec::new(),
             directory: Some(path.clone()),
             is_listed: true,
             progress,
@@ -169,11 +169,11 @@ impl Recordings {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn remember(self: &Rc<Self>) -> anyhow::Result<Arc<Recent>> {
-        let recent = Arc::<Recent>::default();
-        let keeping = Keeping::new(Arc::clone(&recent), reactor::real_time());
-        let running = |ended| Running {
-            of: Vec::new(),
+    pub fn remember(self: &Rc<Self>) -> anyhow::Result<Arc<RecentRequests>> {
+        let recent = Arc::<RecentRequests>::default();
+        let keeping = RecentOutput::new(Arc::clone(&recent), reactor::real_time());
+        let running = |ended| RunningRecording {
+            names: Vec::new(),
             directory: None,
             is_listed: false,
             progress: Arc::default(),
@@ -184,27 +184,27 @@ impl Recordings {
 
     fn add(
         self: &Rc<Self>,
-        output: Box<dyn Output>,
-        running: impl FnOnce(async_channel::Receiver<Infallible>) -> Running,
+        output: Box<dyn RecordingOutput>,
+        running: impl FnOnce(async_channel::Receiver<Infallible>) -> RunningRecording,
     ) -> anyhow::Result<u64> {
         if self.engine.borrow().is_none() {
-            *self.engine.borrow_mut() = Some(Engine::start().context("no thread can be started")?);
+            *self.engine.borrow_mut() = Some(RecordingEngine::start().context("no thread can be started")?);
         }
         let id = self.next.replace(self.next.get() + 1);
         let (told, ended) = async_channel::bounded(1);
-        self.send(|engine| engine.add(id, output, told));
+        self.with_engine(|engine| engine.add(id, output, told));
         let running = running(ended.clone());
         if running.is_listed {
-            tracing::info!(id, of = running.of.join(" "), "a recording has begun");
+            tracing::info!(id, of = running.names.join(" "), "a recording has begun");
         }
         self.running.borrow_mut().insert(id, Rc::new(running));
-        self.name(&(self.disks)());
+        self.update_disks(&(self.disks)());
         let this = Rc::downgrade(self);
         reactor::spawn(async move {
             // Completes when the output is dropped; no value is ever sent.
             let _ = ended.recv().await;
             if let Some(this) = this.upgrade() {
-                this.forget(id);
+                this.remove_ended(id);
             }
         });
         Ok(id)
@@ -212,17 +212,17 @@ impl Recordings {
 
     /// Changes the recording directory; `None` ends the permanent recording. See
     /// [`Recordings::keep`].
-    pub(crate) async fn keep_instead(self: &Rc<Self>, record: Option<&RecordingConfig>) {
+    pub(crate) async fn change_directory(self: &Rc<Self>, record: Option<&RecordingConfig>) {
         for (id, _) in self.running().iter().filter(|(_, running)| running.directory.is_some()) {
             self.end(*id).await;
         }
-        if let Some(Err(error)) = record.map(|record| self.keep(record)) {
+        if let Some(Err(error)) = record.map(|record| self.record_permanently(record)) {
             tracing::error!("{error:#}");
         }
     }
 
     /// Listed recordings in progress.
-    pub fn running(&self) -> Vec<(u64, Rc<Running>)> {
+    pub fn running(&self) -> Vec<(u64, Rc<RunningRecording>)> {
         let running = self.running.borrow();
         let listed = running.iter().filter(|(_, running)| running.is_listed);
         listed.map(|(id, running)| (*id, Rc::clone(running))).collect()
@@ -230,12 +230,12 @@ impl Recordings {
 
     /// Ends a recording; returns once its file is complete or failed. `None` if there is no such
     /// recording.
-    pub(crate) async fn end(&self, id: u64) -> Option<Rc<Running>> {
+    pub(crate) async fn end(&self, id: u64) -> Option<Rc<RunningRecording>> {
         let running = self.running.borrow().get(&id).cloned()?;
-        self.send(|engine| engine.end(id));
+        self.with_engine(|engine| engine.end(id));
         // Returns an error when the engine drops the sender, which is the signal.
         let _ = running.ended.recv().await;
-        self.forget(id);
+        self.remove_ended(id);
         Some(running)
     }
 
@@ -248,16 +248,16 @@ impl Recordings {
     }
 
     /// Removes an ended recording. Idempotent: `end` and the background task both call it.
-    fn forget(&self, id: u64) {
+    fn remove_ended(&self, id: u64) {
         let Some(running) = self.running.borrow_mut().remove(&id) else { return };
         let progress = &running.progress;
-        let (requests, lost, bytes) = (progress.requests(), progress.lost(), progress.bytes());
+        let (requests, lost, bytes) = (progress.requests(), progress.dropped(), progress.bytes());
         match progress.error() {
             _ if !running.is_listed => {}
             None => tracing::info!(id, requests, lost, bytes, "a recording has ended"),
             Some(error) => tracing::warn!(id, requests, lost, bytes, "a recording has ended: {error}"),
         }
-        self.name(&(self.disks)());
+        self.update_disks(&(self.disks)());
         // Dropping the engine stops its thread; disks record nothing without it.
         if self.running.borrow().is_empty() {
             self.engine.take();
@@ -265,47 +265,47 @@ impl Recordings {
     }
 
     /// Updates names, numbers and limits after a change of disks or groups.
-    pub(crate) fn follow(&self, change: &Change) {
-        let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
+    pub(crate) fn handle_change(&self, change: &RegistryChange) {
+        let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else { return };
         if self.engine.borrow().is_none() {
             return;
         }
         match (self.disk)(name) {
-            Some(disk) => self.name(&[disk]),
+            Some(disk) => self.update_disks(&[disk]),
             // A group may have moved, together with its descendants.
             None => {
                 let now = reactor::now();
-                let remove = |owner| self.send(|engine| engine.remove((owner, name.as_str().into()), now));
+                let remove = |owner| self.with_engine(|engine| engine.remove((owner, name.as_str().into()), now));
                 remove(LimitOwner::Disk);
                 if !(self.has_group)(name) {
                     remove(LimitOwner::Group);
                 }
-                self.name(&(self.disks)());
+                self.update_disks(&(self.disks)());
             }
         }
     }
 
     /// Records the limits of a group whose quota may have changed. A new quota causes no
     /// [`Change`].
-    pub(crate) fn follow_quota(&self, group: &ThrottleGroup) {
+    pub(crate) fn handle_quota_change(&self, group: &ThrottleGroup) {
         // The engine skips unchanged limits.
         let now = reactor::now();
-        self.send(|engine| engine.change_limits(LimitsInForce::of_group(group), now));
+        self.with_engine(|engine| engine.change_limits(OwnerLimits::of_group(group), now));
     }
 
-    fn send(&self, what: impl FnOnce(&Engine)) {
+    fn with_engine(&self, what: impl FnOnce(&RecordingEngine)) {
         if let Some(engine) = &*self.engine.borrow() {
             what(engine);
         }
     }
 
     /// Assigns recording numbers to disks, and sends the engine their names, limits and sinks.
-    fn name(&self, disks: &[Arc<Disk>]) {
+    fn update_disks(&self, disks: &[Arc<Disk>]) {
         let running = self.running.borrow();
         let mut numbers = self.numbers.borrow_mut();
         let known = disks.iter().map(|disk| {
-            let named = numbers.name(disk);
-            let sinks = running.iter().filter(|(_, running)| named.is_one_of(&running.of));
+            let named = numbers.describe(disk);
+            let sinks = running.iter().filter(|(_, running)| named.is_recorded_by(&running.names));
             let sinks: Vec<u64> = sinks.map(|(id, _)| *id).collect();
             // Enables recording on the workers at once, possibly before the engine knows the
             // number: see `Order::Know`.
@@ -314,6 +314,6 @@ impl Recordings {
         });
         let known = known.collect();
         let now = reactor::now();
-        self.send(|engine| engine.know(known, now));
+        self.with_engine(|engine| engine.update_disks(known, now));
     }
 }

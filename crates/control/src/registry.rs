@@ -41,40 +41,40 @@ use block::{
     disk::Disk,
     layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use by_name::ByName;
+use by_name::NameMap;
 #[cfg(test)]
 pub(crate) use by_name::visits;
 use cluster::ClusterMembership;
-pub use disks::Disks;
-pub(crate) use exports::DoorTerms;
-pub use exports::Exports;
-pub use groups::Groups;
+pub use disks::DiskRegistry;
+pub(crate) use exports::EndpointParameters;
+pub use exports::ExportRegistry;
+pub use groups::GroupRegistry;
 pub use lifecycle::Lifecycle;
-pub(crate) use objects::{NamedObject, Objects};
+pub(crate) use objects::{NamedObject, ObjectRegistry};
 use policy::throttle;
-pub use refused::Refused;
+pub use refused::RegistryError;
 use sandbox::{self, EnteredSandbox};
 use settings::ImageLocation;
 use storage::Root;
-use watches::{look_at_changes, tell_failures, tell_sizes};
+use watches::{watch_image_changes, watch_failures, watch_size};
 
-pub use super::exports::{Door, NewExport, RunningExport};
+pub use super::exports::{RunningEndpoint, NewNbdExport, RunningExport};
 pub use super::running::RunningDisk;
-pub(crate) use super::running::{NodeBelow, StorageNode};
+pub(crate) use super::running::{LowerNode, ProtocolNode};
 use super::{
-    change::{Change, Listener},
-    devices::{Devices, Listed},
-    loaded::Loaded,
+    change::{RegistryChange, ChangeListener},
+    devices::{DiskDevices, DeviceWithDisks},
+    loaded::LoadedConfig,
     recording::Recordings,
-    turns::Turn,
+    turns::ReloadGuard,
 };
-use crate::events::{Deliveries, Events};
+use crate::events::{DeliveryCounters, EventLog};
 
 /// Reason for the end of the daemon.
 #[derive(Debug)]
-pub enum End {
+pub enum DaemonEnd {
     /// A client of the control socket sent `quit`.
-    Asked,
+    Quit,
     /// The last client disconnected, and the daemon was started to end then.
     Idle,
     /// The daemon cannot accept clients any more.
@@ -83,35 +83,35 @@ pub enum End {
 
 /// Requests the end of the daemon. Takes effect once the main thread is idle, so that pending
 /// replies are sent.
-pub(crate) type Ender = Rc<dyn Fn(End)>;
+pub(crate) type DaemonEndRequest = Rc<dyn Fn(DaemonEnd)>;
 
 /// All objects that the daemon serves.
 pub struct Registry {
     /// Path of the config file.
     pub config: Option<PathBuf>,
     /// Config of the last successful start or reload.
-    pub loaded: RefCell<Option<Rc<Loaded>>>,
+    pub loaded: RefCell<Option<Rc<LoadedConfig>>>,
     /// Phase of the daemon's life.
     pub lifecycle: Lifecycle,
     /// Disks.
-    pub disks: Disks,
+    pub disks: DiskRegistry,
     /// Groups.
-    pub groups: Groups,
+    pub groups: GroupRegistry,
     /// Exports and NBD servers.
-    pub exports: Exports,
+    pub exports: ExportRegistry,
     /// Secrets, credentials and rules that images and servers refer to.
-    pub(crate) objects: Objects,
-    devices: OnceCell<Devices>,
+    pub(crate) objects: ObjectRegistry,
+    devices: OnceCell<DiskDevices>,
     cluster: OnceCell<Rc<ClusterMembership>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<EnteredSandbox>,
-    listeners: RefCell<Vec<Listener>>,
+    listeners: RefCell<Vec<ChangeListener>>,
     /// Recordings of requests.
     pub recordings: Rc<Recordings>,
     /// Events.
-    pub events: Events,
+    pub events: EventLog,
     /// Counters of event deliveries.
-    pub deliveries: OnceCell<Rc<Deliveries>>,
+    pub deliveries: OnceCell<Rc<DeliveryCounters>>,
 }
 
 /// Returns a function that lists all disks of a registry.
@@ -131,35 +131,35 @@ fn has_group_of(registry: Weak<Registry>) -> impl Fn(&str) -> bool {
 
 impl Registry {
     /// Empty registry of a daemon that this file configures.
-    pub fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
+    pub fn new(config: Option<PathBuf>, ender: DaemonEndRequest) -> Rc<Self> {
         let new = Rc::new_cyclic(|this: &Weak<Self>| Self {
             config,
             loaded: RefCell::default(),
             lifecycle: Lifecycle::new(ender),
-            disks: Disks::default(),
-            groups: Groups::default(),
-            exports: Exports::default(),
-            objects: Objects::default(),
+            disks: DiskRegistry::default(),
+            groups: GroupRegistry::default(),
+            exports: ExportRegistry::default(),
+            objects: ObjectRegistry::default(),
             devices: OnceCell::new(),
             cluster: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),
             listeners: RefCell::default(),
-            recordings: Recordings::of(
+            recordings: Recordings::new(
                 disks_of(this.clone()),
                 disk_of(this.clone()),
                 has_group_of(this.clone()),
             ),
-            events: Events::default(),
+            events: EventLog::default(),
             deliveries: OnceCell::new(),
         });
         let recordings = Rc::clone(&new.recordings);
-        new.listen(move |change| recordings.follow(change));
+        new.listen(move |change| recordings.handle_change(change));
         new
     }
 
     /// Attaches the cluster, whose limits groups may have from now on.
-    pub fn join(&self, cluster: Rc<ClusterMembership>) {
+    pub fn set_cluster(&self, cluster: Rc<ClusterMembership>) {
         let _ = self.cluster.set(cluster);
     }
 
@@ -185,7 +185,7 @@ impl Registry {
     }
 
     /// Records that the daemon has entered the sandbox.
-    pub fn enter(&self, sandbox: EnteredSandbox) {
+    pub fn set_sandbox(&self, sandbox: EnteredSandbox) {
         let _ = self.sandbox.set(sandbox);
     }
 
@@ -210,11 +210,11 @@ impl Registry {
     }
 
     /// Calls the listener for each change of the running state.
-    pub fn listen(&self, listener: impl Fn(&Change) + 'static) {
+    pub fn listen(&self, listener: impl Fn(&RegistryChange) + 'static) {
         self.listeners.borrow_mut().push(Rc::new(listener));
     }
 
-    pub(crate) fn tell(&self, change: &Change) {
+    pub(crate) fn notify(&self, change: &RegistryChange) {
         // A copy: a listener may add another one.
         let listeners = self.listeners.borrow().clone();
         listeners.iter().for_each(|listener| listener(change));
@@ -222,8 +222,8 @@ impl Registry {
 
     /// Reads measured capacities from the state directory. Without this call,
     /// [`Registry::check_devices`] resolves no device.
-    pub fn know_devices(&self, state: Option<&Path>) {
-        self.devices.get_or_init(|| Devices::new(state));
+    pub fn read_capacities(&self, state: Option<&Path>) {
+        self.devices.get_or_init(|| DiskDevices::new(state));
     }
 
     /// After each change, resolves the devices of the changed disk or group, once per name and turn
@@ -231,7 +231,7 @@ impl Registry {
     pub fn follow_devices(self: &Rc<Self>) {
         let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
-            let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
+            let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else { return };
             // A nonempty set means that a task for this turn is already spawned.
             let is_due = !changed.borrow().is_empty();
             changed.borrow_mut().insert(name.clone());
@@ -256,7 +256,7 @@ impl Registry {
     pub(crate) fn check_device_of(&self, name: &str) -> anyhow::Result<()> {
         let Some(devices) = self.devices.get() else { return Ok(()) };
         let (disk, group) = (self.disks.find(name), self.groups.find(name));
-        devices.follow(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
+        devices.update(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
     }
 
     /// Resolves the devices of all disks. Fails if a reservation exceeds the measured capacity of a
@@ -267,7 +267,7 @@ impl Registry {
     }
 
     /// Devices with the disks that are stored on them.
-    pub fn devices(&self) -> Vec<Listed> {
+    pub fn devices(&self) -> Vec<DeviceWithDisks> {
         self.devices.get().map(|devices| devices.list(self.disks.block_disks())).unwrap_or_default()
     }
 
@@ -275,7 +275,7 @@ impl Registry {
     ///
     /// # Errors
     /// Its name is in use.
-    pub fn add_disk(self: &Rc<Self>, disk: RunningDisk) -> Result<(), Refused> {
+    pub fn add_disk(self: &Rc<Self>, disk: RunningDisk) -> Result<(), RegistryError> {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
         self.list_disk(name, Rc::new(disk));
@@ -283,63 +283,63 @@ impl Registry {
     }
 
     fn list_disk(self: &Rc<Self>, name: String, disk: Rc<RunningDisk>) {
-        let failures = tell_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
-        let sizes = tell_sizes(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
+        let failures = watch_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
+        let sizes = watch_size(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
         let mut watches = vec![reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
         let storage = disk.disk.image().storage();
         if let Some(bell) = storage.resize_notifier() {
             let (bell, every) = (Arc::clone(bell), storage.poll_interval());
-            let changes = look_at_changes(Rc::downgrade(self), name.clone(), bell, every);
+            let changes = watch_image_changes(Rc::downgrade(self), name.clone(), bell, every);
             // Only images in a Ceph cluster have a notifier.
             watches.push(reactor::spawn_joinable(changes));
         }
         self.disks.insert(name.clone(), disk, watches);
-        self.tell(&Change::Listed { name });
+        self.notify(&RegistryChange::Listed { name });
     }
 
     /// Removes a disk without exports from the list and notifies listeners.
-    pub(crate) fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+    pub(crate) fn remove_from_list(&self, name: &str) -> Result<Rc<RunningDisk>, RegistryError> {
         let disk = self.unlist(name)?;
-        self.tell(&Change::Listed { name: name.to_owned() });
+        self.notify(&RegistryChange::Listed { name: name.to_owned() });
         Ok(disk)
     }
 
-    fn unlist(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+    fn unlist(&self, name: &str) -> Result<Rc<RunningDisk>, RegistryError> {
         let disk = self.disks.get(name)?;
         if let Some(export) = self.exports.of_disk(name).first() {
-            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+            return Err(RegistryError::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         self.disks.remove(name);
         Ok(disk)
     }
 
     /// Removes an unused disk, and closes it.
-    pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
+    pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), RegistryError> {
         let disk = self.unlist(name)?;
         // Before listeners look for room: closing the image takes a while.
         let (member, before) = (disk.disk.throttle(), disk.disk.throttle().settings());
         let bare = DiskSettings { share: before.share.with_reservation(0, 0), ..before };
         log_unreleased(name, member.configure_and_move(bare, member.group().as_ref()));
-        self.tell(&Change::Listed { name: name.to_owned() });
-        let _closing = self.disks.closing(name);
+        self.notify(&RegistryChange::Listed { name: name.to_owned() });
+        let _closing = self.disks.mark_closing(name);
         disk.close().await;
         // The last reference: no request can reopen the files, so waiting for them terminates.
         if let Ok(disk) = Rc::try_unwrap(disk) {
-            disk.until_free().await;
+            disk.wait_until_free().await;
         }
         Ok(())
     }
 
     /// Removes an unused disk and returns it, for use as a node below another disk.
-    pub(crate) fn take_disk(self: &Rc<Self>, name: &str) -> Result<RunningDisk, Refused> {
-        let kept = match Rc::try_unwrap(self.unlist_disk(name)?) {
+    pub(crate) fn take_out_disk(self: &Rc<Self>, name: &str) -> Result<RunningDisk, RegistryError> {
+        let kept = match Rc::try_unwrap(self.remove_from_list(name)?) {
             // A request in flight holds a reference; the disk is listed again and reported as busy.
             Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
             Ok(disk) => Rc::new(disk),
             Err(disk) => disk,
         };
         self.list_disk(name.to_owned(), kept);
-        Err(Refused::Busy(name.to_owned()))
+        Err(RegistryError::Busy(name.to_owned()))
     }
 
     /// Resumes all disks that stopped at an error.
@@ -349,12 +349,12 @@ impl Registry {
         }
         // QMP's RESUME follows only a STOP.
         if self.disks.stopped.replace(false) {
-            self.tell(&Change::Resumed { all: true });
+            self.notify(&RegistryChange::Resumed { all: true });
         }
     }
 
     /// Resumes one disk that stopped at an error.
-    pub(crate) fn resume_disk(&self, name: &str) -> Result<(), Refused> {
+    pub(crate) fn resume_disk(&self, name: &str) -> Result<(), RegistryError> {
         let disk = self.disks.get(name)?;
         // Computed before the resume: the disk may stop again at once, which is reported
         // separately.
@@ -362,29 +362,29 @@ impl Registry {
         let all = !self.disks.all().iter().any(|other| !Rc::ptr_eq(other, &disk) && is_stopped(other));
         if disk.disk.failures().resume() {
             self.disks.stopped.set(!all);
-            self.tell(&Change::Resumed { all });
+            self.notify(&RegistryChange::Resumed { all });
         }
         Ok(())
     }
 
-    pub(crate) fn add_group(&self, group: &Arc<ThrottleGroup>) -> Result<(), Refused> {
+    pub(crate) fn add_group(&self, group: &Arc<ThrottleGroup>) -> Result<(), RegistryError> {
         self.check_name(group.name())?;
         self.groups.insert(group);
-        self.tell(&Change::Listed { name: group.name().to_owned() });
+        self.notify(&RegistryChange::Listed { name: group.name().to_owned() });
         Ok(())
     }
 
-    pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
+    pub(crate) fn remove_group(&self, name: &str) -> Result<(), RegistryError> {
         let group = self.groups.get(name)?;
         // The counter avoids a pass over all disks for an empty group.
         if group.members() > 0
             && let Some(member) = self.members_of(&group).into_iter().next()
         {
-            return Err(Refused::HasMembers { group: name.to_owned(), member });
+            return Err(RegistryError::HasMembers { group: name.to_owned(), member });
         }
         // An unavailable disk enters its group once it opens, so it counts as a member.
         if let Some(member) = self.disks.unavailable_member_of(name) {
-            return Err(Refused::HasMembers { group: name.to_owned(), member });
+            return Err(RegistryError::HasMembers { group: name.to_owned(), member });
         }
         self.groups.remove(name);
         let before = group.settings();
@@ -393,7 +393,7 @@ impl Registry {
         if let Some(cluster) = self.cluster() {
             cluster.remove_group(name);
         }
-        self.tell(&Change::Listed { name: name.to_owned() });
+        self.notify(&RegistryChange::Listed { name: name.to_owned() });
         Ok(())
     }
 
@@ -425,20 +425,20 @@ impl Registry {
     ///
     /// # Errors
     /// A new process takes over.
-    pub(crate) async fn change(&self) -> Result<Option<Turn<'_>>, Refused> {
-        if self.lifecycle.keeps_out.get() {
+    pub(crate) async fn change(&self) -> Result<Option<ReloadGuard<'_>>, RegistryError> {
+        if self.lifecycle.delays_clients.get() {
             return Ok(None);
         }
-        let turn = self.lifecycle.turns.share().await;
-        if self.lifecycle.leaving.get() {
-            return Err(Refused::TakenOver);
+        let turn = self.lifecycle.reload_lock.share().await;
+        if self.lifecycle.is_upgrading.get() {
+            return Err(RegistryError::TakenOver);
         }
         Ok(Some(turn))
     }
 
-    pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
+    pub(crate) fn check_name(&self, name: &str) -> Result<(), RegistryError> {
         if self.disks.has_name(name) || self.groups.contains(name) {
-            return Err(Refused::NameTaken(name.to_owned()));
+            return Err(RegistryError::NameTaken(name.to_owned()));
         }
         Ok(())
     }

@@ -19,15 +19,15 @@ use std::{collections::BTreeMap, fs, path::Path, rc::Rc};
 
 use anyhow::{Context as _, ensure};
 use cluster::actor::ChangeOrigin;
-use renewed::Renewed;
+use renewed::RenewedCredentials;
 use serde_json::{Value, json};
 use settings::{ParsedConfig, Diagnostics, DesiredState, RecordingConfig, config};
 
 use super::{
     assemble,
-    change::Change,
-    loaded::Loaded,
-    reconcile::{Difference, Done, Occasion, Reconciliation, applied, source::Fresh},
+    change::RegistryChange,
+    loaded::LoadedConfig,
+    reconcile::{PlanDifference, CompletedStep, ReconcileReason, Reconciliation, applied, source::FreshStart},
     recording,
     registry::Registry,
     wanted,
@@ -40,8 +40,8 @@ use super::{
 /// step. Nothing has changed then.
 pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let reloading = async {
-        let told = reload_for(registry).await;
-        registry.tell(&Change::Reloaded);
+        let told = reload_locked(registry).await;
+        registry.notify(&RegistryChange::Reloaded);
         told
     };
     ChangeOrigin::reload_for_current().attribute(reloading).await
@@ -51,27 +51,27 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 ///
 /// # Errors
 /// Reason for which a reload would fail, as far as that is visible before its effects.
-pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let _turn = registry.change().await?;
-    let loaded = loaded(registry)?;
-    let (draft, plan, moved, unopened) = read(registry, &loaded, true).await?;
-    let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
-    let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
-    let renewed = Renewed::read(&plan).await?;
-    let mut told = reconciliation(registry, &loaded, &plan).foresee(&difference).await?;
-    told.extend(renewed.told());
+    let loaded = loaded_config(registry)?;
+    let (draft, plan, moved, unopened) = read_plan(registry, &loaded, true).await?;
+    let difference = PlanDifference::find(registry, &loaded.plan, (&draft, &plan)).await?;
+    let recorded = recording_changes(&loaded.plan, (&draft, &plan)).await?;
+    let renewed = RenewedCredentials::read(&plan).await?;
+    let mut told = new_reconciliation(registry, &loaded, &plan).dry_run(&difference).await?;
+    told.extend(renewed.reports());
     told.extend(recorded);
     told.extend(moved);
-    told.extend(unopened.told(registry));
+    told.extend(unopened.reports(registry));
     Ok(told)
 }
 
-fn reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &Loaded, plan: &'a DesiredState) -> Reconciliation<'a> {
+fn new_reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &LoadedConfig, plan: &'a DesiredState) -> Reconciliation<'a> {
     let (tls, budgets) = (loaded.tls.clone(), loaded.budgets.clone());
-    Reconciliation::new(Occasion::Reload, registry, plan, tls, budgets)
+    Reconciliation::new(ReconcileReason::Reload, registry, plan, tls, budgets)
 }
 
-fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
+fn loaded_config(registry: &Registry) -> anyhow::Result<Rc<LoadedConfig>> {
     let loaded = registry.loaded.borrow().clone();
     // During an upgrade the config is in force only after the old process has ended.
     let is_starting = loaded.is_none() && registry.config.is_some();
@@ -79,7 +79,7 @@ fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
-    ensure!(!registry.lifecycle.leaving.get(), "an upgrade is in progress (try again)");
+    ensure!(!registry.lifecycle.is_upgrading.get(), "an upgrade is in progress (try again)");
     Ok(loaded)
 }
 
@@ -87,57 +87,57 @@ fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
 ///
 /// # Errors
 /// The new directory is unusable.
-async fn recorded(before: &DesiredState, (draft, after): (&ParsedConfig, &DesiredState)) -> anyhow::Result<Vec<Value>> {
+async fn recording_changes(before: &DesiredState, (draft, after): (&ParsedConfig, &DesiredState)) -> anyhow::Result<Vec<Value>> {
     let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
         let place = draft.daemon.origin_of_given("record").map(ToString::to_string);
         let own = before.cloned();
-        let checked = reactor::run_blocking(move || recording::check(&wanted, own.as_ref())).await;
+        let checked = reactor::run_blocking(move || recording::check_directory(&wanted, own.as_ref())).await;
         checked.with_context(|| place.unwrap_or_default())?;
     }
     let values = |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
-    Ok(applied::settings("daemon", "", values(before), values(after)).collect())
+    Ok(applied::setting_reports("daemon", "", values(before), values(after)).collect())
 }
 
-async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
-    let _turn = registry.lifecycle.turns.take().await;
-    let loaded = loaded(registry)?;
-    let (draft, plan, moved, unopened) = read(registry, &loaded, false).await?;
-    let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
-    let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
-    let renewed = Renewed::read(&plan).await?;
-    let mut work = reconciliation(registry, &loaded, &plan);
-    work.reconcile(&difference, &mut Fresh).await?;
+async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+    let _turn = registry.lifecycle.reload_lock.lock().await;
+    let loaded = loaded_config(registry)?;
+    let (draft, plan, moved, unopened) = read_plan(registry, &loaded, false).await?;
+    let difference = PlanDifference::find(registry, &loaded.plan, (&draft, &plan)).await?;
+    let recorded = recording_changes(&loaded.plan, (&draft, &plan)).await?;
+    let renewed = RenewedCredentials::read(&plan).await?;
+    let mut work = new_reconciliation(registry, &loaded, &plan);
+    work.reconcile(&difference, &mut FreshStart).await?;
     // From here on nothing is rolled back, so withheld events are sent.
-    for done in std::mem::take(&mut work.done) {
-        if let Done::ExportRemoved { gone: Some(gone), .. } = done {
-            registry.tell(&gone);
+    for done in std::mem::take(&mut work.completed) {
+        if let CompletedStep::ExportRemoved { gone: Some(gone), .. } = done {
+            registry.notify(&gone);
         }
     }
-    for name in std::mem::take(&mut work.set) {
-        registry.tell(&Change::SettingsChanged { name });
+    for name in std::mem::take(&mut work.changed_names) {
+        registry.notify(&RegistryChange::SettingsChanged { name });
     }
-    let mut of_unopened = unopened.told(registry);
+    let mut of_unopened = unopened.reports(registry);
     // First: unavailable disks may still refer to groups that are removed below.
-    let whole = unopened.settle(registry);
-    for (name, silent) in std::mem::take(&mut work.silent) {
-        of_unopened.push(applied::listed("disk", &name, "unavailable"));
-        registry.put_off((&name, Rc::clone(&whole)), silent);
-        registry.tell_of_unopened(&name);
+    let whole = unopened.apply(registry);
+    for (name, silent) in std::mem::take(&mut work.unavailable) {
+        of_unopened.push(applied::object_report("disk", &name, "unavailable"));
+        registry.retry_later((&name, Rc::clone(&whole)), silent);
+        registry.report_unavailable_disk(&name);
     }
-    work.clear(&difference, &loaded.plan).await;
+    work.remove_old(&difference, &loaded.plan).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
         // A changed or removed reservation replaces the unmet one.
-        if !registry.is_left_out(name, settings.to_group_settings().share) {
-            registry.forget_left_out(name);
+        if !registry.is_unmet(name, settings.to_group_settings().share) {
+            registry.forget_unmet(name);
         }
     }
-    let mut told = work.told;
-    told.extend(renewed.told());
-    renewed.settle(registry, &loaded);
+    let mut told = work.reports;
+    told.extend(renewed.reports());
+    renewed.apply(registry, &loaded);
     if !recorded.is_empty() {
-        registry.recordings.keep_instead(plan.process.record.as_ref()).await;
+        registry.recordings.change_directory(plan.process.record.as_ref()).await;
         told.extend(recorded);
     }
     told.extend(moved);
@@ -147,28 +147,28 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
             cluster.forget_moved(&plan.disks[index].name);
         }
     }
-    assemble::warn_of_remarks(&whole);
+    assemble::log_remarks(&whole);
     // Includes servers without a config entry that only exports of clients keep open.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
     for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.default_read_only))) {
-        if let Some(serving) = wanted::server(registry, endpoint) {
-            serving.standard.set(standard);
+        if let Some(serving) = wanted::find_server(registry, endpoint) {
+            serving.default_for_disks.set(standard);
         }
     }
-    let Loaded { file, options, inherited, tls, budgets, .. } = &*loaded;
+    let LoadedConfig { file, options, inherited, tls, budgets, .. } = &*loaded;
     let (file, options, inherited) = (file.clone(), options.clone(), *inherited);
     let (tls, budgets) = (tls.clone(), budgets.clone());
-    registry.loaded.replace(Some(Rc::new(Loaded { file, options, inherited, plan: whole, tls, budgets })));
+    registry.loaded.replace(Some(Rc::new(LoadedConfig { file, options, inherited, plan: whole, tls, budgets })));
     Ok(told)
 }
 
 /// Reads the file. The plan excludes disks that are on other hosts, returned as reports, and
 /// unavailable disks. On another thread: the file may be on a network file system.
-async fn read(
+async fn read_plan(
     registry: &Registry,
-    loaded: &Loaded,
+    loaded: &LoadedConfig,
     is_dry_run: bool,
-) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unopened::Said)> {
+) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unopened::UnavailablePlan)> {
     let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
     let reading = reactor::run_blocking(move || {
         // A pipe or device would block every later reload.
@@ -181,15 +181,15 @@ async fn read(
         anyhow::Ok((draft, plan))
     });
     let (draft, mut plan) = reading.await?;
-    let moved = leave_out_moved(registry, &mut plan).await;
-    let unopened = unopened::leave_out(registry, loaded, &mut plan, is_dry_run).await?;
+    let moved = exclude_moved(registry, &mut plan).await;
+    let unopened = unopened::exclude_unavailable(registry, loaded, &mut plan, is_dry_run).await?;
     Ok((draft, plan, moved, unopened))
 }
 
 /// Excludes disks that other hosts of the cluster have taken, as a start does, and reports their
 /// hosts. A disk is kept if its image is a file without a lock; for other images nothing prevents
 /// two hosts from writing.
-async fn leave_out_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Value> {
+async fn exclude_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Value> {
     let moved = registry.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
     for (disk, host) in moved.into_iter().filter(|(disk, _)| registry.disks.get(disk).is_err()) {
@@ -209,5 +209,5 @@ async fn leave_out_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Va
         }
     }
     plan.remove_disks(|disk| out.contains_key(disk));
-    out.iter().map(|(disk, host)| applied::left_out(disk, host)).collect()
+    out.iter().map(|(disk, host)| applied::moved_disk_report(disk, host)).collect()
 }

@@ -15,7 +15,7 @@ use settings::{DiskConfig, ImageLocation, ConfigKey, KeyTable as _, ThrottleConf
 use storage::CacheMode;
 
 /// Time that the removal of a disk waits for its files to be closed.
-const TO_BE_FREE: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Open disk.
 #[derive(Debug)]
@@ -27,16 +27,16 @@ pub struct RunningDisk {
     /// Configured sizes of the metadata caches; the image may round them.
     pub(crate) caches: Cell<CacheSettings>,
     /// Option of `blockdev-add` that is no config key, and is valid on this host only.
-    pub(crate) only_here: Option<&'static str>,
+    pub(crate) host_local_option: Option<&'static str>,
     /// Nodes that `blockdev-add` named below the disk's own, topmost first.
-    pub(crate) below: Vec<NodeBelow>,
+    pub(crate) lower_nodes: Vec<LowerNode>,
     /// Options of the protocol node, for a node that `blockdev-add` opened without a format.
-    pub(crate) storage: Option<Rc<StorageNode>>,
+    pub(crate) storage: Option<Rc<ProtocolNode>>,
     /// The arguments of each `blockdev-add` that made it or put a node over it, the lowest node's
     /// first; none where a config file or a command line has it.
-    pub(crate) told: Option<Vec<Map<String, Value>>>,
+    pub(crate) creation_commands: Option<Vec<Map<String, Value>>>,
     /// True if a client of the control socket added it by keys and it is in no config file.
-    pub(crate) added: bool,
+    pub(crate) is_added: bool,
 }
 
 impl RunningDisk {
@@ -46,11 +46,11 @@ impl RunningDisk {
             disk: Arc::new(disk),
             caches: Cell::new(config.qcow2.caches),
             config,
-            only_here: None,
-            below: Vec::new(),
+            host_local_option: None,
+            lower_nodes: Vec::new(),
             storage: None,
-            told: None,
-            added: false,
+            creation_commands: None,
+            is_added: false,
         }
     }
 
@@ -78,7 +78,7 @@ impl RunningDisk {
     /// Current values of the keys that differ from their defaults and that `which` selects, with
     /// absolute paths. Excludes a probed format: the image, opened as explicitly raw, would accept
     /// the header of another format from its guest.
-    pub(crate) fn keys_now(&self, which: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
+    pub(crate) fn current_keys(&self, which: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
         let mut config = self.current_config();
         if let Ok(here) = absolute(".") {
             config.image = config.image.relative_to(&here);
@@ -91,8 +91,8 @@ impl RunningDisk {
 
     /// Keys that the new process of an upgrade receives. Exports are transferred separately, with
     /// their access rules.
-    pub(crate) fn keys_of_upgrade(&self) -> Map<String, Value> {
-        self.keys_now(|key| key.name != "export" && key.heading != "Access")
+    pub(crate) fn transferred_keys(&self) -> Map<String, Value> {
+        self.current_keys(|key| key.name != "export" && key.heading != "Access")
     }
 
     /// True if the key applies to this image: keys of qcow2 do not apply to raw images.
@@ -119,11 +119,11 @@ impl RunningDisk {
 
     /// Waits until the files of a closed disk are free for other programs, at most [`TO_BE_FREE`]:
     /// a file system that does not answer keeps them open. The caller must hold the last reference.
-    pub(crate) async fn until_free(self) {
+    pub(crate) async fn wait_until_free(self) {
         // Subscribed before the last reference is dropped.
         let (name, closed) = (Arc::clone(self.disk.name()), self.disk.closed());
         drop(self);
-        if !closed.within(TO_BE_FREE).await {
+        if !closed.within(CLOSE_TIMEOUT).await {
             tracing::warn!(disk = %name, "the files of a disk that was removed are still open: its file system does not answer");
         }
     }
@@ -131,7 +131,7 @@ impl RunningDisk {
 
 /// Options of `blockdev-add` for the protocol node, which stores the bytes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct StorageNode {
+pub struct ProtocolNode {
     pub(crate) image: ImageLocation,
     /// True if the path must be a block device, false if it must be a regular file.
     pub(crate) device: Option<bool>,
@@ -153,12 +153,12 @@ pub struct StorageNode {
 
 /// Node below a disk. It serves nothing itself, but reserves its name.
 #[derive(Clone, Debug)]
-pub struct NodeBelow {
+pub struct LowerNode {
     pub(crate) name: String,
     /// True if it was a disk before an overlay was added, and becomes one again when the overlay is
     /// removed.
-    pub(crate) stays: bool,
+    pub(crate) is_own_disk: bool,
     /// Options for opening it again. Set if it was closed because the node above uses another
     /// format.
-    pub(crate) closed: Option<Rc<StorageNode>>,
+    pub(crate) reopen_options: Option<Rc<ProtocolNode>>,
 }

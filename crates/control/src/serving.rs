@@ -14,23 +14,23 @@ use export::nbd;
 use reactor::{JoinHandle, ReactorWorker, operation::Fd};
 use settings::{ListenEndpoint, TlsConfig};
 
-use crate::listen::{self, Authority, Listener, Listening, SocketFile};
+use crate::listen::{self, UriAuthority, BoundListener, ListeningSocket, SocketFile};
 
 /// NBD server with its sockets.
-pub struct Serving {
+pub struct RunningServer {
     /// Configured endpoint.
     pub endpoint: ListenEndpoint,
     /// Set if a client of the control socket added it and it is in no config file.
-    pub(crate) added: Cell<Option<Added>>,
+    pub(crate) added: Cell<Option<AddedServer>>,
     /// Set for servers of disks without explicit exports: true if these are read-only here.
-    pub standard: Cell<Option<bool>>,
-    authorities: Vec<Authority>,
+    pub default_for_disks: Cell<Option<bool>>,
+    authorities: Vec<UriAuthority>,
     /// The server.
     pub server: Arc<nbd::NbdServer>,
     /// Sockets that do not accept clients yet.
-    closed: RefCell<Vec<Listener>>,
+    not_accepting: RefCell<Vec<BoundListener>>,
     /// Accepting sockets. Dropping one stops the accepting and removes its socket file.
-    accepting: RefCell<Vec<Accepting>>,
+    accepting: RefCell<Vec<AcceptingSocket>>,
     /// Keeps the worker threads alive; they end, and their clients with them, after the last
     /// reference is dropped.
     workers: Rc<Vec<ReactorWorker>>,
@@ -38,35 +38,35 @@ pub struct Serving {
 
 /// Options of a server that a client added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Added {
+pub(crate) struct AddedServer {
     pub(crate) max_connections: usize,
     /// True if its TLS credentials or rules are objects of this daemon.
     pub(crate) has_objects: bool,
 }
 
 /// Accepting socket.
-struct Accepting {
+struct AcceptingSocket {
     _task: JoinHandle<()>,
     file: Option<SocketFile>,
     socket: Fd,
 }
 
-impl Serving {
+impl RunningServer {
     /// Server that does not accept yet: connecting clients wait in the backlog.
     pub fn new(
         server: Arc<nbd::NbdServer>,
         endpoint: ListenEndpoint,
-        listeners: Vec<Listener>,
+        listeners: Vec<BoundListener>,
         workers: &Rc<Vec<ReactorWorker>>,
     ) -> Rc<Self> {
         let authorities = listeners.iter().map(|listener| listener.authority.clone()).collect();
         Rc::new(Self {
             endpoint,
             added: Cell::new(None),
-            standard: Cell::new(None),
+            default_for_disks: Cell::new(None),
             authorities,
             server,
-            closed: RefCell::new(listeners),
+            not_accepting: RefCell::new(listeners),
             accepting: RefCell::default(),
             workers: Rc::clone(workers),
         })
@@ -74,7 +74,7 @@ impl Serving {
 
     /// Starts accepting. Calls `broken` if accepting ends with an error.
     pub(crate) fn accept(&self, broken: impl Fn(anyhow::Error) + Clone + 'static) {
-        let accept = |Listener { socket, file, .. }| {
+        let accept = |BoundListener { socket, file, .. }| {
             let (server, workers, broken) =
                 (Arc::clone(&self.server), Rc::clone(&self.workers), broken.clone());
             let socket = Fd::from(socket);
@@ -84,33 +84,33 @@ impl Serving {
                     broken(anyhow!("connections cannot be accepted any more: {error} (restart weir)"));
                 }
             });
-            Accepting { _task: task, file, socket }
+            AcceptingSocket { _task: task, file, socket }
         };
         // Idempotent: `closed` is empty after the first call.
-        self.accepting.borrow_mut().extend(self.closed.take().into_iter().map(accept));
+        self.accepting.borrow_mut().extend(self.not_accepting.take().into_iter().map(accept));
     }
 
     /// Address as text: `unix:PATH` or `HOST:PORT`; the first of several.
     pub fn address(&self) -> String {
-        self.authorities.first().map(Authority::to_string).unwrap_or_default()
+        self.authorities.first().map(UriAuthority::to_string).unwrap_or_default()
     }
 
     /// Address in the syntax of a config file; `None` for inherited sockets, which have none.
-    pub(crate) fn written(&self) -> Option<String> {
+    pub(crate) fn config_address(&self) -> Option<String> {
         (self.endpoint != ListenEndpoint::Inherited).then(|| self.endpoint.absolute().to_string())
     }
 
     /// True if this server listens at the address, for any spelling of a socket's path.
-    pub(crate) fn is_at(&self, address: &str) -> bool {
-        let is_there = |at: &str| listen::is_same_place(at, address);
-        is_there(&self.address()) || self.written().as_deref().is_some_and(is_there)
+    pub(crate) fn listens_at(&self, address: &str) -> bool {
+        let is_there = |at: &str| listen::is_same_address(at, address);
+        is_there(&self.address()) || self.config_address().as_deref().is_some_and(is_there)
     }
 
     /// Accepting sockets, with the paths of the socket files that weir created.
-    pub(crate) fn sockets(&self) -> Vec<Listening> {
+    pub(crate) fn sockets(&self) -> Vec<ListeningSocket> {
         let path = |file: &Option<SocketFile>| file.as_ref().map(|file| file.path().to_owned());
         let accepting = self.accepting.borrow();
-        accepting.iter().map(|Accepting { file, socket, .. }| (socket.clone(), path(file))).collect()
+        accepting.iter().map(|AcceptingSocket { file, socket, .. }| (socket.clone(), path(file))).collect()
     }
 
     pub(crate) fn uris(&self, export: &str, tls: &TlsConfig) -> Vec<String> {
@@ -122,7 +122,7 @@ impl Serving {
 
     /// Stops accepting, and removes the socket files.
     pub fn close(&self) {
-        self.closed.take();
+        self.not_accepting.take();
         self.accepting.take();
     }
 

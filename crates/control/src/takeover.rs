@@ -38,29 +38,29 @@ use std::sync::Arc;
 use block::disk::Disk;
 use policy::time::Duration;
 use settings::{ListenAddress, ListenEndpoint};
-use told::Origin;
-pub(crate) use told::{Buckets, FORMAT};
+use told::ObjectOrigin;
+pub(crate) use told::{BucketLevelsState, UPGRADE_FORMAT};
 
 use super::registry::Registry;
 
 /// QMP command that requests an upgrade.
-pub(crate) const COMMAND: &str = "x-weir-takeover";
+pub(crate) const UPGRADE_COMMAND: &str = "x-weir-takeover";
 
 /// Name by which both processes identify an endpoint; independent of the working directory.
-fn name(endpoint: &ListenEndpoint) -> String {
+fn endpoint_name(endpoint: &ListenEndpoint) -> String {
     endpoint.absolute().to_string()
 }
 
 /// Name of the endpoint of an HTTP service, `metrics` or `http`.
-pub fn told_name(what: &str, address: &ListenAddress) -> String {
+pub fn http_endpoint_name(what: &str, address: &ListenAddress) -> String {
     format!("{what} at {address}")
 }
 
 /// Text about an object of the old process that is missing here, with the remedy.
-fn remedied<T>(what: String, origin: &Origin<T>, registry: &Registry) -> String {
+fn missing_text<T>(what: String, origin: &ObjectOrigin<T>, registry: &Registry) -> String {
     let why = match origin {
-        Origin::Bound(why) => format!(", and cannot be transferred: {why}"),
-        Origin::Config | Origin::Added(_) => String::new(),
+        ObjectOrigin::NotTransferable(why) => format!(", and cannot be transferred: {why}"),
+        ObjectOrigin::Config | ObjectOrigin::Added(_) => String::new(),
     };
     let place = match &registry.config {
         Some(file) => file.display().to_string(),
@@ -71,10 +71,10 @@ fn remedied<T>(what: String, origin: &Origin<T>, registry: &Registry) -> String 
 
 /// Releases a disk with handover that was held during the pause so that its image stayed open. By
 /// then its restarted virtqueues hold it. If they start later, they open it as usual.
-fn let_go_soon(disk: Arc<Disk>) {
-    const RINGS_BEGIN: Duration = Duration::from_secs(1);
+fn release_later(disk: Arc<Disk>) {
+    const VIRTQUEUE_RESTART_TIME: Duration = Duration::from_secs(1);
     reactor::spawn(async move {
-        reactor::sleep_until(reactor::now() + RINGS_BEGIN).await;
+        reactor::sleep_until(reactor::now() + VIRTQUEUE_RESTART_TIME).await;
         disk.release().await;
     });
 }
@@ -88,7 +88,7 @@ fn clock_ns() -> u64 {
 
 /// Encodes and decodes a value, as in a transfer.
 #[cfg(test)]
-fn there_and_back<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
+fn round_trip<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
     serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
 }
 
@@ -97,8 +97,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_is_the_same_from_whatever_directory_it_is_seen() {
-        let called = |path: std::path::PathBuf| name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
+    fn endpoint_name_is_independent_of_the_directory() {
+        let called = |path: std::path::PathBuf| endpoint_name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
         let here = std::env::current_dir().unwrap();
         let whole = called(here.join("w.sock"));
         assert_eq!(called("w.sock".into()), whole);

@@ -14,7 +14,7 @@ use std::cell::Cell;
 use event_listener::Event;
 
 #[derive(Debug, Default)]
-pub struct Turns {
+pub struct ReloadMutex {
     is_alone: Cell<bool>,
     shared: Cell<usize>,
     /// Waiters for the lock alone.
@@ -24,37 +24,37 @@ pub struct Turns {
 
 /// The lock, until it is dropped.
 #[derive(Debug)]
-pub struct Turn<'a> {
-    turns: &'a Turns,
+pub struct ReloadGuard<'a> {
+    turns: &'a ReloadMutex,
     is_alone: bool,
 }
 
 /// Counts a waiter also if its task is dropped.
-struct Waiting<'a>(&'a Turns);
+struct Waiting<'a>(&'a ReloadMutex);
 
-impl Turns {
+impl ReloadMutex {
     /// True while a start or a reload is in progress, or an unavailable disk is listed.
     pub(crate) fn is_taken_alone(&self) -> bool {
         self.is_alone.get()
     }
 
     /// The lock alone; `None` if it is held.
-    pub fn try_take(&self) -> Option<Turn<'_>> {
+    pub fn try_lock(&self) -> Option<ReloadGuard<'_>> {
         let is_free = !self.is_alone.get() && self.shared.get() == 0;
         is_free.then(|| {
             self.is_alone.set(true);
-            Turn { turns: self, is_alone: true }
+            ReloadGuard { turns: self, is_alone: true }
         })
     }
 
     /// Waits for the lock alone.
-    pub(crate) async fn take(&self) -> Turn<'_> {
+    pub(crate) async fn lock(&self) -> ReloadGuard<'_> {
         self.waiting.set(self.waiting.get() + 1);
         let _waiting = Waiting(self);
         loop {
             // Registered before the attempt, or a release in between would be missed.
             let freed = self.freed.listen();
-            if let Some(turn) = self.try_take() {
+            if let Some(turn) = self.try_lock() {
                 return turn;
             }
             freed.await;
@@ -62,19 +62,19 @@ impl Turns {
     }
 
     /// Waits until nothing holds the lock alone or waits for it, and shares it.
-    pub(crate) async fn share(&self) -> Turn<'_> {
+    pub(crate) async fn share(&self) -> ReloadGuard<'_> {
         loop {
             let freed = self.freed.listen();
             if !self.is_alone.get() && self.waiting.get() == 0 {
                 self.shared.set(self.shared.get() + 1);
-                return Turn { turns: self, is_alone: false };
+                return ReloadGuard { turns: self, is_alone: false };
             }
             freed.await;
         }
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for ReloadGuard<'_> {
     fn drop(&mut self) {
         match self.is_alone {
             true => self.turns.is_alone.set(false),
@@ -102,12 +102,12 @@ mod tests {
     #[test]
     fn a_reload_excludes_commands_and_goes_before_later_ones() {
         sim::run(1, async {
-            let turns = Rc::new(Turns::default());
+            let turns = Rc::new(ReloadMutex::default());
             let (first, second) = (turns.share().await, turns.share().await);
-            assert!(turns.try_take().is_none() && !turns.is_taken_alone());
+            assert!(turns.try_lock().is_none() && !turns.is_taken_alone());
             let waiting = Rc::clone(&turns);
             let reload = reactor::spawn_joinable(async move {
-                let turn = waiting.take().await;
+                let turn = waiting.lock().await;
                 reactor::yield_now().await;
                 drop(turn);
                 waiting.shared.get()
@@ -123,22 +123,22 @@ mod tests {
             drop(second);
             assert_eq!(reload.await, 0, "the command has waited");
             command.await;
-            assert!(turns.try_take().is_some());
+            assert!(turns.try_lock().is_some());
         });
     }
 
     #[test]
     fn a_waiter_that_is_dropped_keeps_no_command_waiting() {
         sim::run(1, async {
-            let turns = Rc::new(Turns::default());
+            let turns = Rc::new(ReloadMutex::default());
             let turn = turns.share().await;
             let waiting = Rc::clone(&turns);
-            let reload = reactor::spawn_joinable(async move { drop(waiting.take().await) });
+            let reload = reactor::spawn_joinable(async move { drop(waiting.lock().await) });
             reactor::yield_now().await;
             reload.cancel().await;
             drop(turns.share().await);
             drop(turn);
-            assert!(turns.try_take().is_some());
+            assert!(turns.try_lock().is_some());
         });
     }
 }

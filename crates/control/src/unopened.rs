@@ -13,7 +13,7 @@ use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
 use settings::{ListenEndpoint, PlacedDisk, DesiredState};
 
-pub struct Unopened {
+pub struct UnavailableDiskEntry {
     name: String,
     /// Time of the first attempt.
     pub(super) since: Instant,
@@ -22,12 +22,12 @@ pub struct Unopened {
     /// What the exports of the disk have in this plan.
     reserved: RefCell<Rc<[Reserved]>>,
     /// Last reported reason; another reason is reported again.
-    pub(super) why: RefCell<Option<String>>,
+    pub(super) reported_reason: RefCell<Option<String>>,
     /// Task that opens it.
     pub(super) task: RefCell<Option<JoinHandle<()>>>,
 }
 
-impl Unopened {
+impl UnavailableDiskEntry {
     /// `name` must be a disk of the plan.
     pub(super) fn new(name: &str, since: Instant, plan: Rc<DesiredState>) -> Self {
         let reserved = RefCell::new(Reserved::of(&plan, name).into());
@@ -36,13 +36,13 @@ impl Unopened {
             since,
             plan: RefCell::new(plan),
             reserved,
-            why: RefCell::default(),
+            reported_reason: RefCell::default(),
             task: RefCell::default(),
         }
     }
 
     /// Stops the attempts.
-    pub(super) fn give_up(&self) {
+    pub(super) fn cancel(&self) {
         self.task.take();
     }
 
@@ -60,13 +60,13 @@ impl Unopened {
         self.plan.replace(plan);
     }
 
-    pub(super) fn planned(&self) -> PlacedDisk {
+    pub(super) fn config(&self) -> PlacedDisk {
         let plan = self.plan.borrow();
         plan.disks.iter().find(|disk| disk.name == self.name).expect("the plan has it").clone()
     }
 
     pub(super) fn group(&self) -> Option<String> {
-        self.planned().group.clone()
+        self.config().group.clone()
     }
 
     pub(super) fn age(&self, now: Instant) -> Duration {
@@ -74,12 +74,12 @@ impl Unopened {
     }
 
     /// Form in `weir status`.
-    pub(super) fn status(&self, now: Instant) -> UnavailableDisk {
+    pub(super) fn to_status(&self, now: Instant) -> UnavailableDisk {
         UnavailableDisk {
             name: self.name.clone(),
-            image: self.planned().image.to_string(),
+            image: self.config().image.to_string(),
             age_ns: self.age(now).as_nanos().try_into().unwrap_or(u64::MAX),
-            reason: self.why.borrow().clone(),
+            reason: self.reported_reason.borrow().clone(),
         }
     }
 }

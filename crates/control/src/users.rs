@@ -19,27 +19,27 @@ use reactor::sanitize::sanitize;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 /// Maximum number of processes in a message.
-const MOST_NAMED: usize = 5;
+const MAX_NAMED_PROCESSES: usize = 5;
 
 /// Openers of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Users {
+pub struct DeviceOpeners {
     /// Mount points of the device and its partitions.
     pub mounts: Vec<PathBuf>,
     /// Devices on top of it, such as `dm-0` and loop devices.
     pub holders: Vec<String>,
     /// Processes that have it open; filled by [`Users::with_processes`].
-    pub processes: Vec<Process>,
+    pub processes: Vec<OpenerProcess>,
     /// True if the kernel has claimed it; set by [`Users::with_claims`].
     pub claimed: bool,
-    nodes: Vec<Node>,
+    nodes: Vec<OpenedDevice>,
     root: PathBuf,
     file: Option<PathBuf>,
 }
 
 /// A process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Process {
+pub struct OpenerProcess {
     /// Process id.
     pub pid: u32,
     /// Name, as in /proc.
@@ -47,7 +47,7 @@ pub struct Process {
 }
 
 /// Form `weir (12)`.
-impl fmt::Display for Process {
+impl fmt::Display for OpenerProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.name, self.pid)
     }
@@ -55,26 +55,26 @@ impl fmt::Display for Process {
 
 /// Block device, with its name and `MAJOR:MINOR`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Node {
+struct OpenedDevice {
     name: String,
     number: String,
 }
 
-impl Users {
+impl DeviceOpeners {
     /// Mounts that this process sees, and devices, on a block device's node in /dev or on a file.
-    pub fn of(device: &Path) -> Self {
-        Self::below(Path::new("/"), device)
+    pub fn of_device(device: &Path) -> Self {
+        Self::of_device_in(Path::new("/"), device)
     }
 
     /// Users of a mounted file system that prevent its unmounting: mounts below its directory, and
     /// other processes that have a working directory, an executable or an open file in it.
-    pub fn inside(directory: &Path) -> Self {
-        let mut users = Self::inside_below(Path::new("/"), directory);
+    pub fn of_directory(directory: &Path) -> Self {
+        let mut users = Self::of_directory_in(Path::new("/"), directory);
         users.processes.retain(|process| process.pid != std::process::id());
         users
     }
 
-    fn inside_below(root: &Path, directory: &Path) -> Self {
+    fn of_directory_in(root: &Path, directory: &Path) -> Self {
         let mut users = Self { root: root.to_owned(), ..Self::default() };
         let mounts = fs::read(root.join("proc/self/mountinfo")).unwrap_or_default();
         let point = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);
@@ -82,13 +82,13 @@ impl Users {
         users.mounts.retain(|point| point != directory && point.starts_with(directory));
         users.processes = users.processes_with(|process| {
             let is_inside = |link: PathBuf| fs::read_link(link).is_ok_and(|path| path.starts_with(directory));
-            links_of(process).any(is_inside)
+            process_links(process).any(is_inside)
         });
         users
     }
 
     /// Processes for whose directory in /proc the condition holds.
-    fn processes_with(&self, holds: impl Fn(&Path) -> bool) -> Vec<Process> {
+    fn processes_with(&self, holds: impl Fn(&Path) -> bool) -> Vec<OpenerProcess> {
         let process = |directory: String| {
             let pid = directory.parse().ok()?;
             let process = self.root.join("proc").join(directory);
@@ -97,33 +97,33 @@ impl Users {
             if !holds(&process) {
                 return None;
             }
-            Some(Process { pid, name: name_of(&process) })
+            Some(OpenerProcess { pid, name: process_name(&process) })
         };
-        names_in(&self.root.join("proc")).into_iter().filter_map(process).collect()
+        entry_names(&self.root.join("proc")).into_iter().filter_map(process).collect()
     }
 
     /// True if the same devices are on top of it as before. A released loop device may belong to
     /// another file a moment later, together with its mounts.
-    pub fn are_of(&self, device: &Path) -> bool {
-        Self::seen(&self.root, device).nodes == self.nodes
+    pub fn are_unchanged(&self, device: &Path) -> bool {
+        Self::read(&self.root, device).nodes == self.nodes
     }
 
     /// As [`Users::of`], with /proc and /sys below `root`.
-    fn below(root: &Path, device: &Path) -> Self {
+    fn of_device_in(root: &Path, device: &Path) -> Self {
         loop {
-            let users = Self::seen(root, device);
+            let users = Self::read(root, device);
             // Read again until two reads agree: devices may come and go between the files of /proc
             // and /sys.
-            if users.are_of(device) {
+            if users.are_unchanged(device) {
                 return users;
             }
         }
     }
 
-    fn seen(root: &Path, device: &Path) -> Self {
+    fn read(root: &Path, device: &Path) -> Self {
         let mut users = Self { root: root.to_owned(), ..Self::default() };
         let name = device.strip_prefix("/dev").ok().and_then(Path::to_str);
-        match name.filter(|name| users.block(name).is_dir()) {
+        match name.filter(|name| users.sysfs_path(name).is_dir()) {
             Some(name) => users.add_node(name),
             None => {
                 users.add_loops_over(device);
@@ -135,7 +135,7 @@ impl Users {
         while let Some(name) = users.nodes.get(next).map(|node| node.name.clone()) {
             // Loop devices open their file without claiming it, so `holders` does not list them.
             users.add_loops_over(&Path::new("/dev").join(&name));
-            let above = names_in(&users.block(&name).join("holders"));
+            let above = entry_names(&users.sysfs_path(&name).join("holders"));
             users.holders.extend(above);
             next += 1;
         }
@@ -152,15 +152,15 @@ impl Users {
             self.nodes.iter().map(|node| PathBuf::from("/dev").join(&node.name)).collect();
         paths.extend(self.file.clone());
         let mut namespaces = HashSet::new();
-        for directory in names_in(&self.root.join("proc")) {
+        for directory in entry_names(&self.root.join("proc")) {
             let Ok(pid) = directory.parse::<u32>() else { continue };
             let process = self.root.join("proc").join(&directory);
             // Processes may end meanwhile, and those of other users may be unreadable; both are
             // skipped.
             let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
             let mut open = open.map(|entry| entry.path());
-            if pid != std::process::id() && open.any(|open| self.is_of_these(&open, &paths)) {
-                self.processes.push(Process { pid, name: name_of(&process) });
+            if pid != std::process::id() && open.any(|open| self.is_open_of(&open, &paths)) {
+                self.processes.push(OpenerProcess { pid, name: process_name(&process) });
             }
             // Each mount namespace is read once, by the first process in it.
             if fs::read_link(process.join("ns/mnt")).is_ok_and(|namespace| namespaces.insert(namespace)) {
@@ -176,7 +176,7 @@ impl Users {
 
     /// True if an open file is one of these paths, or one of the devices by another node, such as a
     /// node in a container.
-    fn is_of_these(&self, open: &Path, paths: &[PathBuf]) -> bool {
+    fn is_open_of(&self, open: &Path, paths: &[PathBuf]) -> bool {
         let Ok(path) = fs::read_link(open) else { return false };
         // Pipes and sockets have links such as `pipe:[1]`.
         if !path.is_absolute() || paths.contains(&path) {
@@ -196,7 +196,7 @@ impl Users {
     /// server must be able to answer; never opens a file.
     #[must_use]
     pub fn with_claims(mut self) -> Self {
-        let is_claimed = |node: &Node| {
+        let is_claimed = |node: &OpenedDevice| {
             let path = self.root.join("dev").join(&node.name);
             // O_EXCL without O_CREAT on a block device fails with EBUSY if it is claimed (open(2)).
             let open = fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(path);
@@ -210,7 +210,7 @@ impl Users {
     /// on it. After a lazy unmount no mount table lists the file system. Does not detect file
     /// systems on several devices, which have a device number of their own.
     #[must_use]
-    pub fn with_inmates(mut self) -> Self {
+    pub fn with_file_system_users(mut self) -> Self {
         let is_inside = |link: PathBuf| {
             // STATX_DONT_SYNC: sends no request to the server of the file system.
             let known = statx(CWD, link, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
@@ -219,7 +219,7 @@ impl Users {
                 self.nodes.iter().any(|node| node.number == number)
             })
         };
-        let inmates = self.processes_with(|process| links_of(process).any(is_inside));
+        let inmates = self.processes_with(|process| process_links(process).any(is_inside));
         self.processes.extend(inmates);
         self.processes.sort_by_key(|process| process.pid);
         self.processes.dedup();
@@ -236,18 +236,18 @@ impl Users {
         self.mounts.is_empty() && self.holders.is_empty() && self.processes.is_empty()
     }
 
-    fn block(&self, name: &str) -> PathBuf {
+    fn sysfs_path(&self, name: &str) -> PathBuf {
         self.root.join("sys/class/block").join(name)
     }
 
     /// Adds a device and its partitions.
     fn add_node(&mut self, name: &str) {
-        let directory = self.block(name);
-        let inside = names_in(&directory);
+        let directory = self.sysfs_path(name);
+        let inside = entry_names(&directory);
         let partitions = inside.into_iter().filter(|part| directory.join(part).join("partition").is_file());
         for name in [name.to_owned()].into_iter().chain(partitions) {
-            let number = fs::read_to_string(self.block(&name).join("dev")).unwrap_or_default();
-            self.nodes.push(Node { name, number: number.trim_end().to_owned() });
+            let number = fs::read_to_string(self.sysfs_path(&name).join("dev")).unwrap_or_default();
+            self.nodes.push(OpenedDevice { name, number: number.trim_end().to_owned() });
         }
     }
 
@@ -267,10 +267,10 @@ impl Users {
 
     fn loops_over(&self, file: &Path) -> Vec<String> {
         let is_over = |name: &String| {
-            let backing = fs::read(self.block(name).join("loop/backing_file")).unwrap_or_default();
+            let backing = fs::read(self.sysfs_path(name).join("loop/backing_file")).unwrap_or_default();
             backing.strip_suffix(b"\n").unwrap_or(&backing) == file.as_os_str().as_bytes()
         };
-        let mut names = names_in(&self.root.join("sys/class/block"));
+        let mut names = entry_names(&self.root.join("sys/class/block"));
         names.retain(|name| name.starts_with("loop") && is_over(name));
         names
     }
@@ -284,7 +284,7 @@ impl Users {
             let point = fields.nth(1)?;
             // Optional fields end with a single hyphen.
             let source = fields.skip_while(|field| *field != b"-").nth(2)?;
-            let is_of = |node: &Node| {
+            let is_of = |node: &OpenedDevice| {
                 // A file system on several devices has a separate device number; compare the
                 // source.
                 node.number.as_bytes() == number
@@ -297,7 +297,7 @@ impl Users {
 }
 
 /// Name of a process, with control characters replaced: the process chose it.
-fn name_of(process: &Path) -> String {
+fn process_name(process: &Path) -> String {
     let name = fs::read(process.join("comm")).unwrap_or_default();
     sanitize(&String::from_utf8_lossy(name.trim_ascii_end()))
 }
@@ -321,13 +321,13 @@ pub fn is_stopped(pid: u32) -> bool {
 }
 
 /// Links in a process's directory in /proc: working directory, root, executable and open files.
-fn links_of(process: &Path) -> impl Iterator<Item = PathBuf> {
+fn process_links(process: &Path) -> impl Iterator<Item = PathBuf> {
     let links = ["cwd", "root", "exe"].map(|name| process.join(name));
     let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
     links.into_iter().chain(open.map(|entry| entry.path()))
 }
 
-fn names_in(directory: &Path) -> Vec<String> {
+fn entry_names(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort_unstable();
@@ -348,12 +348,12 @@ fn unescaped(text: &[u8]) -> PathBuf {
 }
 
 /// Form `mounted at /mnt; held by dm-0; open in dd (12)`.
-impl fmt::Display for Users {
+impl fmt::Display for DeviceOpeners {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mounts: Vec<_> = self.mounts.iter().map(|point| point.display().to_string()).collect();
-        let named = self.processes.iter().take(MOST_NAMED);
-        let mut open: Vec<_> = named.map(Process::to_string).collect();
-        if let Some(more @ 1..) = self.processes.len().checked_sub(MOST_NAMED) {
+        let named = self.processes.iter().take(MAX_NAMED_PROCESSES);
+        let mut open: Vec<_> = named.map(OpenerProcess::to_string).collect();
+        if let Some(more @ 1..) = self.processes.len().checked_sub(MAX_NAMED_PROCESSES) {
             open.push(format!("{more} more"));
         }
         let uses = [("mounted at", mounts), ("held by", self.holders.clone()), ("open in", open)];
@@ -404,9 +404,9 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_used_through_its_partitions() {
+    fn partitions_count_as_uses_of_the_device() {
         let host = host();
-        let users = Users::below(host.path(), Path::new("/dev/ublkb0"));
+        let users = DeviceOpeners::of_device_in(host.path(), Path::new("/dev/ublkb0"));
         assert_eq!(users.to_string(), "mounted at /mnt/with space; held by dm-0");
         let users = users.with_processes();
         assert_eq!(users.to_string(), "mounted at /mnt/with space, /inside; held by dm-0; open in dd (12)");
@@ -414,12 +414,12 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_used_from_inside() {
+    fn users_inside_a_directory_are_found() {
         let host = host();
         let process = host.path().join("proc/12");
-        let users = || Users::inside_below(host.path(), Path::new("/mnt")).to_string();
+        let users = || DeviceOpeners::of_directory_in(host.path(), Path::new("/mnt")).to_string();
         assert_eq!(users(), "mounted at /mnt/with space, /mnt/btrfs");
-        let users = || Users::inside_below(host.path(), Path::new("/mnt/btrfs")).to_string();
+        let users = || DeviceOpeners::of_directory_in(host.path(), Path::new("/mnt/btrfs")).to_string();
         assert_eq!(users(), "");
         // A working directory prevents unmounting as an open file does.
         symlink("/mnt/btrfs/work", process.join("cwd")).unwrap();
@@ -427,45 +427,45 @@ mod tests {
         fs::remove_file(process.join("cwd")).unwrap();
         symlink("/mnt/btrfs/file", process.join("fd/5")).unwrap();
         assert_eq!(users(), "open in dd (12)");
-        assert_eq!(Users::inside_below(host.path(), Path::new("/mnt/btr")).to_string(), "");
+        assert_eq!(DeviceOpeners::of_directory_in(host.path(), Path::new("/mnt/btr")).to_string(), "");
     }
 
     #[test]
-    fn who_works_in_a_file_system_is_known_by_its_device() {
+    fn file_system_users_are_found_by_device_number() {
         let host = host();
         // The device number of the directory that holds the model of the host.
         let number = nix::sys::stat::stat(host.path()).unwrap().st_dev;
         let number = format!("{}:{}", nix::sys::stat::major(number), nix::sys::stat::minor(number));
         fs::write(host.path().join("sys/class/block/loop4/dev"), number).unwrap();
-        let users = |name: &str| Users::below(host.path(), Path::new(name)).with_inmates().processes;
+        let users = |name: &str| DeviceOpeners::of_device_in(host.path(), Path::new(name)).with_file_system_users().processes;
         assert_eq!(users("/dev/loop4"), []);
         symlink(host.path(), host.path().join("proc/12/cwd")).unwrap();
-        assert_eq!(users("/dev/loop4"), [Process { pid: 12, name: "dd".to_owned() }]);
+        assert_eq!(users("/dev/loop4"), [OpenerProcess { pid: 12, name: "dd".to_owned() }]);
         assert_eq!(users("/dev/ublkb0"), []);
     }
 
     #[test]
-    fn what_the_kernel_claims_is_in_use() {
-        let claimed = Users { claimed: true, ..Users::default() };
+    fn kernel_claim_counts_as_use() {
+        let claimed = DeviceOpeners { claimed: true, ..DeviceOpeners::default() };
         assert!(!claimed.is_empty() && claimed.is_only_claimed());
         assert!(claimed.to_string().starts_with("claimed by the kernel"));
         // The device node does not exist.
-        assert!(!Users::below(host().path(), Path::new("/dev/ublkb0")).with_claims().claimed);
+        assert!(!DeviceOpeners::of_device_in(host().path(), Path::new("/dev/ublkb0")).with_claims().claimed);
     }
 
     #[test]
     fn a_file_is_used_through_loop_devices() {
         let host = host();
-        let users = Users::below(host.path(), Path::new("/run/a disk")).with_processes();
+        let users = DeviceOpeners::of_device_in(host.path(), Path::new("/run/a disk")).with_processes();
         assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop3, loop4");
-        let nobody = Users::below(host.path(), Path::new("/run/another")).with_processes();
+        let nobody = DeviceOpeners::of_device_in(host.path(), Path::new("/run/another")).with_processes();
         assert!(nobody.is_empty() && nobody.to_string().is_empty());
     }
 
     #[test]
     fn a_device_is_used_through_loop_devices() {
         let host = host();
-        let users = Users::below(host.path(), Path::new("/dev/loop3"));
+        let users = DeviceOpeners::of_device_in(host.path(), Path::new("/dev/loop3"));
         assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop4");
     }
 
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn what_looks_escaped_and_is_not_stays() {
+    fn invalid_escapes_are_kept() {
         assert_eq!(unescaped(br"a\040b\\c\0").as_os_str().as_bytes(), br"a b\\c\0");
     }
 }

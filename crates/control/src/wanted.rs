@@ -13,28 +13,28 @@ use settings::{
 
 use super::{
     bitmaps,
-    doors::{Machine, Taken},
-    registry::{self, NewExport, Registry, RunningExport},
-    serving::Serving,
+    doors::{VhostUserEndpoint, TransferredEndpoint},
+    registry::{self, NewNbdExport, Registry, RunningExport},
+    serving::RunningServer,
 };
 
 /// Planned export.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct PlannedExport {
     /// Name of the disk.
     pub disk: String,
     pub(crate) read_only: bool,
-    pub(crate) way: Way,
+    pub(crate) way: PlannedEndpoint,
 }
 
 /// Planned endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum PlannedEndpoint {
     Nbd { endpoint: ListenEndpoint, name: String, description: String, access: AccessRules, bitmaps: Vec<String> },
-    Own(ExportTarget),
+    Separate(ExportTarget),
 }
 
-impl Wanted {
+impl PlannedExport {
     /// All exports of a plan, NBD exports first.
     pub fn all(plan: &DesiredState) -> Vec<Self> {
         Self::of(&plan.disks, &plan.servers, &plan.exports, |_| true)
@@ -47,14 +47,14 @@ impl Wanted {
     }
 
     /// Exports of a disk that is added.
-    pub(crate) fn of_added(planned: &CheckedDisk) -> Vec<Self> {
+    pub(crate) fn of_new_disk(planned: &CheckedDisk) -> Vec<Self> {
         let CheckedDisk { disk, servers, doors } = planned;
         Self::of(std::slice::from_ref(disk), servers, doors, |_| true)
     }
 
     /// True if a client passed the socket of this export under the name.
-    pub(crate) fn is_at_passed(&self, name: &str) -> bool {
-        let Way::Own(ExportTarget::VhostUserBlk(export)) = &self.way else { return false };
+    pub(crate) fn uses_passed_socket(&self, name: &str) -> bool {
+        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.way else { return false };
         matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
     }
 
@@ -72,7 +72,7 @@ impl Wanted {
         let nbd = servers.iter().flat_map(|server| {
             server.exports.iter().filter(move |export| is_wanted(export.disk)).map(|export| {
                 let disk = &disks[export.disk];
-                let way = Way::Nbd {
+                let way = PlannedEndpoint::Nbd {
                     endpoint: server.endpoint.clone(),
                     name: export.name.clone(),
                     description: disk.description.clone(),
@@ -83,30 +83,30 @@ impl Wanted {
             })
         });
         let own = doors.iter().filter(|export| is_wanted(export.disk));
-        let own = own.map(|ExportSpec { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
+        let own = own.map(|ExportSpec { door, disk }| of_disk(*disk, false, PlannedEndpoint::Separate(door.clone())));
         nbd.chain(own).collect()
     }
 
     /// True if the running export is this one and is not ending.
-    fn is(&self, export: &RunningExport) -> bool {
-        let is_there = match (&self.way, &export.door) {
-            (Way::Nbd { endpoint, name, .. }, registry::Door::Nbd(serving, _)) => {
+    fn matches(&self, export: &RunningExport) -> bool {
+        let is_there = match (&self.way, &export.endpoint) {
+            (PlannedEndpoint::Nbd { endpoint, name, .. }, registry::RunningEndpoint::Nbd(serving, _)) => {
                 serving.endpoint == *endpoint && export.name == *name
             }
-            (Way::Own(door), registry::Door::Own(..)) => export.said.as_ref() == Some(door),
+            (PlannedEndpoint::Separate(door), registry::RunningEndpoint::Separate(..)) => export.endpoint_config.as_ref() == Some(door),
             _ => false,
         };
         is_there && !export.is_ending()
     }
 
     /// True if both exports have the same name at the same server, or the same endpoint.
-    pub(crate) fn is_at(&self, other: &Self) -> bool {
+    pub(crate) fn has_same_endpoint(&self, other: &Self) -> bool {
         match (&self.way, &other.way) {
             (
-                Way::Nbd { endpoint, name, .. },
-                Way::Nbd { endpoint: other_endpoint, name: other_name, .. },
+                PlannedEndpoint::Nbd { endpoint, name, .. },
+                PlannedEndpoint::Nbd { endpoint: other_endpoint, name: other_name, .. },
             ) => (endpoint, name) == (other_endpoint, other_name),
-            (Way::Own(door), Way::Own(other)) => {
+            (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
                 // Devices without an address, such as automatically numbered ones, never coincide.
                 let place = (door.path(), door.inherited_name());
                 place != (None, None) && place == (other.path(), other.inherited_name())
@@ -123,8 +123,8 @@ impl Wanted {
         add("read-only", self.read_only != other.read_only);
         match (&self.way, &other.way) {
             (
-                Way::Nbd { description, access, bitmaps, .. },
-                Way::Nbd {
+                PlannedEndpoint::Nbd { description, access, bitmaps, .. },
+                PlannedEndpoint::Nbd {
                     description: other_description, access: other_access, bitmaps: other_bitmaps, ..
                 },
             ) => {
@@ -132,7 +132,7 @@ impl Wanted {
                 add("allow, deny, tls-authz", access != other_access);
                 add("bitmap", bitmaps != other_bitmaps);
             }
-            (Way::Own(door), Way::Own(other)) => {
+            (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
                 // Compared in the syntax of the command line: the address, then each non-default
                 // key.
                 let said = |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
@@ -152,82 +152,82 @@ impl Wanted {
     /// Adds it to the running state, at a running server or at its own endpoint.
     pub async fn add(&self, registry: &Rc<Registry>) -> anyhow::Result<Rc<RunningExport>> {
         let id = match &self.way {
-            Way::Nbd { endpoint, name, .. } => {
+            PlannedEndpoint::Nbd { endpoint, name, .. } => {
                 // An export may have the empty name, but no export the empty id.
                 let name = if name.is_empty() { &self.disk } else { name };
-                registry.exports.free_id(name, &serving(registry, endpoint)?.address())
+                registry.exports.free_id(name, &require_server(registry, endpoint)?.address())
             }
-            Way::Own(door) => registry.exports.free_id(&self.disk, &door.address()),
+            PlannedEndpoint::Separate(door) => registry.exports.free_id(&self.disk, &door.address()),
         };
-        self.add_by(registry, id).await
+        self.add_with_id(registry, id).await
     }
 
     /// As [`Wanted::add`], with a free id.
-    pub(crate) async fn add_by(
+    pub(crate) async fn add_with_id(
         &self,
         registry: &Rc<Registry>,
         id: String,
     ) -> anyhow::Result<Rc<RunningExport>> {
         let disk = registry.disks.get(&self.disk)?;
         match &self.way {
-            Way::Nbd { endpoint, name, description, access, bitmaps } => {
-                let new = NewExport {
+            PlannedEndpoint::Nbd { endpoint, name, description, access, bitmaps } => {
+                let new = NewNbdExport {
                     id: id.clone(),
                     name: name.clone(),
                     description: description.clone(),
                     access: access.clone(),
                     disk: self.disk.clone(),
                     read_only: self.read_only,
-                    bitmaps: bitmaps::of_image(&disk, bitmaps).await?,
+                    bitmaps: bitmaps::find_bitmaps(&disk, bitmaps).await?,
                 };
-                registry.add_export(&serving(registry, endpoint)?, new)?;
+                registry.add_export(&require_server(registry, endpoint)?, new)?;
             }
-            Way::Own(door) => {
-                registry.add_door(id.clone(), disk, self.read_only, door, None).await?;
+            PlannedEndpoint::Separate(door) => {
+                registry.add_endpoint(id.clone(), disk, self.read_only, door, None).await?;
             }
         }
         Ok(registry.exports.get(&id)?)
     }
 
     /// Opens a separate endpoint under this id, with transferred state of the old process.
-    pub(crate) async fn add_as(
+    pub(crate) async fn add_transferred(
         &self,
         registry: &Rc<Registry>,
         id: String,
-        taken: Taken,
+        taken: TransferredEndpoint,
     ) -> anyhow::Result<String> {
-        let Way::Own(door) = &self.way else { bail!("it has no door of its own") };
-        registry.add_door(id, registry.disks.get(&self.disk)?, self.read_only, door, Some(taken)).await
+        let PlannedEndpoint::Separate(door) = &self.way else { bail!("it has no door of its own") };
+        registry.add_endpoint(id, registry.disks.get(&self.disk)?, self.read_only, door, Some(taken)).await
     }
 
     /// True if clients of the endpoint cannot write.
     pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
-        let of_door = matches!(&self.way, Way::Own(door) if door.read_only());
+        let of_door = matches!(&self.way, PlannedEndpoint::Separate(door) if door.read_only());
         Ok(self.read_only || of_door || registry.disks.get(&self.disk)?.disk.image().is_read_only())
     }
 
     /// Export name and address for reports; for a separate endpoint, the disk's name and the
     /// address.
-    pub fn told(&self, registry: &Registry) -> (String, String) {
+    pub fn name_and_address(&self, registry: &Registry) -> (String, String) {
         match &self.way {
-            Way::Nbd { endpoint, name, .. } => {
+            PlannedEndpoint::Nbd { endpoint, name, .. } => {
                 let address = match endpoint {
                     ListenEndpoint::Address(address) => address.to_string(),
                     ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => {
-                        server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
+                        find_server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
                     }
                 };
                 (name.clone(), address)
             }
-            Way::Own(door) => (self.disk.clone(), door.address()),
+            PlannedEndpoint::Separate(door) => (self.disk.clone(), door.address()),
         }
     }
 }
 
 /// Running exports at one moment, indexed to find planned ones.
-pub(crate) struct Running(HashMap<String, Vec<Rc<RunningExport>>>);
+pub(crate) struct RunningExportIndex(HashMap<String, Vec<Rc<RunningExport>>>);
 
-impl Running {
+impl RunningExportIndex {
     pub(crate) fn of(registry: &Registry) -> Self {
         let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
         for export in registry.exports.all() {
@@ -236,31 +236,31 @@ impl Running {
         Self(of_disks)
     }
 
-    pub(crate) fn find(&self, wanted: &Wanted) -> Option<Rc<RunningExport>> {
+    pub(crate) fn find(&self, wanted: &PlannedExport) -> Option<Rc<RunningExport>> {
         let of_disk = self.0.get(&wanted.disk)?;
-        of_disk.iter().find(|export| wanted.is(export)).cloned()
+        of_disk.iter().find(|export| wanted.matches(export)).cloned()
     }
 }
 
 /// URIs by which clients reach a running export.
-pub fn uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
-    let entrance = match &export.door {
-        registry::Door::Nbd(serving, _) => {
+pub fn export_uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
+    let entrance = match &export.endpoint {
+        registry::RunningEndpoint::Nbd(serving, _) => {
             // The config's TLS mode applies to servers of the config only.
             let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
             return serving.uris(&export.name, if is_plain { &TlsConfig::Off } else { tls });
         }
-        registry::Door::Own(entrance) => entrance,
+        registry::RunningEndpoint::Separate(entrance) => entrance,
     };
     let address = entrance.address();
-    vec![match &export.said {
+    vec![match &export.endpoint_config {
         // The front end listens, and only weir connects: there is no URI for clients.
         Some(ExportTarget::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
         Some(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(_), .. })) => {
             address.replacen("unix:", "vhost-user:", 1)
         }
         // The path of a passed socket is known to the kernel only.
-        Some(ExportTarget::VhostUserBlk(_)) => match entrance.machine().and_then(Machine::path) {
+        Some(ExportTarget::VhostUserBlk(_)) => match entrance.vhost_user().and_then(VhostUserEndpoint::listening_path) {
             Some(path) => format!("vhost-user:{}", path.display()),
             None => address.to_owned(),
         },
@@ -268,11 +268,11 @@ pub fn uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
     }]
 }
 
-fn serving(registry: &Registry, endpoint: &ListenEndpoint) -> anyhow::Result<Rc<Serving>> {
-    server(registry, endpoint).context("no server listens there")
+fn require_server(registry: &Registry, endpoint: &ListenEndpoint) -> anyhow::Result<Rc<RunningServer>> {
+    find_server(registry, endpoint).context("no server listens there")
 }
 
 /// The server of an endpoint.
-pub(crate) fn server(registry: &Registry, endpoint: &ListenEndpoint) -> Option<Rc<Serving>> {
+pub(crate) fn find_server(registry: &Registry, endpoint: &ListenEndpoint) -> Option<Rc<RunningServer>> {
     registry.exports.server_at(endpoint)
 }

@@ -25,51 +25,51 @@ use std::{
 
 use block::disk::RequestFailure;
 use cluster::actor;
-use conditions::{Conditions, Devices};
+use conditions::{WatchedConditions, WatchedDevices};
 use policy::{
     request::Direction,
     time::{Duration, Instant},
 };
 use reactor::JoinHandle;
 use serde_json::json;
-use settings::{Changed, Settings};
+use settings::{SettingChange, MemberSettingValues};
 
 use super::{
-    change::Change,
-    held_back::HeldBack,
-    registry::{Door, Registry},
+    change::RegistryChange,
+    held_back::ThrottleLog,
+    registry::{RunningEndpoint, Registry},
 };
-use crate::events::{Kind, News};
+use crate::events::{Kind, NewEvent};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Age of a request at which its storage is reported as not answering.
-const LATE: Duration = Duration::from_secs(10);
+const UNANSWERED_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Samples every second while there is activity, and at each change, until the handle or the
 /// registry is dropped. The exports `in_use` have openers from before an upgrade, which are not
 /// reported.
-pub fn watch(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> JoinHandle<()> {
+pub fn watch_registry(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> JoinHandle<()> {
     let watch =
-        Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(registry), ..Watch::default() }));
+        Rc::new(RefCell::new(EventWatch { in_use_before: in_use, throttle_log: ThrottleLog::starting_now(registry), ..EventWatch::default() }));
     // The first sample of a limit, reservation or watermark is only a baseline.
-    watch.borrow_mut().look(registry);
-    watch.borrow_mut().adopt(registry);
+    watch.borrow_mut().sample(registry);
+    watch.borrow_mut().record_existing(registry);
     let (listening, listener) = (Rc::downgrade(registry), Rc::downgrade(&watch));
     registry.listen(move |change| {
         if let (Some(registry), Some(watch)) = (listening.upgrade(), listener.upgrade()) {
-            watch.borrow_mut().follow(&registry, change);
+            watch.borrow_mut().handle_change(&registry, change);
         }
     });
     let registry = Rc::downgrade(registry);
-    let look = move || Some(watch.borrow_mut().look(&*Weak::upgrade(&registry)?));
+    let look = move || Some(watch.borrow_mut().sample(&*Weak::upgrade(&registry)?));
     reactor::spawn_joinable(async move {
-        let _gone: Option<Infallible> = look_on(look).await;
+        let _gone: Option<Infallible> = sample_while_active(look).await;
     })
 }
 
 /// Samples until `look` returns `None`; `look` returns true if no condition can change by time
 /// alone.
-async fn look_on(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
+async fn sample_while_active(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
     loop {
         reactor::sleep_until(reactor::now() + SECOND).await;
         let looked = reactor::now();
@@ -88,12 +88,12 @@ async fn look_on(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
 
 /// Kind of the object that a name belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Of {
+enum MemberKind {
     Disk,
     Group,
 }
 
-impl Of {
+impl MemberKind {
     const fn name(self) -> &'static str {
         match self {
             Self::Disk => "disk",
@@ -101,7 +101,7 @@ impl Of {
         }
     }
 
-    fn about(self, name: &str, news: News) -> News {
+    fn with_subject(self, name: &str, news: NewEvent) -> NewEvent {
         match self {
             Self::Disk => news.of_disk(name),
             Self::Group => news.of_group(name),
@@ -110,86 +110,86 @@ impl Of {
 }
 
 #[derive(Default)]
-struct Watch {
-    known: BTreeMap<String, (Of, Settings)>,
-    conditions: Conditions,
-    devices: Devices,
+struct EventWatch {
+    known: BTreeMap<String, (MemberKind, MemberSettingValues)>,
+    conditions: WatchedConditions,
+    devices: WatchedDevices,
     stopped: BTreeSet<String>,
     backing_changed: BTreeSet<String>,
     /// Disks with an overdue request at a remote storage; true if that was reported.
     unanswered: BTreeMap<String, bool>,
     /// Disks and groups that a reload in progress has changed.
-    put_off: Vec<String>,
-    held_back: HeldBack,
+    reload_changes: Vec<String>,
+    throttle_log: ThrottleLog,
     /// Devices and files of this host in use, by their exports' ids.
-    used: BTreeMap<String, InUse>,
+    used: BTreeMap<String, DeviceInUse>,
     /// Exports that were in use before an upgrade; their first sample causes no event.
-    in_use: BTreeSet<String>,
+    in_use_before: BTreeSet<String>,
 }
 
 /// Device or file of this host in use: a device by the kernel, a file by its openers.
-struct InUse {
+struct DeviceInUse {
     disk: String,
     kind: &'static str,
     clients: usize,
     since: Instant,
 }
 
-impl InUse {
-    fn news(&self, kind: Kind, export: &str) -> News {
+impl DeviceInUse {
+    fn use_event(&self, kind: Kind, export: &str) -> NewEvent {
         let verb = if kind == Kind::ClientIn { "uses" } else { "has left" };
         let message = format!("a client of {} {verb} disk {}", self.kind, self.disk);
-        News::new(kind, message).of_disk(&self.disk).with("export", export).with("type", self.kind)
+        NewEvent::new(kind, message).of_disk(&self.disk).with("export", export).with("type", self.kind)
     }
 
-    fn gone(&self, export: &str, connections: usize, now: Instant) -> News {
-        let news = self.news(Kind::ClientOut, export).with("connections", connections);
+    fn end_event(&self, export: &str, connections: usize, now: Instant) -> NewEvent {
+        let news = self.use_event(Kind::ClientOut, export).with("connections", connections);
         news.with("seconds", (now - self.since).as_secs())
     }
 }
 
-fn answers(disk: &str) -> News {
-    News::new(Kind::StorageAnswers, format!("the storage of disk {disk} answers again")).of_disk(disk)
+fn storage_answers_event(disk: &str) -> NewEvent {
+    NewEvent::new(Kind::StorageAnswers, format!("the storage of disk {disk} answers again")).of_disk(disk)
 }
 
-impl Watch {
+impl EventWatch {
     /// Records the existing objects without events.
-    fn adopt(&mut self, registry: &Registry) {
+    fn record_existing(&mut self, registry: &Registry) {
         for running in registry.disks.all() {
-            let settings = Settings::of_disk(&running);
-            self.known.insert(running.disk.name().to_string(), (Of::Disk, settings));
+            let settings = MemberSettingValues::of_disk(&running);
+            self.known.insert(running.disk.name().to_string(), (MemberKind::Disk, settings));
         }
         for group in registry.groups.all() {
-            self.known.insert(group.name().to_owned(), (Of::Group, Settings::of_group(&group)));
+            self.known.insert(group.name().to_owned(), (MemberKind::Group, MemberSettingValues::of_group(&group)));
         }
     }
 
     /// Takes a sample. Returns true if no condition can change until some thread wakes up.
-    fn look(&mut self, registry: &Registry) -> bool {
+    fn sample(&mut self, registry: &Registry) -> bool {
         let now = reactor::now();
         let events = &registry.events;
-        self.conditions.look(registry, now);
-        self.devices.look(registry, now);
+        self.conditions.sample(registry, now);
+        self.devices.sample(registry, now);
         for running in registry.disks.all() {
             let name = &**running.disk.name();
             if !running.disk.image().has_changed_below() {
                 self.backing_changed.remove(name);
             } else if self.backing_changed.insert(name.to_owned()) {
                 let message = format!("another program changed a backing file of disk {name}");
-                events.tell(News::new(Kind::BackingFileChanged, message).of_disk(name));
+                events.record(NewEvent::new(Kind::BackingFileChanged, message).of_disk(name));
             }
         }
-        self.look_at_devices(registry);
-        let all_is_told = self.look_for_answers(registry);
+        self.report_device_use(registry);
+        let all_is_told = self.report_unanswered(registry);
         let limited_ns = self.conditions.limited_ns();
-        self.held_back.look(registry, limited_ns, now);
-        let is_told = all_is_told && self.held_back.has_told(limited_ns);
-        self.conditions.are_still() && self.devices.are_still() && is_told
+        self.throttle_log.log_if_due(registry, limited_ns, now);
+        let is_told = all_is_told && self.throttle_log.is_unchanged(limited_ns);
+        self.conditions.is_idle() && self.devices.is_idle() && is_told
     }
 
     /// Reports remote storage that does not answer. Returns true if all overdue storage was
     /// reported.
-    fn look_for_answers(&mut self, registry: &Registry) -> bool {
+    fn report_unanswered(&mut self, registry: &Registry) -> bool {
         let mut before = std::mem::take(&mut self.unanswered);
         for running in registry.disks.all() {
             let storage = running.disk.image().storage();
@@ -198,84 +198,84 @@ impl Watch {
             let name = running.disk.name().to_string();
             let was_told = before.remove(&name).unwrap_or(false);
             // After a report, other requests of the disk may still be pending.
-            let is_late = age >= LATE;
+            let is_late = age >= UNANSWERED_TIMEOUT;
             if is_late && !was_told {
                 let seconds = age.as_secs();
                 let message =
                     format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
-                let news = News::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
+                let news = NewEvent::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
                 let connected = storage.remote_status().map(|remote| remote.is_connected);
-                registry.events.tell(news.with("connected", connected));
+                registry.events.record(news.with("connected", connected));
             } else if was_told && !is_late {
-                registry.events.tell(answers(&name));
+                registry.events.record(storage_answers_event(&name));
             }
             self.unanswered.insert(name, is_late);
         }
         for (name, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
-            registry.events.tell(answers(&name));
+            registry.events.record(storage_answers_event(&name));
         }
         self.unanswered.values().all(|is_told| *is_told)
     }
 
     /// Reports changes in the use of devices and files. A use shorter than the sampling interval is
     /// not seen.
-    fn look_at_devices(&mut self, registry: &Registry) {
+    fn report_device_use(&mut self, registry: &Registry) {
         let now = reactor::now();
         let mut before = std::mem::take(&mut self.used);
         for export in registry.exports.all() {
-            let Door::Own(entrance) = &export.door else { continue };
+            let RunningEndpoint::Separate(entrance) = &export.endpoint else { continue };
             let clients = entrance.server.connections();
             if entrance.device().is_none() || clients == 0 {
                 continue;
             }
             let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
-            let seen = before.remove(&export.id).unwrap_or(InUse { disk, kind, clients: 0, since: now });
+            let seen = before.remove(&export.id).unwrap_or(DeviceInUse { disk, kind, clients: 0, since: now });
             // The flag is consumed even if no event follows.
-            if clients > seen.clients && !self.in_use.remove(&export.id) {
-                registry.events.tell(seen.news(Kind::ClientIn, &export.id).with("connections", clients));
+            if clients > seen.clients && !self.in_use_before.remove(&export.id) {
+                registry.events.record(seen.use_event(Kind::ClientIn, &export.id).with("connections", clients));
             } else if clients < seen.clients {
-                registry.events.tell(seen.gone(&export.id, clients, now));
+                registry.events.record(seen.end_event(&export.id, clients, now));
             }
-            self.used.insert(export.id.clone(), InUse { clients, ..seen });
+            self.used.insert(export.id.clone(), DeviceInUse { clients, ..seen });
         }
         for (id, seen) in before {
-            registry.events.tell(seen.gone(&id, 0, now));
+            registry.events.record(seen.end_event(&id, 0, now));
         }
     }
 
-    fn follow(&mut self, registry: &Registry, change: &Change) {
+    fn handle_change(&mut self, registry: &Registry, change: &RegistryChange) {
         match change {
             // A reload may still be rolled back; events follow when it is final.
-            Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
-                self.put_off.push(name.clone());
+            RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name } if is_reload() => {
+                self.reload_changes.push(name.clone());
             }
-            Change::Listed { name } if registry.disks.is_arriving(name) => {}
-            Change::Listed { name } => self.listed(registry, name),
-            Change::SettingsChanged { name } => self.settings_changed(registry, name),
-            Change::Reloaded => {
+            RegistryChange::Listed { name } if registry.disks.is_incomplete(name) => {}
+            RegistryChange::Listed { name } => self.report_listed(registry, name),
+            RegistryChange::SettingsChanged { name } => self.report_settings(registry, name),
+            RegistryChange::Reloaded => {
                 let mut told = BTreeSet::new();
-                for name in std::mem::take(&mut self.put_off) {
+                for name in std::mem::take(&mut self.reload_changes) {
                     if !told.insert(name.clone()) {
                         continue;
                     }
                     match self.known.contains_key(&name) == Self::find(registry, &name).is_some() {
-                        true => self.settings_changed(registry, &name),
-                        false => self.listed(registry, &name),
+                        true => self.report_settings(registry, &name),
+                        false => self.report_listed(registry, &name),
                     }
                 }
             }
-            Change::Failed { disk, failure } => self.failed(registry, disk, failure),
-            Change::Resumed { .. } => self.resumed(registry),
-            Change::ExportDeleted { .. } | Change::Stopped => {}
+            RegistryChange::Failed { disk, failure } => self.report_failure(registry, disk, failure),
+            RegistryChange::Resumed { .. } => self.report_resumed(registry),
+            RegistryChange::ExportDeleted { .. } | RegistryChange::Stopped => {}
         }
     }
 
-    fn listed(&mut self, registry: &Registry, name: &str) {
+    fn report_listed(&mut self, registry: &Registry, name: &str) {
         let now = Self::find(registry, name);
         let before = self.known.remove(name);
         let (kind, of) = match (&before, &now) {
-            (None, Some((of, _))) => (added(*of), *of),
-            (Some((of, _)), None) => (removed(*of), *of),
+            (None, Some((of, _))) => (added_event_type(*of), *of),
+            (Some((of, _)), None) => (removed_event_type(*of), *of),
             // Removed and added again, for example by a roll-back: no event.
             _ => {
                 self.known.extend(now.map(|now| (name.to_owned(), now)));
@@ -286,48 +286,48 @@ impl Watch {
         // A later disk of this name starts in the running state.
         self.stopped.remove(name);
         let verb = if before.is_none() { "added" } else { "removed" };
-        let news = by(News::new(kind, format!("{} {name} was {verb}", of.name())));
-        registry.events.tell(of.about(name, news));
+        let news = with_actor(NewEvent::new(kind, format!("{} {name} was {verb}", of.name())));
+        registry.events.record(of.with_subject(name, news));
     }
 
-    fn find(registry: &Registry, name: &str) -> Option<(Of, Settings)> {
+    fn find(registry: &Registry, name: &str) -> Option<(MemberKind, MemberSettingValues)> {
         if let Ok(running) = registry.disks.get(name) {
-            return Some((Of::Disk, Settings::of_disk(&running)));
+            return Some((MemberKind::Disk, MemberSettingValues::of_disk(&running)));
         }
-        registry.groups.get(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
+        registry.groups.get(name).ok().map(|group| (MemberKind::Group, MemberSettingValues::of_group(&group)))
     }
 
-    fn settings_changed(&mut self, registry: &Registry, name: &str) {
+    fn report_settings(&mut self, registry: &Registry, name: &str) {
         let Some((of, now)) = Self::find(registry, name) else { return };
         let Some((_, before)) = self.known.insert(name.to_owned(), (of, now.clone())) else { return };
-        let changes = now.since(&before);
+        let changes = now.changes_since(&before);
         if changes.is_empty() {
             return;
         }
         let who = actor::current_actor().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
-        let news = Changed::news(&format!("{} {name} was changed{who}", of.name()), &changes);
-        registry.events.tell(of.about(name, by(news)));
+        let news = SettingChange::changed_event(&format!("{} {name} was changed{who}", of.name()), &changes);
+        registry.events.record(of.with_subject(name, with_actor(news)));
     }
 
-    fn failed(&mut self, registry: &Registry, disk: &str, failure: &RequestFailure) {
+    fn report_failure(&mut self, registry: &Registry, disk: &str, failure: &RequestFailure) {
         let operation = match failure.direction {
             Direction::Read => "read",
             Direction::Write => "write",
         };
         let reason = failure.error.to_string();
         let message = format!("the device failed a {operation} of disk {disk}: {reason}");
-        let news = News::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
-        registry.events.tell(news.with("reason", reason.as_str()));
+        let news = NewEvent::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
+        registry.events.record(news.with("reason", reason.as_str()));
         let is_stopped =
             registry.disks.get(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
         if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
             let message = format!("disk {disk} has stopped at an error: {reason} (`weir resume` resumes it)");
-            let news = News::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
-            registry.events.tell(news.with("reason", reason));
+            let news = NewEvent::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
+            registry.events.record(news.with("reason", reason));
         }
     }
 
-    fn resumed(&mut self, registry: &Registry) {
+    fn report_resumed(&mut self, registry: &Registry) {
         let goes_on = |name: &String| {
             registry.disks.get(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
         };
@@ -335,23 +335,23 @@ impl Watch {
             std::mem::take(&mut self.stopped).into_iter().partition(goes_on);
         self.stopped.extend(stopped);
         for name in resumed {
-            let news = by(News::new(Kind::DiskResumed, format!("disk {name} was resumed")));
-            registry.events.tell(news.of_disk(&name));
+            let news = with_actor(NewEvent::new(Kind::DiskResumed, format!("disk {name} was resumed")));
+            registry.events.record(news.of_disk(&name));
         }
     }
 }
 
-const fn added(of: Of) -> Kind {
+const fn added_event_type(of: MemberKind) -> Kind {
     match of {
-        Of::Disk => Kind::DiskAdded,
-        Of::Group => Kind::GroupAdded,
+        MemberKind::Disk => Kind::DiskAdded,
+        MemberKind::Group => Kind::GroupAdded,
     }
 }
 
-const fn removed(of: Of) -> Kind {
+const fn removed_event_type(of: MemberKind) -> Kind {
     match of {
-        Of::Disk => Kind::DiskRemoved,
-        Of::Group => Kind::GroupRemoved,
+        MemberKind::Disk => Kind::DiskRemoved,
+        MemberKind::Group => Kind::GroupRemoved,
     }
 }
 
@@ -361,7 +361,7 @@ fn is_reload() -> bool {
 }
 
 /// Adds the actor of the current change, or the daemon itself.
-fn by(news: News) -> News {
+fn with_actor(news: NewEvent) -> NewEvent {
     let who = actor::current_actor().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
     news.with("by", who)
 }

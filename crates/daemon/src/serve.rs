@@ -36,12 +36,12 @@ use console::{
     signals::{SignalRequest, BlockedSignals},
 };
 use control::{
-    listen::{Inherited, Others},
+    listen::{InheritedSockets, AddressConflictRule},
     notify,
-    qmp::Control,
-    reconcile::source::Source,
-    registry::{End, Registry},
-    takeover::newcomer::Newcomer,
+    qmp::ControlSockets,
+    reconcile::source::StartSource,
+    registry::{DaemonEnd, Registry},
+    takeover::newcomer::NewProcess,
 };
 use settings::{DaemonConfig, ParsedConfig, Diagnostics, Origin, ConfigWithOrigins, DesiredState, config, control::ControlSocketLocation};
 pub use qemu_options::QEMU_HEADING;
@@ -53,7 +53,7 @@ use crate::{on_event::EventRunner, pid_file::PidFile};
 /// # Errors
 /// [`Failure::Usage`] if the command line contradicts itself, otherwise [`Failure::Failed`].
 pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), CommandFailure> {
-    let inherited = Inherited::take();
+    let inherited = InheritedSockets::from_environment();
     arguments.check_disks().map_err(|rule| CommandFailure::Usage(anyhow::Error::msg(rule)))?;
     let mut steps = std::mem::take(&mut arguments.steps);
     let monitors = steps.take_monitors().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
@@ -62,17 +62,17 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let takeover = arguments.takeover.take();
     let ServeInput { options, draft, mistakes } = ServeInput::read(arguments, monitors)?;
     if is_checked {
-        let inherited = inherited.count();
+        let inherited = inherited.unused();
         let plan = match &file {
             Some(_) => DesiredState::with_diagnostics(draft.clone(), inherited, mistakes),
             None => Ok(plan(&draft, false, inherited)?),
         };
-        return check::check(draft, plan, Others::AreInTheWay, file);
+        return check::check(draft, plan, AddressConflictRule::Rejected, file);
     }
     let draft = mistakes.finish_first(draft)?;
     let before = takeover.map(|control| connect_to_old(control, &draft)).transpose()?;
-    let regrets = before.as_ref().map(Newcomer::regrets).transpose()?;
-    let passed = before.as_ref().and_then(Source::inherited).unwrap_or_else(|| inherited.count());
+    let regrets = before.as_ref().map(NewProcess::failure_reporter).transpose()?;
+    let passed = before.as_ref().and_then(StartSource::inherited_sockets).unwrap_or_else(|| inherited.unused());
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.process.log)?;
     operation::set_close_on_exec().context("inherited descriptors cannot be closed for child processes")?;
@@ -92,7 +92,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
         let start = start::DaemonStart { plan, steps, file, inherited, old: before, signals, runner };
         let started = Daemon::start(start).await;
         if let (Err(error), Some(regrets)) = (&started, regrets) {
-            regrets.tell(error);
+            regrets.report(error);
         }
         match started? {
             Some(daemon) => {
@@ -108,11 +108,11 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
 
 /// Connects to the daemon to be replaced: at this control socket, at the first one of the config,
 /// or at the default one.
-fn connect_to_old(control: Option<PathBuf>, draft: &ParsedConfig) -> Result<Newcomer, CommandFailure> {
+fn connect_to_old(control: Option<PathBuf>, draft: &ParsedConfig) -> Result<NewProcess, CommandFailure> {
     descriptors::raise_limit();
     let user = draft.daemon.user.as_ref().and_then(|owner| owner.user.as_deref());
     if let Some(control) = control {
-        return Ok(Newcomer::ask(&control, user)?);
+        return Ok(NewProcess::request(&control, user)?);
     }
     for disk in &draft.disks {
         let address = disk.image.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
@@ -126,7 +126,7 @@ fn connect_to_old(control: Option<PathBuf>, draft: &ParsedConfig) -> Result<Newc
         Some(socket) => socket.clone(),
         None => ControlSocketLocation::for_commands().map_err(|rule| anyhow!("control socket: {rule}"))?.path,
     };
-    Ok(Newcomer::ask(&control, user)?)
+    Ok(NewProcess::request(&control, user)?)
 }
 
 struct ServeInput {
@@ -166,7 +166,7 @@ fn plan(draft: &ParsedConfig, is_of_a_file: bool, inherited: usize) -> Result<De
 
 enum DaemonEvent {
     Signal(SignalRequest),
-    End(End),
+    End(DaemonEnd),
     /// Every connection has ended and every disk was flushed, or its flush has failed.
     Finished(anyhow::Result<()>),
 }
@@ -175,7 +175,7 @@ type DaemonEvents = (async_channel::Sender<DaemonEvent>, async_channel::Receiver
 
 struct Daemon {
     registry: Rc<Registry>,
-    control: Rc<Control>,
+    control: Rc<ControlSockets>,
     /// Tasks that end when their handles are dropped.
     _watching: Vec<reactor::JoinHandle<()>>,
     _watchdog: Option<reactor::JoinHandle<()>>,

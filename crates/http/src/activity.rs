@@ -17,7 +17,7 @@ use std::{
 
 use api::{ActivityObject, DaemonIdentity, Delta, Overview, RemovedNames};
 use axum::body::Bytes;
-use control::events::Events;
+use control::events::EventLog;
 use nix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 use tokio::{
@@ -61,7 +61,7 @@ pub(super) struct DaemonDescription {
 pub(super) struct ActivityWatch {
     desk: Arc<MainThread>,
     about: DaemonDescription,
-    events: Events,
+    events: EventLog,
     /// Begin of the count of seconds, since the Epoch. Independent of later changes of the clock.
     began_ms: u64,
     began: Duration,
@@ -99,7 +99,7 @@ pub(super) struct WatchState {
 }
 
 impl ActivityWatch {
-    pub(super) fn new(desk: Arc<MainThread>, about: DaemonDescription, events: Events) -> Arc<Self> {
+    pub(super) fn new(desk: Arc<MainThread>, about: DaemonDescription, events: EventLog) -> Arc<Self> {
         let began_ms = milliseconds(SystemTime::now());
         let (began, listened) = (boot_time(), Notify::new());
         // Events from before the start of the page are not sent.
@@ -249,7 +249,7 @@ impl WatchState {
     }
 
     /// Sends new events to all listeners; returns the number of bytes for each.
-    fn send_events(&mut self, events: &Events) -> usize {
+    fn send_events(&mut self, events: &EventLog) -> usize {
         // One message for all events, so that a burst does not overflow a listener's queue.
         let mut all = Vec::new();
         for event in events.since(self.event) {

@@ -87,7 +87,7 @@ pub(super) async fn apply(registry: &Rc<Registry>, wanted: SettingsRequest) -> R
     settings.insert("name".to_owned(), json!(name));
     let by = ChangeOrigin::Http { client: who.clone() };
     // `by.run` attributes the event of this change to the HTTP client.
-    let done = by.attribute(qmp::perform_sent(registry, "x-weir-set", settings)).await;
+    let done = by.attribute(qmp::execute_json(registry, "x-weir-set", settings)).await;
     match &done {
         Ok(()) => tracing::info!(name, %said, by = %who, "changed over HTTP"),
         Err(error) => tracing::info!(name, %said, by = %who, %error, "not changed over HTTP"),

@@ -50,7 +50,7 @@ pub(super) fn parse_number(key: &str, value: Value) -> Result<Value, String> {
     let text = match value {
         Value::String(text) => text,
         Value::Number(number) if number.is_f64() => {
-            let whole = number.as_f64().and_then(qmp::whole);
+            let whole = number.as_f64().and_then(qmp::whole_number);
             return Ok(whole.map_or(Value::Number(number), |whole| json!(whole)));
         }
         other => return Ok(other),

@@ -50,10 +50,10 @@ use std::{rc::Rc, sync::Arc, thread};
 
 use anyhow::Context as _;
 use control::{
-    change::Change,
-    events::Events,
-    listen::{self, Inherited, Listener},
-    recording::Recent,
+    change::RegistryChange,
+    events::EventLog,
+    listen::{self, InheritedSockets, BoundListener},
+    recording::RecentRequests,
     registry::Registry,
 };
 use reactor::ReactorWorker;
@@ -83,7 +83,7 @@ pub struct HttpServer {
 #[derive(Debug, Default)]
 pub struct HttpEndpoints {
     /// Listeners for Prometheus.
-    pub metrics: Option<Vec<Listener>>,
+    pub metrics: Option<Vec<BoundListener>>,
     /// The page and the API.
     pub page: Option<PageEndpoint>,
 }
@@ -92,7 +92,7 @@ pub struct HttpEndpoints {
 #[derive(Debug)]
 pub struct PageEndpoint {
     /// Sockets of the page.
-    pub listeners: Vec<Listener>,
+    pub listeners: Vec<BoundListener>,
     /// Host names that are accepted in requests.
     pub names: Vec<String>,
     /// Token for changes; `None` makes the page read-only.
@@ -103,9 +103,9 @@ pub struct PageEndpoint {
 
 /// Binds an address; `what` is the option's name in errors. Requests are accepted after
 /// [`Http::start`].
-pub fn bind(what: &'static str, address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
+pub fn bind(what: &'static str, address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<BoundListener>> {
     let endpoint = ListenEndpoint::Address(address.clone());
-    listen::open(&endpoint, access, &mut Inherited::none()).context(what)
+    listen::open_listeners(&endpoint, access, &mut InheritedSockets::empty()).context(what)
 }
 
 impl HttpEndpoints {
@@ -171,7 +171,7 @@ impl HttpServer {
 }
 
 impl PageEndpoint {
-    fn into_listeners(self, desk: Arc<MainThread>, recent: Arc<Recent>, events: Events) -> (HttpListeners, Arc<ActivityWatch>) {
+    fn into_listeners(self, desk: Arc<MainThread>, recent: Arc<RecentRequests>, events: EventLog) -> (HttpListeners, Arc<ActivityWatch>) {
         let Self { listeners, names, token, tls: keys } = self;
         let scheme = if keys.is_some() { "https" } else { "http" };
         let may = if token.is_some() { "change" } else { "read" };
@@ -186,7 +186,7 @@ impl PageEndpoint {
     }
 }
 
-fn addresses(listeners: &[Listener]) -> String {
+fn addresses(listeners: &[BoundListener]) -> String {
     listeners.iter().map(|listener| listener.authority.to_string()).collect::<Vec<_>>().join(" ")
 }
 
@@ -216,7 +216,7 @@ fn enable_measuring(registry: &Rc<Registry>) {
     every(registry);
     let later = Rc::downgrade(registry);
     registry.listen(move |change| {
-        if let (Some(registry), Change::Listed { name }) = (later.upgrade(), change)
+        if let (Some(registry), RegistryChange::Listed { name }) = (later.upgrade(), change)
             && let Ok(running) = registry.disks.get(name)
         {
             running.disk.measure();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use control::events::Events;
+use control::events::EventLog;
 
 use super::{main_thread::MainThread, preview_thread::Previews, activity::ActivityWatch};
 
@@ -10,5 +10,5 @@ pub(super) struct PageState {
     pub(super) desk: Arc<MainThread>,
     pub(super) previews: Previews,
     pub(super) watch: Arc<ActivityWatch>,
-    pub(super) events: Events,
+    pub(super) events: EventLog,
 }

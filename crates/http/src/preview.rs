@@ -92,8 +92,8 @@ fn figures(felt: &PreviewResult) -> Option<PreviewFigures> {
 /// Returns the errors of the change itself.
 pub(super) fn preview_input(registry: &Registry, wanted: SettingsRequest) -> Result<PreviewInput, ChangeError> {
     let SettingsRequest { of, name, settings, .. } = wanted;
-    let unknown = |refused: control::registry::Refused| ChangeError::Unknown(refused.to_string());
-    let changed = |before| qmp::would_be(before, settings).map_err(ChangeError::Rejected);
+    let unknown = |refused: control::registry::RegistryError| ChangeError::Unknown(refused.to_string());
+    let changed = |before| qmp::settings_after(before, settings).map_err(ChangeError::Rejected);
     let disks = registry.disks.all();
     match of {
         ObjectKind::Disk => {

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use control::recording::Recent;
+use control::recording::RecentRequests;
 use policy::time::Duration;
 use simulator::limit_preview::{PreviewResult, replay};
 use tokio::sync::oneshot;
@@ -28,7 +28,7 @@ pub(super) struct Previews {
 }
 
 struct PreviewQueue {
-    recent: Arc<Recent>,
+    recent: Arc<RecentRequests>,
     next: Mutex<PreviewQueueState>,
     changed: Condvar,
 }
@@ -75,7 +75,7 @@ impl Drop for PreviewHandle {
 }
 
 impl Previews {
-    pub(super) fn new(recent: Arc<Recent>) -> Self {
+    pub(super) fn new(recent: Arc<RecentRequests>) -> Self {
         let desk = Arc::new(PreviewQueue { recent, next: Mutex::default(), changed: Condvar::new() });
         Self { desk, thread: Mutex::default() }
     }
@@ -147,7 +147,7 @@ impl PreviewQueue {
         let names: Vec<Arc<str>> = then.disks.iter().map(|disk| disk.name.as_str().into()).collect();
         let now = reactor::real_time();
         // Copied here: the recording continues meanwhile.
-        let (since, past) = self.recent.tell(&names, now, MAX_REQUESTS);
+        let (since, past) = self.recent.latest(&names, now, MAX_REQUESTS);
         let mut was = PreviewResult::default();
         for (place, (disk, past)) in then.disks.iter_mut().zip(past).enumerate() {
             if then.of.contains(&place) {

@@ -15,7 +15,7 @@
 use std::{io, pin::Pin, sync::Arc, time::Duration};
 
 use axum::Router;
-use control::listen::{Authority, Listener};
+use control::listen::{UriAuthority, BoundListener};
 use hyper::{
     Request,
     body::Incoming,
@@ -56,7 +56,7 @@ const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
 /// Listeners and their routes.
 pub(super) struct HttpListeners {
-    pub(super) listeners: Vec<Listener>,
+    pub(super) listeners: Vec<BoundListener>,
     pub(super) router: Router,
     pub(super) kind: HttpServiceKind,
 }
@@ -87,15 +87,15 @@ pub(super) fn run(
             // With few descriptors allowed, the page yields to disks.
             let most = most.min(connection_bound());
             let door = Arc::new(HttpService { router, kind, connections: ConnectionSlots::new(most) });
-            for Listener { socket, authority, file } in listeners {
+            for BoundListener { socket, authority, file } in listeners {
                 files.push(file);
                 let socket = match authority {
-                    Authority::Tcp(_) => {
+                    UriAuthority::Tcp(_) => {
                         let socket = std::net::TcpListener::from(socket);
                         socket.set_nonblocking(true)?;
                         HttpSocket::Tcp(TcpListener::from_std(socket)?)
                     }
-                    Authority::Unix(_) | Authority::Unnamed(_) => {
+                    UriAuthority::Unix(_) | UriAuthority::Unnamed(_) => {
                         let socket = std::os::unix::net::UnixListener::from(socket);
                         socket.set_nonblocking(true)?;
                         HttpSocket::Unix(UnixListener::from_std(socket)?)

@@ -18,11 +18,11 @@ use block::{
     measures::Measures,
 };
 use control::{
-    devices::Listed,
+    devices::DeviceWithDisks,
     events::Kind,
-    recording::Running,
-    registry::{Door, Registry, RunningDisk},
-    serving::Serving,
+    recording::RunningRecording,
+    registry::{RunningEndpoint, Registry, RunningDisk},
+    serving::RunningServer,
 };
 use export::nbd::RejectedClientCounts;
 use image::{
@@ -174,7 +174,7 @@ impl DaemonSnapshot {
             servers: servers.iter().map(|one| server(one)).collect(),
             recordings: registry.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
             events: registry.events.counts(),
-            deliveries: registry.deliveries.get().map(|counts| counts.numbers()),
+            deliveries: registry.deliveries.get().map(|counts| counts.counts()),
             unopened: registry.disks.unavailable.borrow().len(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.counters())).collect(),
             cluster: registry.cluster().map(|cluster| ClusterFigures {
@@ -189,12 +189,12 @@ impl DaemonSnapshot {
 }
 
 /// `None` for a recording by a client, which reads its own progress.
-fn recording(running: &Running) -> Option<RecordingFigures> {
+fn recording(running: &RunningRecording) -> Option<RecordingFigures> {
     let progress = &running.progress;
     Some(RecordingFigures {
         directory: running.directory.as_ref()?.display().to_string(),
         requests: progress.requests(),
-        lost: progress.lost(),
+        lost: progress.dropped(),
         bytes: progress.bytes(),
     })
 }
@@ -254,7 +254,7 @@ fn group(group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
     }
 }
 
-fn device(Listed { device, disks }: Listed) -> DeviceFigures {
+fn device(DeviceWithDisks { device, disks }: DeviceWithDisks) -> DeviceFigures {
     DeviceFigures {
         name: device.name().to_owned(),
         disks,
@@ -265,32 +265,32 @@ fn device(Listed { device, disks }: Listed) -> DeviceFigures {
 }
 
 /// Reads each server once: it may have thousands of clients and exports.
-fn exports(registry: &Registry, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
+fn exports(registry: &Registry, servers: &[Rc<RunningServer>]) -> Vec<ExportFigures> {
     // By pointer: a server has no other key, and several exports share one.
     let of_servers: HashMap<_, _> =
         servers.iter().map(|serving| (Rc::as_ptr(serving), serving.server.connections_by_export())).collect();
-    let connections = |door: &Door| match door {
-        Door::Nbd(serving, number) => of_servers
+    let connections = |door: &RunningEndpoint| match door {
+        RunningEndpoint::Nbd(serving, number) => of_servers
             .get(&Rc::as_ptr(serving))
             .and_then(|of_server| of_server.get(number))
             .copied()
             .unwrap_or_default(),
-        Door::Own(entrance) => entrance.server.connections(),
+        RunningEndpoint::Separate(entrance) => entrance.server.connections(),
     };
     let export = |export: &control::registry::RunningExport| ExportFigures {
         id: export.id.clone(),
-        kind: export.door.kind(),
+        kind: export.endpoint.kind(),
         disk: Arc::clone(export.disk.disk.name()),
-        connections: connections(&export.door),
-        counters: match &export.door {
-            Door::Own(entrance) => entrance.server.counters(),
-            Door::Nbd(..) => ExportCounters::default(),
+        connections: connections(&export.endpoint),
+        counters: match &export.endpoint {
+            RunningEndpoint::Separate(entrance) => entrance.server.counters(),
+            RunningEndpoint::Nbd(..) => ExportCounters::default(),
         },
     };
     registry.exports.all().iter().map(|one| export(one)).collect()
 }
 
-fn server(serving: &Serving) -> ServerFigures {
+fn server(serving: &RunningServer) -> ServerFigures {
     ServerFigures {
         address: serving.address(),
         connections: serving.server.connections(),

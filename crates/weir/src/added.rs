@@ -13,15 +13,15 @@ use settings::{
 };
 use storage::{StorageSpec, rbd::RbdAddress};
 
-use crate::client::{self, Client};
+use crate::client::{self, ControlClient};
 
 /// Options of `weir disk add`.
 #[derive(Clone, Debug)]
-pub(crate) struct AddedDisk;
+pub(crate) struct DiskAddOptions;
 
 /// Options of `weir attach`, which exports a disk as a device and not over NBD.
 #[derive(Clone, Debug)]
-pub(crate) struct AttachedDisk;
+pub(crate) struct DiskAttachOptions;
 
 /// Help texts that differ from those of `weir serve`: a running daemon may already have images in
 /// Ceph.
@@ -38,7 +38,7 @@ const RBD_HELP: [(&str, &str); 2] = [
     ),
 ];
 
-impl OptionSelection for AddedDisk {
+impl OptionSelection for DiskAddOptions {
     type Config = DiskConfig;
 
     fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
@@ -56,18 +56,18 @@ impl OptionSelection for AddedDisk {
     }
 }
 
-impl OptionSelection for AttachedDisk {
+impl OptionSelection for DiskAttachOptions {
     type Config = DiskConfig;
 
     fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
         // Access rules, the description and dirty bitmaps are visible to NBD clients only; a device
         // has none.
         let of_nbd = key.heading == "Access" || ["description", "bitmap", "handover"].contains(&key.name);
-        AddedDisk::is_option(key) && !of_nbd
+        DiskAddOptions::is_option(key) && !of_nbd
     }
 
     fn adapt(option: Arg) -> Arg {
-        AddedDisk::adapt(option)
+        DiskAddOptions::adapt(option)
     }
 }
 
@@ -91,7 +91,7 @@ pub(crate) fn disk<O: OptionSelection<Config = DiskConfig>>(
 ///
 /// # Errors
 /// If an option is unknown or its value is invalid.
-pub(crate) fn disk_of_options(
+pub(crate) fn disk_from_options(
     name: &str,
     image: &str,
     options: &[(String, Option<String>)],
@@ -131,7 +131,7 @@ pub(crate) fn keys<T: KeyTable>(config: &ConfigWithOrigins<T>) -> Map<String, Va
 }
 
 /// Adds an export to those of the disk.
-pub(crate) fn export(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportConfig) {
+pub(crate) fn add_export(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportConfig) {
     let key = format!("export[{}]", disk.exports.len());
     disk.record_origin(key, disk.own_origin().clone());
     disk.exports.push(export);
@@ -142,7 +142,7 @@ pub(crate) fn export(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportCon
 ///
 /// # Errors
 /// The daemon's.
-pub(crate) fn send(client: &mut Client, disk: &ConfigWithOrigins<DiskConfig>) -> Result<Value, client::Error> {
+pub(crate) fn add_to_daemon(client: &mut ControlClient, disk: &ConfigWithOrigins<DiskConfig>) -> Result<Value, client::ClientError> {
     let mut keys = keys(disk);
     // The protocol passes exports beside the keys, as they have types of their own.
     let exports = keys.remove("export");
@@ -158,7 +158,7 @@ pub(crate) fn send(client: &mut Client, disk: &ConfigWithOrigins<DiskConfig>) ->
 ///
 /// # Errors
 /// If a value is malformed.
-pub(crate) fn reach_alike(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[DiskStatus]) -> Result<(), ConfigError> {
+pub(crate) fn adopt_ceph_access(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[DiskStatus]) -> Result<(), ConfigError> {
     let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
     // Values that differ between the daemon's images cannot be guessed for the new one.
     let (Some(own), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
@@ -203,25 +203,25 @@ mod tests {
             ("secret-file".to_owned(), Some("/key".to_owned())),
             ("iops-total".to_owned(), Some("70".to_owned())),
         ];
-        let disk = disk_of_options("a", "/a.qcow2", &options).unwrap();
+        let disk = disk_from_options("a", "/a.qcow2", &options).unwrap();
         assert_eq!(super::options(&disk), options);
         let keys = json!({
             "image": "/a.qcow2", "format": "qcow2", "read-only": true, "secret-file": ["/key"], "iops-total": 70,
         });
         assert_eq!(Value::Object(super::keys(&disk)), keys);
         let wrong = [("weight".to_owned(), Some("0".to_owned()))];
-        let wrong = disk_of_options("a", "/a", &wrong).unwrap_err().to_string();
+        let wrong = disk_from_options("a", "/a", &wrong).unwrap_err().to_string();
         assert!(wrong.starts_with("--weight 0: is out of range"), "{wrong}");
     }
 
     #[test]
-    fn images_in_a_cluster_are_reached_as_the_others() {
+    fn ceph_access_is_copied_from_images_that_agree() {
         let with = |image: &str, given: &[(&str, &str)], others: &[&str]| {
             let status = |image: &&str| DiskStatus { image: (*image).to_owned(), ..DiskStatus::default() };
             let others: Vec<_> = others.iter().map(status).collect();
             let given = given.iter().map(|(key, value)| ((*key).to_owned(), Some((*value).to_owned())));
-            let mut disk = disk_of_options("a", image, &given.collect::<Vec<_>>()).unwrap();
-            reach_alike(&mut disk, &others).unwrap();
+            let mut disk = disk_from_options("a", image, &given.collect::<Vec<_>>()).unwrap();
+            adopt_ceph_access(&mut disk, &others).unwrap();
             let shown = |(key, value): (String, Option<String>)| format!("{key}={}", value.unwrap());
             options(&disk).into_iter().map(shown).collect::<Vec<_>>().join(" ")
         };

@@ -16,35 +16,35 @@ pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
 pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
 use serde_json::{Value, json};
 
-use crate::{client::Target, saving::Saving};
+use crate::{client::ControlAddress, saving::PreparedConfigFile};
 
 /// Control socket and output format of these commands.
 #[derive(Debug, Args)]
-struct Asked {
+struct ControlArgs {
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    qmp: Option<ControlAddress>,
 }
 
 /// Renames the new config file into place and prints the change.
-fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), CommandFailure> {
-    finish_with(what, saving, json, &Value::Null)
+fn finish(what: (&str, &str, &str), saving: Option<PreparedConfigFile>, json: bool) -> Result<(), CommandFailure> {
+    finish_with_response(what, saving, json, &Value::Null)
 }
 
 /// As [`finish`], with fields of the daemon's response for JSON.
-fn finish_with(
+fn finish_with_response(
     what: (&str, &str, &str),
-    saving: Option<Saving>,
+    saving: Option<PreparedConfigFile>,
     json: bool,
     more: &Value,
 ) -> Result<(), CommandFailure> {
     let (kind, name, change) = what;
-    let has_changes = saving.as_ref().is_some_and(Saving::has_changes);
+    let has_changes = saving.as_ref().is_some_and(PreparedConfigFile::has_changes);
     // The daemon has applied the change by now: an error here must not read as if it had failed.
-    let saved = saving.map(Saving::commit).transpose();
+    let saved = saving.map(PreparedConfigFile::commit).transpose();
     let saved = saved.with_context(|| format!("{name}: {change}, but the change is not saved"))?;
     if json {
         let mut told = json!({ "kind": kind, "name": name, "change": change });

@@ -38,7 +38,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{CommandFailure, print, print_json, print_notice};
-use control::users::{Users, is_stopped};
+use control::users::{DeviceOpeners, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
 pub(crate) use lost::run_guard as guard;
@@ -46,29 +46,29 @@ use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
-use place::Place;
+use place::AttachmentRecord;
 use serde::{Deserialize, Serialize};
 use settings::{UblkConfig, control::VARIABLE};
-use way::Way;
+use way::AttachKind;
 
 use crate::{
     added,
-    client::{Client, Error, Target},
+    client::{ControlClient, ClientError, ControlAddress},
 };
 
 /// Interval at which a caller that waits for a keeper checks if the keeper is stopped, in
 /// milliseconds.
-const LOOK_MS: u16 = 500;
+const POLL_MS: u16 = 500;
 
 /// Request to a keeper.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Wanted {
+pub(crate) struct AttachRequest {
     pub(crate) name: String,
     /// An absolute path, or storage of a given size (`memory:`, `null:`).
     pub(crate) image: String,
     /// Options of `weir serve` for the disk: names, and values of those that take one.
     pub(crate) options: Vec<(String, Option<String>)>,
-    pub(crate) way: Way,
+    pub(crate) way: AttachKind,
     /// Text after `--ublk=`.
     #[serde(default)]
     pub(crate) ublk: String,
@@ -76,12 +76,12 @@ pub(crate) struct Wanted {
     pub(crate) number: Option<u32>,
     /// The daemon's control socket; `None` for a private server.
     pub(crate) daemon: Option<String>,
-    pub(crate) mount: Option<Mount>,
+    pub(crate) mount: Option<AttachMount>,
     /// True to wait until udev has processed the device.
     pub(crate) udev: bool,
 }
 
-impl Wanted {
+impl AttachRequest {
     /// Parameters of the ublk device.
     pub(crate) fn ublk(&self) -> anyhow::Result<UblkConfig> {
         let ublk: UblkConfig = self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
@@ -89,14 +89,14 @@ impl Wanted {
     }
 
     pub(crate) fn is_read_only(&self) -> bool {
-        let is_by_device = self.way == Way::Ublk && self.ublk().is_ok_and(|ublk| ublk.read_only);
+        let is_by_device = self.way == AttachKind::Ublk && self.ublk().is_ok_and(|ublk| ublk.read_only);
         is_by_device || self.options.iter().any(|(name, _)| name == "read-only" || name == "snapshot")
     }
 }
 
 /// Mount of a device's file system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Mount {
+pub(crate) struct AttachMount {
     pub(crate) directory: PathBuf,
     pub(crate) fstype: Option<String>,
     pub(crate) options: Option<String>,
@@ -105,12 +105,12 @@ pub(crate) struct Mount {
 /// A complete attachment, as recorded and printed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Attached {
+pub(crate) struct Attachment {
     pub(crate) name: String,
     pub(crate) image: String,
     // Records of keepers that an earlier version started have the old name.
     #[serde(rename = "type", alias = "way")]
-    pub(crate) way: Way,
+    pub(crate) way: AttachKind,
     /// The device to use: a block device, or a file where no loop device can be made.
     pub(crate) device: PathBuf,
     /// The FUSE file below a loop device.
@@ -127,14 +127,14 @@ pub(crate) struct Attached {
 /// The keeper's response.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Outcome {
-    Attached(Box<Attached>),
+enum KeeperResponse {
+    Attached(Box<Attachment>),
     Failed(String),
 }
 
 pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
     if arguments.list || arguments.recover {
-        arguments.check_without_image().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+        arguments.reject_disk_options().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
     }
     if arguments.list {
         return list::run(arguments.json, arguments.qmp);
@@ -144,7 +144,7 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
     }
     let (json, as_mount) = (arguments.json, arguments.as_mount);
     let is_quiet = as_mount && !arguments.verbose;
-    let wanted = wanted(arguments)?;
+    let wanted = attach_request(arguments)?;
     if as_mount && is_mounted(&wanted)? {
         return Ok(());
     }
@@ -152,10 +152,10 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
     if is_quiet {
         return Ok(());
     }
-    let told = tell(&attached, json);
+    let told = print_attachment(&attached, json);
     // Standard output may be a closed pipe: without this, the device would stay behind unnoticed.
     if told.is_err()
-        && let Some((place, attached)) = find(Path::new(&attached.name))?
+        && let Some((place, attached)) = find_attachment(Path::new(&attached.name))?
     {
         // The caller has no name to detach it by.
         let _ = detach::detach(&place, &attached, false);
@@ -164,17 +164,17 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
 }
 
 /// True if this image is already mounted at this directory.
-fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
-    let Some(Mount { directory, .. }) = &wanted.mount else { return Ok(false) };
-    let is_it = |attached: &Attached| {
+fn is_mounted(wanted: &AttachRequest) -> anyhow::Result<bool> {
+    let Some(AttachMount { directory, .. }) = &wanted.mount else { return Ok(false) };
+    let is_it = |attached: &Attachment| {
         attached.image == wanted.image
             && attached.mount.as_ref() == Some(directory)
-            && Users::of(&attached.device).mounts.contains(directory)
+            && DeviceOpeners::of_device(&attached.device).mounts.contains(directory)
     };
-    Ok(Place::all()?.iter().filter_map(Place::attached).any(|attached| is_it(&attached)))
+    Ok(AttachmentRecord::all()?.iter().filter_map(AttachmentRecord::attached).any(|attached| is_it(&attached)))
 }
 
-fn tell(attached: &Attached, json: bool) -> Result<(), CommandFailure> {
+fn print_attachment(attached: &Attachment, json: bool) -> Result<(), CommandFailure> {
     if let Some(cut) = attached.file.as_deref().map(bytes_past_sectors).filter(|&bytes| bytes > 0) {
         print_notice(&format!(
             "{}: the device lacks the last {cut} bytes of the disk, which are no whole sector of 512 bytes",
@@ -196,7 +196,7 @@ fn bytes_past_sectors(file: &Path) -> u64 {
 ///
 /// # Errors
 /// The keeper's; nothing is left behind then.
-pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
+pub(crate) fn attach(wanted: &AttachRequest) -> anyhow::Result<Attachment> {
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let mut keeper = Command::new(program)
         .arg(keeper::COMMAND)
@@ -213,12 +213,12 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
     let _ = stdin.write_all(text.as_bytes());
     drop(stdin);
     let stdout = keeper.stdout.take().context("no pipe")?;
-    await_answer(&stdout, keeper.id()).with_context(|| wanted.name.clone())?;
+    await_response(&stdout, keeper.id()).with_context(|| wanted.name.clone())?;
     let mut answer = String::new();
     BufReader::new(stdout).read_line(&mut answer).context("the keeper's answer")?;
     match serde_json::from_str(&answer) {
-        Ok(Outcome::Attached(attached)) => Ok(*attached),
-        Ok(Outcome::Failed(why)) => bail!(why),
+        Ok(KeeperResponse::Attached(attached)) => Ok(*attached),
+        Ok(KeeperResponse::Failed(why)) => bail!(why),
         Err(_) => Err(anyhow!("{}: its keeper process died (`dmesg` may have the reason)", wanted.name)),
     }
 }
@@ -227,10 +227,10 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
 ///
 /// # Errors
 /// If the keeper is stopped. It undoes everything once it continues, as its pipe is closed by then.
-fn await_answer(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
+fn await_response(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
     loop {
         let mut polled = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut polled, PollTimeout::from(LOOK_MS)) {
+        match poll(&mut polled, PollTimeout::from(POLL_MS)) {
             // Without this check, a keeper stopped by a debugger would block its caller forever.
             Ok(0) if is_stopped(keeper) => bail!(
                 "its keeper, process {keeper}, is stopped (continue it with `kill -CONT {keeper}`: it then undoes the attachment)"
@@ -243,7 +243,7 @@ fn await_answer(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
 }
 
 /// Request to the keeper from the command line. Chooses the kind of device and prints the choice.
-fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
+fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
     let tell = |text: &str| {
         if !arguments.as_mount || arguments.verbose {
@@ -259,36 +259,36 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
         }
         None => place::default_name(image),
     };
-    let mount = mount.as_ref().map(|directory| -> anyhow::Result<Mount> {
+    let mount = mount.as_ref().map(|directory| -> anyhow::Result<AttachMount> {
         // The kernel's own path: mounts are found by it later.
         let real = directory.canonicalize().ok().filter(|directory| directory.is_dir());
         let real =
             real.with_context(|| format!("{}: is not a directory (create it)", directory.display()))?;
-        Ok(Mount { directory: real, fstype: fstype.clone(), options: mount_options.clone() })
+        Ok(AttachMount { directory: real, fstype: fstype.clone(), options: mount_options.clone() })
     });
     let mount = mount.transpose()?;
     let group = disk.value("group");
     let daemon = match alone {
-        true => Running::None,
-        false => running_daemon(qmp.clone(), group)?,
+        true => DeviceDaemon::None,
+        false => device_daemon(qmp.clone(), group)?,
     };
     let (daemon, by, why_alone) = match daemon {
-        Running::Serves(at) => (Some(at.clone()), format!("by the daemon at {at}"), ""),
-        Running::MakesNone(at) => (
+        DeviceDaemon::Serves(at) => (Some(at.clone()), format!("by the daemon at {at}"), ""),
+        DeviceDaemon::MakesNone(at) => (
             None,
             format!("by a private process, as the daemon at {at} makes no devices (docs/devices.md)"),
             "the daemon here has no such group",
         ),
-        Running::Silent(at) => (
+        DeviceDaemon::Silent(at) => (
             None,
             format!("by a private process, as the daemon at {at} does not respond (is it stopped?)"),
             "the daemon here does not respond",
         ),
-        Running::None => (None, "by a private process".to_owned(), "no daemon runs here"),
+        DeviceDaemon::None => (None, "by a private process".to_owned(), "no daemon runs here"),
     };
-    let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
+    let (way, passed_over) = way::choose(arguments.requested_kind(), daemon.is_some())?;
     passed_over.iter().for_each(|why| tell(why));
-    tell(&format!("{name}: {}, {by}", way.told()));
+    tell(&format!("{name}: {}, {by}", way.description()));
     if let (None, false, Some(group)) = (&daemon, *alone, group) {
         print_notice(&format!(
             "{name}: {why_alone}: the group {group} consists of this disk only and has no other limits than those given here (give the daemon's socket with --qmp, or start it first)"
@@ -297,11 +297,11 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
     let config = added::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
     let (image, options) = (config.image.to_string(), added::options(&config));
     let ublk = arguments.ublk.as_ref().map(UblkConfig::to_string).unwrap_or_default();
-    Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
+    Ok(AttachRequest { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }
 
 /// Which daemon serves attached disks, found by its control socket.
-enum Running {
+enum DeviceDaemon {
     Serves(String),
     /// The daemon may not make devices of this host.
     MakesNone(String),
@@ -316,29 +316,29 @@ enum Running {
 /// # Errors
 /// If a daemon is required and makes no devices. It is required if it was named or has the `group`,
 /// whose limits only this daemon can enforce.
-fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, CommandFailure> {
+fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<DeviceDaemon, CommandFailure> {
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
-    let target = Target::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow!(said)))?;
-    let at = target.whole().context("the current directory")?.to_string();
-    let report = match Client::connect(&target).map(|mut client| client.status()) {
+    let target = ControlAddress::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow!(said)))?;
+    let at = target.to_absolute().context("the current directory")?.to_string();
+    let report = match ControlClient::connect(&target).map(|mut client| client.status()) {
         Ok(Ok(report)) => report,
         Err(error) | Ok(Err(error)) if is_asked_for => return Err(error.into()),
         // A stopped daemon must not prevent attaching, unless it was named explicitly.
-        Err(Error::Silent(_)) | Ok(Err(Error::Silent(_))) => return Ok(Running::Silent(at)),
-        Err(_) => return Ok(Running::None),
+        Err(ClientError::Timeout(_)) | Ok(Err(ClientError::Timeout(_))) => return Ok(DeviceDaemon::Silent(at)),
+        Err(_) => return Ok(DeviceDaemon::None),
         Ok(Err(error)) => return Err(error.into()),
     };
     if !is_named && report.config.is_none() {
-        return Ok(Running::None);
+        return Ok(DeviceDaemon::None);
     }
     if report.makes_devices != Some(false) {
-        return Ok(Running::Serves(at));
+        return Ok(DeviceDaemon::Serves(at));
     }
     let group = group.filter(|group| report.group(group).is_some());
     // A second group of the same name would double the limit that the operator has set.
     if !is_asked_for && group.is_none() {
-        return Ok(Running::MakesNone(at));
+        return Ok(DeviceDaemon::MakesNone(at));
     }
     let has = group.map_or_else(String::new, |group| format!(", and group {group} exists only there"));
     Err(CommandFailure::Failed(anyhow!(
@@ -349,12 +349,12 @@ fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, C
 /// Restarts the keepers of attachments whose keepers were killed.
 fn recover(json: bool) -> Result<(), CommandFailure> {
     let mut failed = false;
-    for place in Place::all()? {
-        let (Some(wanted), Some(_), true) = (place.wanted(), place.attached(), place.is_deserted()?) else {
+    for place in AttachmentRecord::all()? {
+        let (Some(wanted), Some(_), true) = (place.wanted(), place.attached(), place.is_abandoned()?) else {
             continue;
         };
         match attach(&wanted) {
-            Ok(attached) => tell(&attached, json)?,
+            Ok(attached) => print_attachment(&attached, json)?,
             Err(error) => {
                 failed = true;
                 print_notice(&format!("{}: {error:#}", wanted.name));
@@ -368,24 +368,24 @@ fn recover(json: bool) -> Result<(), CommandFailure> {
 ///
 /// # Errors
 /// If the device is in use, even if it is not an attachment.
-pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
-    if let Some((place, attached)) = find(device)? {
+pub(crate) fn detach_if_attached(device: &Path) -> anyhow::Result<bool> {
+    if let Some((place, attached)) = find_attachment(device)? {
         return detach::detach(&place, &attached, false).map(|()| true);
     }
-    let users = detach::users(device, None, None);
+    let users = detach::lasting_users_of(device, None, None);
     ensure!(users.is_empty(), "in use: {users} (end these first)");
     Ok(false)
 }
 
 /// The attachment with this name, device, file, directory or image. If its device is mounted at a
 /// directory of this name by another process, that mount is returned as its mount.
-pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
+pub(crate) fn find_attachment(what: &Path) -> anyhow::Result<Option<(AttachmentRecord, Attachment)>> {
     let whole = absolute(what)?;
     let mut all = Vec::new();
-    for place in Place::all()? {
-        all.extend(detach::known(&place)?.map(|attached| (place, attached)));
+    for place in AttachmentRecord::all()? {
+        all.extend(detach::attachment_at(&place)?.map(|attached| (place, attached)));
     }
-    let is_meant = |attached: &Attached| {
+    let is_meant = |attached: &Attachment| {
         let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
         what.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == whole)
     };
@@ -401,6 +401,6 @@ pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     if let (Some((index, _)), None) = (of_image.next(), of_image.next()) {
         return Ok(Some(all.swap_remove(index)));
     }
-    let mounted = all.into_iter().find(|(_, attached)| Users::of(&attached.device).mounts.contains(&real));
-    Ok(mounted.map(|(place, attached)| (place, Attached { mount: Some(real), ..attached })))
+    let mounted = all.into_iter().find(|(_, attached)| DeviceOpeners::of_device(&attached.device).mounts.contains(&real));
+    Ok(mounted.map(|(place, attached)| (place, Attachment { mount: Some(real), ..attached })))
 }

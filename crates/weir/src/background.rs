@@ -24,7 +24,7 @@ use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
 const READY: &str = "ready";
 
 /// True in the background process.
-pub(crate) fn is_here() -> bool {
+pub(crate) fn is_background() -> bool {
     env::var_os(IN_BACKGROUND).is_some()
 }
 
@@ -66,8 +66,8 @@ pub(crate) fn start() -> anyhow::Result<ExitCode> {
 
 /// In the background process, reports readiness to the foreground process and closes the
 /// descriptors that it inherited.
-pub(crate) fn tell_ready() {
-    if !is_here() {
+pub(crate) fn report_ready() {
+    if !is_background() {
         return;
     }
     let let_go = || -> io::Result<()> {

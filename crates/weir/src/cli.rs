@@ -19,32 +19,32 @@ const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual mac
 #[command(name = "weir", version, about = ABOUT, max_term_width = 100, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub(crate) command: WeirCommand,
 }
 
 impl Cli {
     /// Parses the process's command line; `None` if there is nothing to do. Every command accepts
     /// `--version`, which its help omits.
     pub(crate) fn read() -> Result<Option<Self>, clap::Error> {
-        let command = Self::whole();
+        let command = Self::full_command();
         let mut words: Vec<_> = env::args_os().collect();
         if mount_helper::is_called(words.first()) {
-            let mounts = mount_helper::as_attach(words.drain(1..), |name| has_option(&command, name));
+            let mounts = mount_helper::to_attach(words.drain(1..), |name| has_option(&command, name));
             let mounts = mounts.map_err(|what| clap::Error::raw(ErrorKind::InvalidValue, what + "\n"))?;
             let Some(attach) = mounts else { return Ok(None) };
             words.extend(attach);
             // QEMU's scripts call `qemu-img bench`; `weir image` does not measure.
         }
         // Before parsing: clap has no alias across levels of subcommands.
-        as_bench(&mut words);
-        let command = if brief::is_asked_for(&words) { brief::brief(command) } else { command };
+        alias_image_bench(&mut words);
+        let command = if brief::is_requested(&words) { brief::with_summary(command) } else { command };
         let mut matches = command.try_get_matches_from(words)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }
 
     /// Definition of the command line, with everything that is added to derived parts.
-    pub(crate) fn whole() -> clap::Command {
-        complete::with_values(with_limits(with_numbers(with_version(Self::command()))))
+    pub(crate) fn full_command() -> clap::Command {
+        complete::with_values(with_limits(accept_negative_numbers(with_version(Self::command()))))
     }
 
     /// Parses the arguments after `weir serve`, with the options of `qemu-storage-daemon` in its
@@ -53,17 +53,17 @@ impl Cli {
         let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
         let is_of_qemu = |arg: &Arg| arg.get_help_heading() == Some(QEMU_HEADING);
         let show = |arg: Arg| if is_of_qemu(&arg) { arg.hide(false) } else { arg };
-        let whole = Self::whole().mut_subcommand("serve", |serve| serve.mut_args(show));
+        let whole = Self::full_command().mut_subcommand("serve", |serve| serve.mut_args(show));
         let mut matches = whole.try_get_matches_from(words)?;
         match Self::from_arg_matches_mut(&mut matches)?.command {
-            Command::Serve(arguments) => Ok(*arguments),
+            WeirCommand::Serve(arguments) => Ok(*arguments),
             _ => unreachable!("the words are those of serve"),
         }
     }
 }
 
 /// Makes `weir image bench` an alias of `weir bench`: scripts replace `qemu-img` by `weir image`.
-fn as_bench(words: &mut Vec<OsString>) {
+fn alias_image_bench(words: &mut Vec<OsString>) {
     let is = |at: usize, word: &str| words.get(at).is_some_and(|given| given == word);
     if is(1, "image") && is(2, "bench") {
         words.remove(1);
@@ -81,14 +81,14 @@ const NUMBERS: [&str; 9] = ["SIZE", "N", "TIME", "SECONDS", "PERCENT", "COUNT", 
 
 /// Accepts negative numbers as values, so that the option's own parser rejects them with its rule
 /// and clap does not report an unknown option.
-fn with_numbers(command: clap::Command) -> clap::Command {
+fn accept_negative_numbers(command: clap::Command) -> clap::Command {
     let is_number = |argument: &Arg| {
         let names = argument.get_value_names().unwrap_or_default();
         !argument.is_positional() && names.iter().any(|name| NUMBERS.contains(&name.as_str()))
     };
     let taking =
         |argument: Arg| if is_number(&argument) { argument.allow_hyphen_values(true) } else { argument };
-    command.mut_args(taking).mut_subcommands(with_numbers)
+    command.mut_args(taking).mut_subcommands(accept_negative_numbers)
 }
 
 /// Adds the description of the limits to the help of each command that hides them in its list.
@@ -113,7 +113,7 @@ fn with_version(command: clap::Command) -> clap::Command {
 
 /// All commands.
 #[derive(Debug, Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum WeirCommand {
     /// Serve disks until SIGTERM
     #[command(
         after_help = daemon::serve::EXAMPLES,
@@ -211,24 +211,23 @@ mod option_rules;
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
 
     use super::Cli;
 
     #[test]
     fn the_command_is_consistent() {
-        Cli::whole().debug_assert();
+        Cli::full_command().debug_assert();
     }
 
     fn said(line: &str) -> String {
         let words = std::iter::once("weir").chain(line.split_whitespace());
-        let matches = Cli::whole().try_get_matches_from(words);
+        let matches = Cli::full_command().try_get_matches_from(words);
         let text = matches.expect_err(line).render().to_string();
         text.strip_prefix("error: ").unwrap_or(&text).to_owned()
     }
 
     #[test]
-    fn a_number_below_zero_is_judged_by_its_option() {
+    fn negative_numbers_are_rejected_by_their_option() {
         for (line, option, rule) in [
             ("serve a --bps-total -5", "'-5' for '--bps-total <SIZE>'", "is not a size"),
             ("serve a --bps-total=-5", "'-5' for '--bps-total <SIZE>'", "is not a size"),
@@ -258,7 +257,7 @@ mod tests {
             command.get_subcommands().for_each(|command| look(command, found));
         }
         let mut found = 0;
-        look(&Cli::command(), &mut found);
+        look(&Cli::full_command(), &mut found);
         assert!(found > 4, "{found} commands describe sizes");
     }
 }

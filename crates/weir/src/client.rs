@@ -23,38 +23,38 @@ use std::{
     time::Duration,
 };
 
-use answer::{Answer, Event, Refusal};
+use answer::{QmpServerMessage, QmpServerEvent, QmpServerError};
 use console::CommandFailure;
-use latency::Counted;
+use latency::DiskRequestTimes;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use report::Report;
+use report::DaemonReport;
 use serde_json::{Value, json, value::RawValue};
 use settings::control::{ControlSocketLocation, VARIABLE};
 
 /// Deadline for each message. A daemon responds within milliseconds.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest line that is read. The status of ten thousand disks has about a tenth of it.
-const MAX_ANSWER_BYTES: u64 = 256 << 20;
+const MAX_RESPONSE_BYTES: u64 = 256 << 20;
 
 /// Failure of a command. Its text is a complete message, to follow `weir: `.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
+pub(crate) enum ClientError {
     /// No daemon listens, or the connection broke: a later attempt may succeed.
     #[error("{0}")]
     Unreachable(String),
     /// The connection is open, and no response came in time.
     #[error("{0}")]
-    Silent(String),
+    Timeout(String),
     /// The daemon rejected the command; nothing has changed.
     #[error("{0}")]
-    Refused(String),
+    Rejected(String),
 }
 
 /// The control socket of a daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Target(PathBuf);
+pub(crate) struct ControlAddress(PathBuf);
 
-impl Target {
+impl ControlAddress {
     /// The socket given by `--qmp`, else the default one. Fails if the environment variable names
     /// no socket.
     pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
@@ -66,11 +66,11 @@ impl Target {
     }
 
     /// This socket with an absolute path, for a process in another directory.
-    pub(crate) fn whole(&self) -> io::Result<Self> {
+    pub(crate) fn to_absolute(&self) -> io::Result<Self> {
         absolute(&self.0).map(Self)
     }
 
-    fn unreachable(&self, why: &io::Error) -> Error {
+    fn unreachable(&self, why: &io::Error) -> ClientError {
         let advice = match why.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
                 // Without XDG_RUNTIME_DIR, a user's daemon and its commands would look in different
@@ -98,13 +98,13 @@ impl Target {
         };
         let said = format!("{self}: {advice}");
         match why.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Error::Silent(said),
-            _ => Error::Unreachable(said),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ClientError::Timeout(said),
+            _ => ClientError::Unreachable(said),
         }
     }
 }
 
-impl std::str::FromStr for Target {
+impl std::str::FromStr for ControlAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -115,34 +115,34 @@ impl std::str::FromStr for Target {
     }
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for ControlAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "unix:{}", self.0.display())
     }
 }
 
-pub(crate) struct Client {
-    target: Target,
+pub(crate) struct ControlClient {
+    target: ControlAddress,
     stream: BufReader<UnixStream>,
 }
 
-impl Client {
+impl ControlClient {
     /// Deadline for commands that open images or derive keys from passphrases.
     pub(crate) const LONG: Duration = Duration::from_secs(600);
 
     /// Connects to the daemon that `--qmp` names, or to the default one.
-    pub(crate) fn reach(option: Option<Target>) -> Result<Self, CommandFailure> {
-        let target = Target::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+    pub(crate) fn reach(option: Option<ControlAddress>) -> Result<Self, CommandFailure> {
+        let target = ControlAddress::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
         Ok(Self::connect(&target)?)
     }
 
     /// Fails if no process listens, this user lacks permission, or the peer does not speak QMP.
-    pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
-        Self::connect_with(target, PATIENCE)
+    pub(crate) fn connect(target: &ControlAddress) -> Result<Self, ClientError> {
+        Self::connect_with(target, TIMEOUT)
     }
 
     /// As [`Client::connect`], with this deadline for each message.
-    pub(crate) fn connect_with(target: &Target, patience: Duration) -> Result<Self, Error> {
+    pub(crate) fn connect_with(target: &ControlAddress, patience: Duration) -> Result<Self, ClientError> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
             stream.set_read_timeout(Some(patience))?;
@@ -153,10 +153,10 @@ impl Client {
         let mut client = Self { target: target.clone(), stream: BufReader::new(stream) };
         let greeting = client.line()?;
         let greeting: Value = serde_json::from_slice(&greeting)
-            .map_err(|_| client.nonsense("sent a response that is not JSON"))?;
+            .map_err(|_| client.protocol_error("sent a response that is not JSON"))?;
         // Any JSON server could listen on the path; the greeting identifies QMP.
         if greeting.get("QMP").is_none() {
-            return Err(client.nonsense("did not send a QMP greeting"));
+            return Err(client.protocol_error("did not send a QMP greeting"));
         }
         // A QMP server accepts no other command before the negotiation.
         client.execute("qmp_capabilities", json!({}))?;
@@ -164,51 +164,51 @@ impl Client {
     }
 
     /// Sets the deadline of all further responses.
-    pub(crate) fn with_patience(self, patience: Duration) -> Result<Self, Error> {
+    pub(crate) fn with_timeout(self, patience: Duration) -> Result<Self, ClientError> {
         let set = self.stream.get_ref().set_read_timeout(Some(patience));
         set.map_err(|error| self.target.unreachable(&error))?;
         Ok(self)
     }
 
-    pub(crate) fn target(&self) -> &Target {
+    pub(crate) fn target(&self) -> &ControlAddress {
         &self.target
     }
 
     /// Executes a command. Fails with the daemon's own error, or if no response came.
-    pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
+    pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         let text = self.execute_text(command, arguments)?;
         Ok(serde_json::from_str(text.get()).expect("the text was checked as a part of the message"))
     }
 
     /// As [`Client::execute`], with the text of the response: deserializing the status of thousands
     /// of disks from text is several times faster than from a tree of values.
-    fn execute_text(&mut self, command: &str, arguments: Value) -> Result<Box<RawValue>, Error> {
+    fn execute_text(&mut self, command: &str, arguments: Value) -> Result<Box<RawValue>, ClientError> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
             request["arguments"] = arguments;
         }
-        self.finish(command, &format!("{request}\n"))
+        self.finish_command(command, &format!("{request}\n"))
     }
 
     /// Sends the rest of a command and waits for its response.
-    fn finish(&mut self, command: &str, rest: &str) -> Result<Box<RawValue>, Error> {
+    fn finish_command(&mut self, command: &str, rest: &str) -> Result<Box<RawValue>, ClientError> {
         let written = self.stream.get_mut().write_all(rest.as_bytes());
         written.map_err(|error| self.target.unreachable(&error))?;
         loop {
             match self.message()? {
                 // Events are asynchronous and may precede any response.
-                Some(Answer::Event(_)) => {}
-                Some(Answer::Return(value)) => return Ok(value),
-                Some(Answer::Error(Refusal { class, description })) => {
-                    return Err(Error::Refused(self.explain(command, &class, description)));
+                Some(QmpServerMessage::Event(_)) => {}
+                Some(QmpServerMessage::Return(value)) => return Ok(value),
+                Some(QmpServerMessage::Error(QmpServerError { class, description })) => {
+                    return Err(ClientError::Rejected(self.explain(command, &class, description)));
                 }
-                None => return Err(self.nonsense("sent a response that is not QMP")),
+                None => return Err(self.protocol_error("sent a response that is not QMP")),
             }
         }
     }
 
     /// Passes a descriptor under this name, for the next command that uses it.
-    pub(crate) fn pass(&mut self, name: &str, descriptor: impl AsFd) -> Result<(), Error> {
+    pub(crate) fn pass_descriptor(&mut self, name: &str, descriptor: impl AsFd) -> Result<(), ClientError> {
         let request = format!("{}\n", json!({ "execute": "getfd", "arguments": { "fdname": name } }));
         let descriptors = [descriptor.as_fd().as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&descriptors)];
@@ -217,45 +217,45 @@ impl Client {
         let sent = sendmsg::<()>(socket, &bytes, &beside, MsgFlags::MSG_NOSIGNAL, None);
         let sent = sent.map_err(|error| self.target.unreachable(&error.into()))?;
         // SCM_RIGHTS travels with the first byte. The rest of a short send needs no ancillary data.
-        self.finish("getfd", &request[sent..]).map(drop)
+        self.finish_command("getfd", &request[sent..]).map(drop)
     }
 
     /// Status of everything that the daemon serves.
-    pub(crate) fn status(&mut self) -> Result<Report, Error> {
+    pub(crate) fn status(&mut self) -> Result<DaemonReport, ClientError> {
         self.status_with(json!({}))
     }
 
     /// As [`Client::status`], without disks, groups, devices and exports: its length does not
     /// depend on their number. A daemon of an older version returns all of them.
-    pub(crate) fn summary(&mut self) -> Result<Report, Error> {
+    pub(crate) fn summary(&mut self) -> Result<DaemonReport, ClientError> {
         match self.status_with(json!({ "lists": false })) {
             // An older daemon rejects the unknown argument.
-            Err(Error::Refused(_)) => self.status(),
+            Err(ClientError::Rejected(_)) => self.status(),
             summary => summary,
         }
     }
 
-    fn status_with(&mut self, arguments: Value) -> Result<Report, Error> {
+    fn status_with(&mut self, arguments: Value) -> Result<DaemonReport, ClientError> {
         let text = self.execute_text("x-weir-query-status", arguments)?;
         // serde deserializes a struct from a list as well.
         if !text.get().starts_with('{') {
-            return Err(self.nonsense("sent a status that is not an object"));
+            return Err(self.protocol_error("sent a status that is not an object"));
         }
-        Report::read(text.get()).map_err(|error| self.nonsense(&format!("sent a malformed status: {error}")))
+        DaemonReport::read(text.get()).map_err(|error| self.protocol_error(&format!("sent a malformed status: {error}")))
     }
 
     /// Latency histograms of each disk. The daemon counts from the first such command.
-    pub(crate) fn latencies(&mut self) -> Result<Counted, Error> {
+    pub(crate) fn latencies(&mut self) -> Result<DiskRequestTimes, ClientError> {
         let answer = self.execute("x-weir-query-latencies", json!({}))?;
-        latency::read(answer).map_err(|error| self.nonsense(&format!("sent malformed latencies: {error}")))
+        latency::read(answer).map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
 
     /// As [`Client::status`], with [`Client::latencies`] in the report. A daemon of an older
     /// version does not count latencies; they are empty then.
-    pub(crate) fn measured(&mut self) -> Result<Report, Error> {
+    pub(crate) fn status_with_latencies(&mut self) -> Result<DaemonReport, ClientError> {
         let mut report = self.status()?;
         report.latencies = match self.latencies() {
-            Err(Error::Refused(_)) => Counted::default(),
+            Err(ClientError::Rejected(_)) => DiskRequestTimes::default(),
             counted => counted?,
         };
         Ok(report)
@@ -266,18 +266,18 @@ impl Client {
         &mut self,
         name: &str,
         mut settings: serde_json::Map<String, Value>,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ClientError> {
         settings.insert("name".to_owned(), Value::from(name));
         self.execute("x-weir-set", Value::Object(settings)).map(drop)
     }
 
     /// Waits, without limit, until the export of this id is deleted. Deletions before this
     /// connection was made are missed.
-    pub(crate) fn await_export_end(mut self, id: &str) -> Result<(), Error> {
+    pub(crate) fn await_export_end(mut self, id: &str) -> Result<(), ClientError> {
         let unlimited = self.stream.get_ref().set_read_timeout(None);
         unlimited.map_err(|error| self.target.unreachable(&error))?;
         loop {
-            if let Some(Answer::Event(Event { name, id: Some(of) })) = self.message()?
+            if let Some(QmpServerMessage::Event(QmpServerEvent { name, id: Some(of) })) = self.message()?
                 && name == "BLOCK_EXPORT_DELETED"
                 && of == id
             {
@@ -287,14 +287,14 @@ impl Client {
     }
 
     /// Reads one line. QMP servers, including QEMU, end each message with a newline.
-    fn line(&mut self) -> Result<Vec<u8>, Error> {
+    fn line(&mut self) -> Result<Vec<u8>, ClientError> {
         let mut line = Vec::new();
-        let read = (&mut self.stream).take(MAX_ANSWER_BYTES).read_until(b'\n', &mut line);
+        let read = (&mut self.stream).take(MAX_RESPONSE_BYTES).read_until(b'\n', &mut line);
         read.map_err(|error| self.target.unreachable(&error))?;
         // A truncated line is not a message: the peer hung up, or it exceeds the limit.
         if line.last() != Some(&b'\n') {
-            if line.len() as u64 == MAX_ANSWER_BYTES {
-                return Err(self.nonsense("sent a response that is too long"));
+            if line.len() as u64 == MAX_RESPONSE_BYTES {
+                return Err(self.protocol_error("sent a response that is too long"));
             }
             return Err(self.target.unreachable(&io::ErrorKind::UnexpectedEof.into()));
         }
@@ -302,14 +302,14 @@ impl Client {
     }
 
     /// The next message; `None` if it is JSON but not a QMP message.
-    fn message(&mut self) -> Result<Option<Answer>, Error> {
+    fn message(&mut self) -> Result<Option<QmpServerMessage>, ClientError> {
         let line = self.line()?;
-        Answer::read(&line).map_err(|_| self.nonsense("sent a response that is not JSON"))
+        QmpServerMessage::read(&line).map_err(|_| self.protocol_error("sent a response that is not JSON"))
     }
 
-    fn nonsense(&self, what: &str) -> Error {
+    fn protocol_error(&self, what: &str) -> ClientError {
         let target = &self.target;
-        Error::Unreachable(format!("{target}: the server {what} (is it weir of this version?)"))
+        ClientError::Unreachable(format!("{target}: the server {what} (is it weir of this version?)"))
     }
 
     fn explain(&self, command: &str, class: &str, description: String) -> String {

@@ -12,7 +12,7 @@ use console::{
 };
 use serde_json::json;
 
-use crate::client::{Client, Target};
+use crate::client::{ControlClient, ControlAddress};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -38,7 +38,7 @@ pub(crate) enum ClusterCommand {
         json: bool,
         /// The daemon's control socket [default: the one that `weir serve` opens]
         #[arg(long, value_name = "unix:PATH")]
-        qmp: Option<Target>,
+        qmp: Option<ControlAddress>,
     },
     /// Remove the state of a host that will not return
     #[command(after_help = "Examples:\n  weir cluster forget host7")]
@@ -50,14 +50,14 @@ pub(crate) enum ClusterCommand {
         json: bool,
         /// The daemon's control socket [default: the one that `weir serve` opens]
         #[arg(long, value_name = "unix:PATH")]
-        qmp: Option<Target>,
+        qmp: Option<ControlAddress>,
     },
 }
 
 pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
     match command {
         ClusterCommand::Status { json, qmp } => {
-            let answer = Client::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
+            let answer = ControlClient::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
             if json {
                 return Ok(print_json(&answer)?);
             }
@@ -65,7 +65,7 @@ pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
             Ok(print(&show(&report))?)
         }
         ClusterCommand::Forget { host, json, qmp } => {
-            let done = Client::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
+            let done = ControlClient::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
             Ok(if json { print_json(&done) } else { print(&format!("{host}: removed\n")) }?)
         }
     }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_and_parts_are_tables() {
+    fn hosts_and_quotas_are_tables() {
         let report = json!({
             "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
             "reserved": { "iops": 2000, "bps": 10 << 20 }, "capacity": {},

@@ -15,15 +15,15 @@ use policy::throttle::LimitSetting;
 use serde_json::json;
 use storage::{CacheMode, ImageFormat};
 
-use crate::client::{Client, Target, report::Report};
+use crate::client::{ControlClient, ControlAddress, report::DaemonReport};
 
 /// Environment variable with the name of the shell.
 pub(crate) const VARIABLE: &str = "WEIR_COMPLETE";
 /// Deadline of the daemon: completion runs while the user waits for a key press.
-const PATIENCE: Duration = Duration::from_millis(500);
+const TIMEOUT: Duration = Duration::from_millis(500);
 
 /// If a shell requests completions, prints them and exits.
-pub(crate) fn answer_shell(command: fn() -> Command) {
+pub(crate) fn complete(command: fn() -> Command) {
     // Does nothing unless the shell's script has set the variable.
     CompleteEnv::with_factory(move || with_shown_limits(command())).var(VARIABLE).complete();
 }
@@ -38,14 +38,14 @@ fn with_shown_limits(command: Command) -> Command {
 
 /// Adds the possible values to the options of `command` and of all commands below it.
 pub(crate) fn with_values(command: Command) -> Command {
-    below("", command)
+    with_values_below("", command)
 }
 
-fn below(parent: &str, command: Command) -> Command {
+fn with_values_below(parent: &str, command: Command) -> Command {
     let name = command.get_name().to_owned();
     command
         .mut_args(|argument| with_value([parent, &name], argument))
-        .mut_subcommands(|command| below(&name, command))
+        .mut_subcommands(|command| with_values_below(&name, command))
 }
 
 /// Adds the possible values of one option, chosen by its names and the last two words of its
@@ -72,19 +72,19 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (Some("on-read-error"), "POLICY") => argument.add(words(["report", "stop"])),
         (Some("on-write-error"), "POLICY") => argument.add(words(["report", "stop", "enospc"])),
         (None, "NAME") if command == ["disk", "remove"] => {
-            argument.add(ArgValueCandidates::new(|| named(disks)))
+            argument.add(ArgValueCandidates::new(|| daemon_names(disks)))
         }
         (None, "NAME") if command == ["group", "remove"] => {
-            argument.add(ArgValueCandidates::new(|| named(groups)))
+            argument.add(ArgValueCandidates::new(|| daemon_names(groups)))
         }
         (None, "HOST") if command == ["cluster", "forget"] => {
-            argument.add(ArgValueCandidates::new(lost_hosts))
+            argument.add(ArgValueCandidates::new(absent_hosts))
         }
         // A new name, which no existing one completes.
         (None, "NAME") if command[1] == "add" => argument,
-        (_, "GROUP") => argument.add(ArgValueCandidates::new(|| named(groups))),
-        (_, "DISK") => argument.add(ArgValueCandidates::new(|| named(disks))),
-        (_, "DISK|GROUP") | (None, "NAME") => argument.add(ArgValueCandidates::new(|| named(both))),
+        (_, "GROUP") => argument.add(ArgValueCandidates::new(|| daemon_names(groups))),
+        (_, "DISK") => argument.add(ArgValueCandidates::new(|| daemon_names(disks))),
+        (_, "DISK|GROUP") | (None, "NAME") => argument.add(ArgValueCandidates::new(|| daemon_names(disks_and_groups))),
         (_, value) if value.starts_with("DIR") => argument.value_hint(ValueHint::DirPath),
         (_, value) if ["IMAGE", "FILE", "SOURCE", "TRACE"].iter().any(|path| value.starts_with(path)) => {
             argument.value_hint(ValueHint::AnyPath)
@@ -98,19 +98,19 @@ fn words<const N: usize>(words: [&'static str; N]) -> ArgValueCandidates {
 }
 
 /// Names from the running daemon.
-fn named(list: fn(&Report) -> Vec<CompletionCandidate>) -> Vec<CompletionCandidate> {
+fn daemon_names(list: fn(&DaemonReport) -> Vec<CompletionCandidate>) -> Vec<CompletionCandidate> {
     // Errors are dropped: a message would appear in the middle of the user's command line.
-    let asked = Target::choose(None).ok().and_then(|target| {
-        let mut client = Client::connect_with(&target, PATIENCE).ok()?;
+    let asked = ControlAddress::choose(None).ok().and_then(|target| {
+        let mut client = ControlClient::connect_with(&target, TIMEOUT).ok()?;
         client.status().ok()
     });
     asked.map(|report| list(&report)).unwrap_or_default()
 }
 
 /// Hosts of the daemon's cluster that are absent.
-fn lost_hosts() -> Vec<CompletionCandidate> {
-    let shown = Target::choose(None).ok().and_then(|target| {
-        let mut client = Client::connect_with(&target, PATIENCE).ok()?;
+fn absent_hosts() -> Vec<CompletionCandidate> {
+    let shown = ControlAddress::choose(None).ok().and_then(|target| {
+        let mut client = ControlClient::connect_with(&target, TIMEOUT).ok()?;
         client.execute("x-weir-query-cluster", json!({})).ok()
     });
     // Hosts that are present are not candidates for `cluster forget`.
@@ -119,17 +119,17 @@ fn lost_hosts() -> Vec<CompletionCandidate> {
     lost.map(CompletionCandidate::new).collect()
 }
 
-fn disks(report: &Report) -> Vec<CompletionCandidate> {
+fn disks(report: &DaemonReport) -> Vec<CompletionCandidate> {
     let disk = |(name, image): (&String, &String)| CompletionCandidate::new(name).help(Some(image.into()));
     report.disks.iter().map(|found| disk((&found.name, &found.image))).collect()
 }
 
-fn groups(report: &Report) -> Vec<CompletionCandidate> {
+fn groups(report: &DaemonReport) -> Vec<CompletionCandidate> {
     let group = |name: &String| CompletionCandidate::new(name).help(Some("a group".into()));
     report.groups.iter().map(|found| group(&found.name)).collect()
 }
 
-fn both(report: &Report) -> Vec<CompletionCandidate> {
+fn disks_and_groups(report: &DaemonReport) -> Vec<CompletionCandidate> {
     disks(report).into_iter().chain(groups(report)).collect()
 }
 
@@ -145,12 +145,12 @@ mod tests {
         let words: Vec<_> = line.split(' ').map(Into::into).collect();
         let last = words.len() - 1;
         let here = std::env::current_dir().unwrap();
-        let found = engine::complete(&mut with_shown_limits(Cli::whole()), words, last, Some(&here)).unwrap();
+        let found = engine::complete(&mut with_shown_limits(Cli::full_command()), words, last, Some(&here)).unwrap();
         found.iter().map(|one| one.get_value().to_string_lossy().into_owned()).collect()
     }
 
     #[test]
-    fn words_that_are_known_are_offered() {
+    fn known_words_are_completed() {
         assert_eq!(offered("weir serve --cache w"), ["writeback", "writethrough"]);
         assert_eq!(offered("weir serve -f "), ["raw", "qcow2"]);
         assert_eq!(offered("weir trace info --format fi"), ["fio-v2", "fio-v3"]);
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn places_of_images_and_directories_are_offered() {
+    fn paths_are_completed() {
         for line in ["weir serve src/li", "weir image info src/li", "weir serve --config src/li"] {
             assert_eq!(offered(line), ["src/lib.rs"], "{line}");
         }

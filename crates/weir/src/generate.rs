@@ -51,7 +51,7 @@ pub(crate) struct GenerateArgs {
 /// Writes the files for this definition of the command line.
 pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), CommandFailure> {
     if let Some(reference) = &arguments.reference {
-        renew(reference)?;
+        update_reference(reference)?;
     }
     let Some(directory) = &arguments.directory else { return Ok(()) };
     for (file, text) in reference::pages(command.clone()) {
@@ -103,11 +103,11 @@ complete -o nospace -o bashdefault -o nosort -F _weir weir 2> /dev/null \
 "#;
 
 /// Updates the files in the source tree that contain tables of keys.
-fn renew(reference: &Path) -> anyhow::Result<()> {
+fn update_reference(reference: &Path) -> anyhow::Result<()> {
     write(&reference.join(schema::FILE), schema::text()?.as_bytes())?;
     let document = reference.join(tables::FILE);
     let text = fs::read_to_string(&document).with_context(|| document.display().to_string())?;
-    write(&document, tables::renewed(&text)?.as_bytes())
+    write(&document, tables::updated(&text)?.as_bytes())
 }
 
 fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {

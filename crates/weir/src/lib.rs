@@ -51,18 +51,18 @@ use std::{
 };
 
 use clap::error::ErrorKind;
-use cli::{Cli, Command};
+use cli::{Cli, WeirCommand};
 use console::{CommandFailure, print_error, logging};
 use storage::rbd;
 
 /// Longest wait for Ceph to close images at the end. A cluster that does not respond keeps them
 /// open until it detects that this client is gone.
-const PATIENCE: Duration = Duration::from_secs(5);
+const CEPH_CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Runs the process's command line and returns its exit status.
 pub fn main() -> ExitCode {
-    complete::answer_shell(Cli::whole);
-    if let Some(program) = qemu::called_as(std::env::args_os().next().as_ref()) {
+    complete::complete(Cli::command);
+    if let Some(program) = qemu::entry_point(std::env::args_os().next().as_ref()) {
         return program();
     }
     let command = match Cli::read() {
@@ -74,48 +74,48 @@ pub fn main() -> ExitCode {
             let words: Vec<_> = std::env::args_os().skip(1).collect();
             let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
             image_tool::advise(&mut error, &words);
-            return answer(&error);
+            return print_clap_error(&error);
         }
     };
     let result = match command {
-        Command::Serve(arguments) if arguments.is_to_daemonize() && !background::is_here() => {
+        WeirCommand::Serve(arguments) if arguments.is_to_daemonize() && !background::is_background() => {
             match background::start() {
                 Ok(status) => return status,
                 Err(error) => Err(error.into()),
             }
         }
-        Command::Serve(arguments) => daemon::serve::run(*arguments, background::tell_ready),
-        Command::CheckConfig(arguments) => daemon::serve::check_config(arguments),
-        Command::Attach(arguments) => attach::run(*arguments),
-        Command::Detach(arguments) => attach::detach(arguments),
-        Command::AttachKeeper => attach::keep(),
-        Command::UblkGuard => attach::guard(),
-        Command::OnEventRunner => daemon::run_on_event(),
-        Command::Status(arguments) => status::run(arguments),
-        Command::Verify(arguments) => verify::run(arguments),
-        Command::Throttle(arguments) => throttle::run(&arguments),
-        Command::Cluster(command) => cluster::run(command),
-        Command::Prefetch(arguments) => saving::run(&arguments),
-        Command::Disk(command) => adding::disk(command),
-        Command::Group(command) => adding::group(command),
-        Command::Reload(arguments) => reload::run(arguments),
-        Command::Resume(arguments) => resume::run(arguments),
-        Command::Top(arguments) => top::run(arguments),
-        Command::Probe(arguments) => lab::probe::run(arguments),
-        Command::Image(command) => image_tool::run(*command, served::find),
-        Command::Cgroup(command) => cgroup::run(command),
-        Command::DockerPlugin(arguments) => container::run(arguments),
-        Command::Bench(arguments) => lab::bench::run(*arguments),
-        Command::Record(arguments) => record::run(arguments),
-        Command::Trace(command) => lab::trace::convert::run(command),
-        Command::Simulate(arguments) => lab::simulate::run(*arguments),
-        Command::Advise(arguments) => lab::advise::run(*arguments),
-        Command::Report(arguments) => lab::report::run(arguments),
-        Command::Tune(arguments) => lab::tune::run(*arguments),
-        Command::Generate(arguments) => generate::run(&arguments, Cli::whole()),
+        WeirCommand::Serve(arguments) => daemon::serve::run(*arguments, background::report_ready),
+        WeirCommand::CheckConfig(arguments) => daemon::serve::check_config(arguments),
+        WeirCommand::Attach(arguments) => attach::run(*arguments),
+        WeirCommand::Detach(arguments) => attach::detach(arguments),
+        WeirCommand::AttachKeeper => attach::keep(),
+        WeirCommand::UblkGuard => attach::guard(),
+        WeirCommand::OnEventRunner => daemon::run_on_event(),
+        WeirCommand::Status(arguments) => status::run(arguments),
+        WeirCommand::Verify(arguments) => verify::run(arguments),
+        WeirCommand::Throttle(arguments) => throttle::run(&arguments),
+        WeirCommand::Cluster(command) => cluster::run(command),
+        WeirCommand::Prefetch(arguments) => saving::run(&arguments),
+        WeirCommand::Disk(command) => adding::disk(command),
+        WeirCommand::Group(command) => adding::group(command),
+        WeirCommand::Reload(arguments) => reload::run(arguments),
+        WeirCommand::Resume(arguments) => resume::run(arguments),
+        WeirCommand::Top(arguments) => top::run(arguments),
+        WeirCommand::Probe(arguments) => lab::probe::run(arguments),
+        WeirCommand::Image(command) => image_tool::run(*command, served::find),
+        WeirCommand::Cgroup(command) => cgroup::run(command),
+        WeirCommand::DockerPlugin(arguments) => container::run(arguments),
+        WeirCommand::Bench(arguments) => lab::bench::run(*arguments),
+        WeirCommand::Record(arguments) => record::run(arguments),
+        WeirCommand::Trace(command) => lab::trace::convert::run(command),
+        WeirCommand::Simulate(arguments) => lab::simulate::run(*arguments),
+        WeirCommand::Advise(arguments) => lab::advise::run(*arguments),
+        WeirCommand::Report(arguments) => lab::report::run(arguments),
+        WeirCommand::Tune(arguments) => lab::tune::run(*arguments),
+        WeirCommand::Generate(arguments) => generate::run(&arguments, Cli::full_command()),
     };
     // After failures too: an image that was not closed stays locked for other clients.
-    rbd::wait_for_closing(PATIENCE);
+    rbd::wait_for_closing(CEPH_CLOSE_TIMEOUT);
     // Before the error, so that messages appear in order.
     logging::flush();
     let (error, status) = match result {
@@ -128,7 +128,7 @@ pub fn main() -> ExitCode {
     ExitCode::from(status)
 }
 
-fn answer(error: &clap::Error) -> ExitCode {
+fn print_clap_error(error: &clap::Error) -> ExitCode {
     let text = error.render();
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         let written = stdout().write_all(text.to_string().as_bytes());

@@ -23,7 +23,7 @@ const NAME: &str = "mount.weir";
 const NOT_IN_FSTAB: [&str; 10] =
     ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover", "as-mount", "verbose"];
 /// Options for mount(8) and systemd. mount(8) removes most of them before it calls a helper.
-const FOR_OTHERS: [&str; 12] = [
+const IGNORED_OPTIONS: [&str; 12] = [
     "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group",
     "loop",
 ];
@@ -38,7 +38,7 @@ pub(crate) fn is_called(program: Option<&OsString>) -> bool {
 ///
 /// # Errors
 /// If the command line does not have the form of mount(8), "EXTERNAL HELPERS".
-pub(crate) fn as_attach(
+pub(crate) fn to_attach(
     words: impl IntoIterator<Item = OsString>,
     known: impl Fn(&str) -> bool,
 ) -> Result<Option<Vec<OsString>>, String> {
@@ -86,7 +86,7 @@ fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
     for option in options.split(',').filter(|option| !option.is_empty()) {
         let (name, value) =
             option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
-        let is_for_others = value.is_none() && FOR_OTHERS.contains(&name);
+        let is_for_others = value.is_none() && IGNORED_OPTIONS.contains(&name);
         if is_for_others || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
             continue;
         }
@@ -116,7 +116,7 @@ mod tests {
     }
 
     fn read(line: &str) -> Result<Option<String>, String> {
-        let attach = as_attach(line.split(' ').map(OsString::from), known)?;
+        let attach = to_attach(line.split(' ').map(OsString::from), known)?;
         Ok(attach.map(|words| words.join(&OsString::from(" ")).into_string().unwrap()))
     }
 
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_for_others_is_left_to_them() {
+    fn foreign_options_are_ignored() {
         becomes(
             "/a /mnt -o defaults,noauto,nofail,_netdev,group,x-systemd.automount,comment=x,noatime",
             "attach --as-mount --mount=/mnt --mount-options=noatime -- /a",
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_command_lines_are_rejected() {
         assert_eq!(read("/a /mnt -fv").unwrap(), None, "it was only to be tried");
         assert!(read("/a").unwrap_err().starts_with("expected an image and a directory"));
         assert!(read("/a /b /c").unwrap_err().starts_with("expected an image and a directory"));

@@ -10,50 +10,50 @@ use serde_json::{Value, json};
 
 use crate::{
     client::{
-        change::{Change, Name},
-        report::{Node, Report},
+        change::{SettingsChange, SettingName},
+        report::{StatusNode, DaemonReport},
     },
-    saving::{Common, Setter},
+    saving::{SettingsCommandArgs, SettingsCommand},
 };
 
-impl Setter for PrefetchArgs {
+impl SettingsCommand for PrefetchArgs {
     const EXAMPLE: &'static str = "off or --memory 64M";
 
-    fn common(&self) -> Common<'_> {
-        Common { name: &self.name, json: self.json, qmp: &self.qmp, save: &self.save }
+    fn common(&self) -> SettingsCommandArgs<'_> {
+        SettingsCommandArgs { name: &self.name, json: self.json, qmp: &self.qmp, save: &self.save }
     }
 
-    fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String> {
-        find(report, &self.name).map(Node::Disk)
+    fn find<'a>(&self, report: &'a DaemonReport) -> Result<StatusNode<'a>, String> {
+        find(report, &self.name).map(StatusNode::Disk)
     }
 
-    fn change(&self, _: &MemberSettings) -> Change {
+    fn change(&self, _: &MemberSettings) -> SettingsChange {
         self.change()
     }
 
-    fn show(&self, _: &Report, node: Node<'_>) -> String {
-        let Node::Disk(disk) = node else { unreachable!("only disks are found") };
+    fn show(&self, _: &DaemonReport, node: StatusNode<'_>) -> String {
+        let StatusNode::Disk(disk) = node else { unreachable!("only disks are found") };
         show(disk)
     }
 
-    fn entry(&self, node: Node<'_>) -> Value {
+    fn to_json(&self, node: StatusNode<'_>) -> Value {
         entry(node)
     }
 }
 
-fn find<'a>(report: &'a Report, name: &str) -> Result<&'a DiskStatus, String> {
+fn find<'a>(report: &'a DaemonReport, name: &str) -> Result<&'a DiskStatus, String> {
     match report.find(name) {
-        Some(Node::Disk(disk)) => Ok(disk),
-        Some(Node::Group(_)) => {
+        Some(StatusNode::Disk(disk)) => Ok(disk),
+        Some(StatusNode::Group(_)) => {
             Err(format!("{name}: is a group, and only disks have prefetching (name one of its disks)"))
         }
-        None => Err(report.no_such(name)),
+        None => Err(report.unknown_name_error(name)),
     }
 }
 
 fn show(disk: &DiskStatus) -> String {
     let mut text = format!("disk {}\n", disk.name);
-    let settings = Name::of_prefetch().map(|name| (name.text(), name.show(&name.of(&disk.settings))));
+    let settings = SettingName::of_prefetch().map(|name| (name.text(), name.format(&name.of(&disk.settings))));
     let settings: Vec<_> = settings.collect();
     let width = settings.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     for (name, value) in settings.into_iter().chain(figures(&disk.read_ahead)) {
@@ -83,8 +83,8 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
     ]
 }
 
-fn entry(node: Node<'_>) -> Value {
-    let Node::Disk(DiskStatus { name, settings, read_ahead, .. }) = node else { return Value::Null };
+fn entry(node: StatusNode<'_>) -> Value {
+    let StatusNode::Disk(DiskStatus { name, settings, read_ahead, .. }) = node else { return Value::Null };
     json!({ "name": name, "prefetch": settings.prefetch, "read-ahead": read_ahead })
 }
 
@@ -92,7 +92,7 @@ fn entry(node: Node<'_>) -> Value {
 mod tests {
     use super::*;
 
-    fn report() -> (Value, Report) {
+    fn report() -> (Value, DaemonReport) {
         let answer = json!({
             "disks": [{
                 "name": "vm1", "limits": {},
@@ -108,12 +108,12 @@ mod tests {
             }],
             "groups": [{ "name": "gold" }]
         });
-        let report = Report::read(&answer.to_string()).unwrap();
+        let report = DaemonReport::read(&answer.to_string()).unwrap();
         (answer, report)
     }
 
     #[test]
-    fn settings_and_what_came_of_them() {
+    fn settings_and_counters_are_shown() {
         let (answer, report) = report();
         let expect = "\
 disk vm1
@@ -139,7 +139,7 @@ disk vm1
     }
 
     #[test]
-    fn only_disks_have_it() {
+    fn groups_have_no_prefetching() {
         let (_, report) = report();
         assert_eq!(
             find(&report, "gold").unwrap_err(),

@@ -26,7 +26,7 @@ use daemon::serve::ServeArgs;
 use crate::background;
 
 /// Entry point of the program whose name this process was called by.
-pub(crate) fn called_as(program: Option<&OsString>) -> Option<fn() -> ExitCode> {
+pub(crate) fn entry_point(program: Option<&OsString>) -> Option<fn() -> ExitCode> {
     match Path::new(program?).file_name()?.to_str()? {
         nbd::NAME => Some(nbd::main),
         storage_daemon::NAME => Some(storage_daemon::main),
@@ -35,7 +35,7 @@ pub(crate) fn called_as(program: Option<&OsString>) -> Option<fn() -> ExitCode> 
 }
 
 /// Reports the result in the program's error format and returns the exit status.
-fn ended(name: &str, result: Result<(), CommandFailure>) -> ExitCode {
+fn exit_status(name: &str, result: Result<(), CommandFailure>) -> ExitCode {
     // Before the error, so that messages appear in order.
     logging::flush();
     match result {
@@ -50,17 +50,17 @@ fn ended(name: &str, result: Result<(), CommandFailure>) -> ExitCode {
 }
 
 /// Prints the requested help, or the error of a command line.
-fn answer(name: &str, error: &clap::Error) -> ExitCode {
+fn print_clap_error(name: &str, error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     if error.kind() == ErrorKind::DisplayHelp {
-        return ended(name, print(&text).map_err(CommandFailure::from));
+        return exit_status(name, print(&text).map_err(CommandFailure::from));
     }
-    let _ = writeln!(stderr(), "{name}: {}\nTry `{name} --help' for more information.", what_is_wrong(&text));
+    let _ = writeln!(stderr(), "{name}: {}\nTry `{name} --help' for more information.", error_line(&text));
     ExitCode::FAILURE
 }
 
 /// The part of clap's message before the first empty line, as one line.
-fn what_is_wrong(text: &str) -> String {
+fn error_line(text: &str) -> String {
     let lines: Vec<_> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
     let said = lines.join(" ");
     said.strip_prefix("error: ").map(str::to_owned).unwrap_or(said)
@@ -76,7 +76,7 @@ fn version(name: &str) -> Result<(), CommandFailure> {
 fn serve(arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), CommandFailure> {
     daemon::serve::run(arguments, move || {
         ready();
-        background::tell_ready();
+        background::report_ready();
     })
 }
 
@@ -85,9 +85,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_clap_says_is_one_line_with_all_that_is_missing() {
+    fn clap_errors_become_one_line() {
         let text = "error: the following were not provided:\n  --config <FILE>\n  <IMAGE>\n\nUsage: weir\n";
-        assert_eq!(what_is_wrong(text), "the following were not provided: --config <FILE> <IMAGE>");
-        assert_eq!(what_is_wrong("error: no\n\n  tip: yes\n"), "no");
+        assert_eq!(error_line(text), "the following were not provided: --config <FILE> <IMAGE>");
+        assert_eq!(error_line("error: no\n\n  tip: yes\n"), "no");
     }
 }

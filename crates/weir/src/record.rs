@@ -39,7 +39,7 @@ use nix::{
 };
 use serde_json::json;
 
-use crate::client::{Client, Target};
+use crate::client::{ControlClient, ControlAddress};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -63,7 +63,7 @@ Exit status: 0 recorded, 1 failed or incomplete, 2 wrong use of the command line
 
 /// Name under which the descriptor is passed.
 const NAME: &str = "weir-record";
-const PIECE: usize = 256 << 10;
+const COPY_BYTES: usize = 256 << 10;
 /// Largest pipe for unprivileged users (pipe(7), pipe-max-size).
 const PIPE_BYTES: i32 = 1 << 20;
 
@@ -84,15 +84,15 @@ pub(crate) struct RecordArgs {
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    qmp: Option<ControlAddress>,
 }
 
 /// Events of the thread that waits for the end.
-enum Event {
+enum RecordEvent {
     /// The user requested the end.
-    Asked,
+    Stop,
     /// The pipe reached its end, or writing the file failed.
-    Over(anyhow::Result<()>),
+    Copied(anyhow::Result<()>),
 }
 
 pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
@@ -102,12 +102,12 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
         )));
     }
     let signals = BlockedSignals::block().context("cannot wait for signals")?;
-    let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
+    let mut client = ControlClient::reach(arguments.qmp)?.with_timeout(ControlClient::LONG)?;
     let is_new = !arguments.output.exists();
     let (file, alone) = open(&arguments.output)?;
     let (reader, writer) = pipe().context("cannot create a pipe")?;
     // Only the daemon may hold the write end: its end is then the end of the data.
-    client.pass(NAME, &writer)?;
+    client.pass_descriptor(NAME, &writer)?;
     drop(writer);
     let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }));
     let begun = begun.inspect_err(|_| {
@@ -119,36 +119,36 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     let transcript = LiveConversion::named(&arguments.output);
     // Standard output may be a file with other content: it is not truncated.
     if alone.is_some() {
-        file.set_len(0).with_context(|| cannot(&arguments.output))?;
+        file.set_len(0).with_context(|| output_error(&arguments.output))?;
     }
     let (events, event) = mpsc::channel();
     let asked = events.clone();
     let hear = move |request| match request {
         // A second Ctrl-C, if writing the file hangs.
         SignalRequest::EndAtOnce(_) => process::exit(1),
-        SignalRequest::End(_) => asked.send(Event::Asked).is_ok(),
+        SignalRequest::End(_) => asked.send(RecordEvent::Stop).is_ok(),
         SignalRequest::HangUp | SignalRequest::ReopenLog | SignalRequest::Meaningless(_) => true,
     };
     signals.forward(hear).context("cannot start a thread")?;
     let carried = move || match transcript {
         Some(transcript) => transcript.write(File::from(reader), file),
-        None => Ok(carry(reader, file)?),
+        None => Ok(copy_until_end(reader, file)?),
     };
-    thread::spawn(move || events.send(Event::Over(carried())));
+    thread::spawn(move || events.send(RecordEvent::Copied(carried())));
     print_notice(&format!("recording to {} (stop with Ctrl-C)", arguments.output.display()));
     let first = match arguments.length {
-        Some(length) => event.recv_timeout(length).unwrap_or(Event::Asked),
-        None => event.recv().unwrap_or(Event::Asked),
+        Some(length) => event.recv_timeout(length).unwrap_or(RecordEvent::Stop),
+        None => event.recv().unwrap_or(RecordEvent::Stop),
     };
     // Stopping makes the daemon flush and close its end of the pipe, which ends the copying thread.
     let told = client.execute("x-weir-record-stop", json!({ "id": begun["id"] }));
     let (is_early, over) = match first {
-        Event::Over(over) => (true, over),
+        RecordEvent::Copied(over) => (true, over),
         // Data in the pipe must still be written.
-        Event::Asked => {
+        RecordEvent::Stop => {
             let over = event.iter().find_map(|event| match event {
-                Event::Over(over) => Some(over),
-                Event::Asked => None,
+                RecordEvent::Copied(over) => Some(over),
+                RecordEvent::Stop => None,
             });
             (false, over.unwrap_or(Ok(())))
         }
@@ -171,10 +171,10 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     if arguments.json {
         print_json(&finished)?;
     }
-    summarise(&finished)
+    print_summary(&finished)
 }
 
-fn summarise(finished: &FinishedRecording) -> Result<(), CommandFailure> {
+fn print_summary(finished: &FinishedRecording) -> Result<(), CommandFailure> {
     print_notice(&match finished.requests {
         0 => "no requests".to_owned(),
         requests => {
@@ -209,11 +209,11 @@ fn open(path: &Path) -> anyhow::Result<(File, Option<Flock<File>>)> {
         Some(number) if number == Errno::ENXIO as i32 => {
             anyhow!("--output {}: this pipe has no reader (start its reader first)", path.display())
         }
-        _ => anyhow!(error).context(cannot(path)),
+        _ => anyhow!(error).context(output_error(path)),
     })?;
     // Writes should block: the pipe's reader may be slow.
-    fcntl(&file, FcntlArg::F_SETFL(OFlag::empty())).with_context(|| cannot(path))?;
-    if !file.metadata().with_context(|| cannot(path))?.is_file() {
+    fcntl(&file, FcntlArg::F_SETFL(OFlag::empty())).with_context(|| output_error(path))?;
+    if !file.metadata().with_context(|| output_error(path))?.is_file() {
         return Ok((file, None));
     }
     let held = Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock);
@@ -221,12 +221,12 @@ fn open(path: &Path) -> anyhow::Result<(File, Option<Flock<File>>)> {
         Errno::EWOULDBLOCK => {
             anyhow!("--output {}: another `weir record` writes to it (choose another file)", path.display())
         }
-        other => anyhow!(other).context(cannot(path)),
+        other => anyhow!(other).context(output_error(path)),
     })?;
     Ok((file, Some(held)))
 }
 
-fn cannot(path: &Path) -> String {
+fn output_error(path: &Path) -> String {
     format!("--output {}: cannot be written", path.display())
 }
 
@@ -238,9 +238,9 @@ fn pipe() -> nix::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Copies until the daemon closes its end.
-fn carry(reader: OwnedFd, mut file: File) -> io::Result<()> {
+fn copy_until_end(reader: OwnedFd, mut file: File) -> io::Result<()> {
     let mut reader = File::from(reader);
-    let mut piece = vec![0; PIECE];
+    let mut piece = vec![0; COPY_BYTES];
     loop {
         match reader.read(&mut piece)? {
             0 => return file.flush(),

@@ -7,7 +7,7 @@ use console::{
 };
 use serde_json::{Value, json};
 
-use crate::client::{Client, Target, change::Name, change::Setpoint};
+use crate::client::{ControlClient, ControlAddress, change::SettingName, change::SettingValue};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -33,21 +33,21 @@ pub(crate) struct ReloadArgs {
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    qmp: Option<ControlAddress>,
 }
 
 pub(crate) fn run(arguments: ReloadArgs) -> Result<(), CommandFailure> {
-    let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
+    let mut client = ControlClient::reach(arguments.qmp)?.with_timeout(ControlClient::LONG)?;
     let ReloadArgs { dry_run, json, .. } = arguments;
     // A daemon of an older version accepts no arguments.
     let asked = if dry_run { json!({ "dry-run": true }) } else { json!({}) };
     let changes = client.execute("x-weir-reload", asked)?;
     let nothing = if dry_run { "nothing would change" } else { "nothing has changed" };
-    Ok(if json { print_json(&changes) } else { print(&shown(&changes, nothing)) }?)
+    Ok(if json { print_json(&changes) } else { print(&format_changes(&changes, nothing)) }?)
 }
 
 /// A table of the changes, or the text for none.
-fn shown(changes: &Value, nothing: &str) -> String {
+fn format_changes(changes: &Value, nothing: &str) -> String {
     let changes = changes.as_array().map(Vec::as_slice).unwrap_or_default();
     if changes.is_empty() {
         return format!("{nothing}\n");
@@ -75,11 +75,11 @@ fn shown(changes: &Value, nothing: &str) -> String {
 
 /// Formats a value for users.
 fn setpoint(name: &str, value: &Value) -> String {
-    match (Name::find(name), value) {
+    match (SettingName::find(name), value) {
         (_, Value::Null) => "none".to_owned(),
-        (Ok(name), Value::String(text)) => name.show(&Setpoint::Text(text.clone())),
+        (Ok(name), Value::String(text)) => name.format(&SettingValue::Text(text.clone())),
         (Ok(name), Value::Number(number)) => {
-            name.show(&Setpoint::Number(number.as_u64().unwrap_or_default()))
+            name.format(&SettingValue::Number(number.as_u64().unwrap_or_default()))
         }
         (_, Value::String(text)) => text.clone(),
         (_, other) => other.to_string(),
@@ -112,7 +112,7 @@ export  vm1   removed at unix:/run/a
 disk    vm2   skipped: it was moved to host host2
 disk    vm3   its image is not available yet
 ";
-        assert_eq!(shown(&changes, ""), expect);
-        assert_eq!(shown(&json!([]), "nothing has changed"), "nothing has changed\n");
+        assert_eq!(format_changes(&changes, ""), expect);
+        assert_eq!(format_changes(&json!([]), "nothing has changed"), "nothing has changed\n");
     }
 }

@@ -6,7 +6,7 @@ use clap::Args;
 use console::{CommandFailure, print, print_json};
 use serde_json::json;
 
-use crate::client::{Client, Target};
+use crate::client::{ControlClient, ControlAddress};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -30,16 +30,16 @@ pub(crate) struct ResumeArgs {
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    qmp: Option<ControlAddress>,
 }
 
 pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
-    let mut client = Client::reach(arguments.qmp)?;
+    let mut client = ControlClient::reach(arguments.qmp)?;
     let report = client.status()?;
     let mut asked = json!({});
     if let Some(disk) = &arguments.disk {
         if !report.disks.iter().any(|known| known.name == *disk) {
-            return Err(anyhow!(report.no_such_disk(disk)).into());
+            return Err(anyhow!(report.unknown_disk_error(disk)).into());
         }
         asked["name"] = json!(disk);
     }

@@ -11,47 +11,47 @@ use anyhow::{Context as _, anyhow};
 use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
 use console::{CommandFailure, print, print_json};
-pub(crate) use edit::{added, removed};
-pub(crate) use save::Saving;
+pub(crate) use edit::{with_table, without_table};
+pub(crate) use save::PreparedConfigFile;
 use serde_json::{Value, json};
 
 use crate::client::{
-    Client, Error, Target,
-    change::{Change, Name},
-    report::{Node, Report},
+    ControlClient, ClientError, ControlAddress,
+    change::{SettingsChange, SettingName},
+    report::{StatusNode, DaemonReport},
 };
 
 /// A command that shows or changes the settings of one disk or group.
-pub(crate) trait Setter {
+pub(crate) trait SettingsCommand {
     const EXAMPLE: &'static str;
 
-    fn common(&self) -> Common<'_>;
+    fn common(&self) -> SettingsCommandArgs<'_>;
 
     /// The disk or group of the given name. Fails if it has no such settings.
-    fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String>;
+    fn find<'a>(&self, report: &'a DaemonReport) -> Result<StatusNode<'a>, String>;
 
     /// The change, relative to the settings in force.
-    fn change(&self, before: &MemberSettings) -> Change;
+    fn change(&self, before: &MemberSettings) -> SettingsChange;
 
-    fn show(&self, report: &Report, node: Node<'_>) -> String;
+    fn show(&self, report: &DaemonReport, node: StatusNode<'_>) -> String;
 
-    fn entry(&self, node: Node<'_>) -> Value;
+    fn to_json(&self, node: StatusNode<'_>) -> Value;
 }
 
-pub(crate) struct Common<'a> {
+pub(crate) struct SettingsCommandArgs<'a> {
     pub(crate) name: &'a str,
     pub(crate) json: bool,
-    pub(crate) qmp: &'a Option<Target>,
+    pub(crate) qmp: &'a Option<ControlAddress>,
     pub(crate) save: &'a SaveArgs,
 }
 
 /// Fails if the daemon rejects the change or does not respond, or the config file cannot be
 /// written.
-pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), CommandFailure> {
-    let Common { name, json, qmp, save } = setter.common();
+pub(crate) fn run<S: SettingsCommand>(setter: &S) -> Result<(), CommandFailure> {
+    let SettingsCommandArgs { name, json, qmp, save } = setter.common();
     // The set of changed settings does not depend on those in force, so it can be checked offline.
     setter.change(&MemberSettings::default()).judge().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
-    let mut client = Client::reach(qmp.clone())?;
+    let mut client = ControlClient::reach(qmp.clone())?;
     let report = client.status()?;
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;
     let change = setter.change(node.settings());
@@ -59,9 +59,9 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), CommandFailure> {
         let saved = apply(&mut client, &report, (name, node), save, &change)?;
         let (before, saved) = (node.settings(), saved.as_deref());
         return Ok(if json {
-            print_json(&changed(name, before, &change, saved))
+            print_json(&change_to_json(name, before, &change, saved))
         } else {
-            print(&described(name, before, &change, saved))
+            print(&describe_change(name, before, &change, saved))
         }?);
     }
     if save.save {
@@ -69,33 +69,33 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), CommandFailure> {
         let rule = format!("no setting to save is given (for example {example})");
         return Err(CommandFailure::Usage(anyhow!("--save: {rule}")));
     }
-    Ok(if json { print_json(&setter.entry(node)) } else { print(&setter.show(&report, node)) }?)
+    Ok(if json { print_json(&setter.to_json(node)) } else { print(&setter.show(&report, node)) }?)
 }
 
 /// Applies a change, and saves it if requested. Returns the file's name then.
 fn apply(
-    client: &mut Client,
-    report: &Report,
-    (name, node): (&str, Node<'_>),
+    client: &mut ControlClient,
+    report: &DaemonReport,
+    (name, node): (&str, StatusNode<'_>),
     arguments: &SaveArgs,
-    change: &Change,
+    change: &SettingsChange,
 ) -> anyhow::Result<Option<String>> {
-    let saving = prepare(report, arguments, |text| edit::edited(text, node.kind(), name, change))?;
+    let saving = prepare(report, arguments, |text| edit::with_change(text, node.kind(), name, change))?;
     client.set(name, change.arguments()).map_err(|error| match error {
         // Some of the daemon's errors begin with the name already.
-        Error::Refused(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
+        ClientError::Rejected(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
         error => error.into(),
     })?;
-    let saved = saving.map(Saving::commit).transpose();
+    let saved = saving.map(PreparedConfigFile::commit).transpose();
     saved.with_context(|| format!("{name}: the change is in force, but not saved"))
 }
 
 /// The edited config file, ready to be committed; `None` without `--save`.
 pub(crate) fn prepare(
-    report: &Report,
+    report: &DaemonReport,
     arguments: &SaveArgs,
     edit: impl FnOnce(&str) -> Result<String, String>,
-) -> anyhow::Result<Option<Saving>> {
+) -> anyhow::Result<Option<PreparedConfigFile>> {
     if !arguments.save {
         return Ok(None);
     }
@@ -103,11 +103,11 @@ pub(crate) fn prepare(
     let known = named.or_else(|| report.config.as_ref().map(Into::into));
     let path = known
         .context("--save: the daemon was started without a config file (give one with --config FILE)")?;
-    Saving::prepare(&path, edit).map(Some)
+    PreparedConfigFile::prepare(&path, edit).map(Some)
 }
 
-fn changed(name: &str, before: &MemberSettings, change: &Change, saved: Option<&str>) -> Value {
-    let value = |(setting, value): (Name, &_)| {
+fn change_to_json(name: &str, before: &MemberSettings, change: &SettingsChange, saved: Option<&str>) -> Value {
+    let value = |(setting, value): (SettingName, &_)| {
         let both =
             json!({ "before": Value::from(setting.of(before)), "after": Value::from(Clone::clone(value)) });
         (setting.text().to_owned(), both)
@@ -120,7 +120,7 @@ fn changed(name: &str, before: &MemberSettings, change: &Change, saved: Option<&
     changed
 }
 
-fn described(name: &str, before: &MemberSettings, change: &Change, saved: Option<&str>) -> String {
+fn describe_change(name: &str, before: &MemberSettings, change: &SettingsChange, saved: Option<&str>) -> String {
     let mut text: String =
         change.describe(before).into_iter().map(|line| format!("{name}: {line}\n")).collect();
     if let Some(path) = saved {
@@ -132,23 +132,23 @@ fn described(name: &str, before: &MemberSettings, change: &Change, saved: Option
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::change::Setpoint;
+    use crate::client::change::SettingValue;
 
     #[test]
-    fn a_change_is_told_with_what_was_before() {
+    fn change_is_described_with_old_values() {
         let settings = json!({ "group": "gold", "weight": 200, "limits": { "iops-total": 1000 } });
         let before = serde_json::from_value(settings).unwrap();
-        let mut change = Change::default();
-        change.set(Name::find("iops-total").unwrap(), Setpoint::Number(2000));
-        change.set(Name::Weight, Setpoint::Number(200));
-        change.set(Name::Group, Setpoint::Text(String::new()));
+        let mut change = SettingsChange::default();
+        change.set(SettingName::find("iops-total").unwrap(), SettingValue::Number(2000));
+        change.set(SettingName::Weight, SettingValue::Number(200));
+        change.set(SettingName::Group, SettingValue::Text(String::new()));
         let expect = "\
 vm1: iops-total: 1000 → 2000
 vm1: weight: 200 (unchanged)
 vm1: group: gold → none
 vm1: saved in /etc/weir.toml
 ";
-        assert_eq!(described("vm1", &before, &change, Some("/etc/weir.toml")), expect);
+        assert_eq!(describe_change("vm1", &before, &change, Some("/etc/weir.toml")), expect);
         let json = json!({
             "name": "vm1", "saved": "/etc/weir.toml",
             "changed": {
@@ -156,6 +156,6 @@ vm1: saved in /etc/weir.toml
                 "group": { "before": "gold", "after": "" }
             }
         });
-        assert_eq!(changed("vm1", &before, &change, Some("/etc/weir.toml")), json);
+        assert_eq!(change_to_json("vm1", &before, &change, Some("/etc/weir.toml")), json);
     }
 }

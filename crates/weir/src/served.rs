@@ -15,14 +15,14 @@ use image_tool::ServedDisk;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::json;
 
-use crate::client::{Client, Error, Target};
+use crate::client::{ControlClient, ClientError, ControlAddress};
 
 /// The daemon's disk with this image. The daemon is that of `WEIR_QMP`, or the default one. `None`
 /// if it does not run, does not respond, or has no such disk.
 pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
     let image = image.canonicalize().ok()?;
-    let target = Target::choose(None).ok()?;
-    let mut client = Client::connect(&target).ok()?;
+    let target = ControlAddress::choose(None).ok()?;
+    let mut client = ControlClient::connect(&target).ok()?;
     let report = client.status().ok()?;
     let from = working_directory(&target);
     // Compares canonical paths: both sides may use links or relative paths.
@@ -36,7 +36,7 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
         let asked = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));
         asked.map(drop).map_err(|error| match error {
             // The error names QMP's argument, which the command line does not have.
-            Error::Refused(said) => match said.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
+            ClientError::Rejected(said) => match said.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
                 Some(rule) => anyhow!("{size} bytes {rule}"),
                 None => anyhow!(said),
             },
@@ -47,7 +47,7 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
 }
 
 /// Working directory of the daemon, to resolve its relative paths; `None` without permission.
-fn working_directory(target: &Target) -> Option<PathBuf> {
+fn working_directory(target: &ControlAddress) -> Option<PathBuf> {
     let peer = getsockopt(&UnixStream::connect(target.path()).ok()?, PeerCredentials).ok()?;
     fs::read_link(format!("/proc/{}/cwd", peer.pid())).ok()
 }

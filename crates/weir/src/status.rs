@@ -16,10 +16,10 @@ pub(crate) use arguments::{EXAMPLES, StatusArgs};
 use console::{CommandFailure, print, print_json};
 
 use crate::client::{
-    Client,
-    latency::Latency,
-    rates::{Rate, Rates},
-    report::Report,
+    ControlClient,
+    latency::RequestLatency,
+    rates::{NodeRate, IntervalRates},
+    report::DaemonReport,
 };
 
 /// Time before the interval. After idle time a limit admits a tenth of a second's worth at once: a
@@ -27,46 +27,46 @@ use crate::client::{
 const LEAD_IN: Duration = Duration::from_millis(250);
 
 pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
-    let mut client = Client::reach(arguments.qmp)?;
+    let mut client = ControlClient::reach(arguments.qmp)?;
     let mut earlier = None;
     if !arguments.interval.is_zero() {
         thread::sleep(LEAD_IN);
-        earlier = Some(client.measured()?);
+        earlier = Some(client.status_with_latencies()?);
         // Not a wait for an event: rates are measured over this interval.
         thread::sleep(arguments.interval);
     }
-    let report = client.measured()?;
-    let rates = earlier.map(|earlier| Rates::between(&earlier, &report)).unwrap_or_default();
-    let shown = Shown::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
+    let report = client.status_with_latencies()?;
+    let rates = earlier.map(|earlier| IntervalRates::between(&earlier, &report)).unwrap_or_default();
+    let shown = StatusSelection::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
     if arguments.json {
-        return Ok(print_json(&shown.only(with_rates(&report, &rates)))?);
+        return Ok(print_json(&shown.select(with_rates(&report, &rates)))?);
     }
-    let form = Form { all: arguments.all, wide: arguments.wide };
+    let form = StatusForm { all: arguments.all, wide: arguments.wide };
     Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
 }
 
 /// Tables and columns to print.
 #[derive(Clone, Copy, Debug, Default)]
-struct Form {
+struct StatusForm {
     /// True for all tables, not only those of disks, groups and errors.
     all: bool,
     wide: bool,
 }
 
-struct Shown {
+struct StatusSelection {
     names: Option<Vec<String>>,
 }
 
-impl Shown {
+impl StatusSelection {
     /// Restricts the output to these names and the disks in such groups; no restriction without
     /// names.
-    fn new(report: &Report, asked: &[String]) -> Result<Self, String> {
+    fn new(report: &DaemonReport, asked: &[String]) -> Result<Self, String> {
         if asked.is_empty() {
             return Ok(Self { names: None });
         }
-        let is_known = |name: &&String| report.find(name).is_some() || report.is_unopened(name);
+        let is_known = |name: &&String| report.find(name).is_some() || report.is_unavailable(name);
         if let Some(unknown) = asked.iter().find(|name| !is_known(name)) {
-            return Err(report.no_such(unknown));
+            return Err(report.unknown_name_error(unknown));
         }
         let mut names = asked.to_vec();
         for disk in &report.disks {
@@ -77,18 +77,18 @@ impl Shown {
         Ok(Self { names: Some(names) })
     }
 
-    fn has(&self, name: &str) -> bool {
+    fn includes(&self, name: &str) -> bool {
         self.names.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
     }
 
-    fn only(&self, mut status: DaemonStatus) -> DaemonStatus {
+    fn select(&self, mut status: DaemonStatus) -> DaemonStatus {
         if self.names.is_some() {
-            status.disks.retain(|disk| self.has(&disk.name));
-            status.unopened.retain(|disk| self.has(&disk.name));
-            status.groups.retain(|group| self.has(&group.name));
-            status.exports.retain(|export| self.has(&export.disk));
+            status.disks.retain(|disk| self.includes(&disk.name));
+            status.unopened.retain(|disk| self.includes(&disk.name));
+            status.groups.retain(|group| self.includes(&group.name));
+            status.exports.retain(|export| self.includes(&export.disk));
             // A device is shown if one of its disks is.
-            status.devices.retain(|device| device.disks.iter().any(|disk| self.has(disk)));
+            status.devices.retain(|device| device.disks.iter().any(|disk| self.includes(disk)));
         }
         status
     }
@@ -96,12 +96,12 @@ impl Shown {
 
 /// The status with the rates of the interval, and each disk's latencies since the daemon counts
 /// them.
-fn with_rates(report: &Report, rates: &Rates) -> DaemonStatus {
+fn with_rates(report: &DaemonReport, rates: &IntervalRates) -> DaemonStatus {
     let mut status = report.status.clone();
     let rate = |name: &str| rates.of(name).map(|rate| rate_status(rate, rates.interval_ns));
     for disk in &mut status.disks {
         let counted = report.latencies.get(&disk.name);
-        disk.latency_ns = counted.and_then(|counted| Latency::of(&counted.latencies)).map(percentiles);
+        disk.latency_ns = counted.and_then(|counted| RequestLatency::of(&counted.latencies)).map(percentiles);
         disk.rate = rate(&disk.name);
     }
     for group in &mut status.groups {
@@ -110,7 +110,7 @@ fn with_rates(report: &Report, rates: &Rates) -> DaemonStatus {
     status
 }
 
-fn rate_status(rate: &Rate, interval_ns: u64) -> RateStatus {
+fn rate_status(rate: &NodeRate, interval_ns: u64) -> RateStatus {
     RateStatus {
         interval_ns,
         reads: TransferRate { iops: rate.read_iops, bps: rate.read_bps },
@@ -121,7 +121,7 @@ fn rate_status(rate: &Rate, interval_ns: u64) -> RateStatus {
     }
 }
 
-fn percentiles(Latency { p50_ns, p99_ns }: Latency) -> IntervalLatency {
+fn percentiles(RequestLatency { p50_ns, p99_ns }: RequestLatency) -> IntervalLatency {
     IntervalLatency { p50: p50_ns, p99: p99_ns }
 }
 

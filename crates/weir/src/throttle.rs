@@ -10,33 +10,33 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     client::{
-        Client,
-        change::{Change, Name},
-        report::{Node, Report},
+        ControlClient,
+        change::{SettingsChange, SettingName},
+        report::{StatusNode, DaemonReport},
     },
-    saving::{self, Common, Setter},
+    saving::{self, SettingsCommandArgs, SettingsCommand},
 };
 
-impl Setter for ThrottleArgs {
+impl SettingsCommand for ThrottleArgs {
     const EXAMPLE: &'static str = "--iops-total 1000";
 
-    fn common(&self) -> Common<'_> {
-        Common { name: &self.name, json: self.json, qmp: &self.qmp, save: &self.save }
+    fn common(&self) -> SettingsCommandArgs<'_> {
+        SettingsCommandArgs { name: &self.name, json: self.json, qmp: &self.qmp, save: &self.save }
     }
 
-    fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String> {
-        report.find(&self.name).ok_or_else(|| report.no_such(&self.name))
+    fn find<'a>(&self, report: &'a DaemonReport) -> Result<StatusNode<'a>, String> {
+        report.find(&self.name).ok_or_else(|| report.unknown_name_error(&self.name))
     }
 
-    fn change(&self, before: &MemberSettings) -> Change {
+    fn change(&self, before: &MemberSettings) -> SettingsChange {
         self.change(before)
     }
 
-    fn show(&self, report: &Report, node: Node<'_>) -> String {
+    fn show(&self, report: &DaemonReport, node: StatusNode<'_>) -> String {
         show(report, &self.name, node)
     }
 
-    fn entry(&self, node: Node<'_>) -> Value {
+    fn to_json(&self, node: StatusNode<'_>) -> Value {
         serde_json::to_value(node).expect("all keys are strings")
     }
 }
@@ -50,7 +50,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
         let why = "limits of the cluster are kept in etcd and not in the config file (leave --save out)";
         return Err(anyhow::anyhow!("--save: {why}").into());
     }
-    let mut client = Client::reach(arguments.qmp.clone())?;
+    let mut client = ControlClient::reach(arguments.qmp.clone())?;
     // The limits in force first: virsh's names clear others of them, and the output shows both
     // values.
     let shown = client.execute("x-weir-query-cluster", json!({}))?;
@@ -88,7 +88,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
                 "showing the last known state, as etcd is unreachable: {why}"
             ));
         }
-        return Ok(if arguments.json { print_json(group) } else { print(&of_all(group, &settings)) }?);
+        return Ok(if arguments.json { print_json(group) } else { print(&format_cluster_limits(group, &settings)) }?);
     }
     asked.insert("group".to_owned(), json!(arguments.name));
     let done = client.execute("x-weir-cluster-set", Value::Object(asked))?;
@@ -111,19 +111,19 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
     if done["used"] == false {
         // Not an error: the limits may be set before the first host has the group.
-        console::print_error(&unused(&arguments.name));
+        console::print_error(&unused_group_warning(&arguments.name));
     }
-    if let Some(why) = set_aside(&arguments.name, &done) {
+    if let Some(why) = reserved_share_warning(&arguments.name, &done) {
         console::print_error(&why);
     }
     Ok(())
 }
 
 /// Warning if the fallback shares reserve much of the limits, even for absent hosts.
-fn set_aside(group: &str, done: &Value) -> Option<anyhow::Error> {
+fn reserved_share_warning(group: &str, done: &Value) -> Option<anyhow::Error> {
     let (hosts, each) = (done["hosts"].as_u64()?, done["fallback-share-ppm"].as_u64()?);
     let all = hosts.saturating_mul(each);
-    (all > MUCH_PPM).then(|| {
+    (all > WARN_RESERVED_PPM).then(|| {
         let [all, each] = [all, each].map(percent);
         anyhow::anyhow!(
             "group {group}: fallback shares reserve {all} of its limits, {each} for each of {hosts} hosts, whether they are present or not (set the number of hosts with --hosts)"
@@ -132,24 +132,24 @@ fn set_aside(group: &str, done: &Value) -> Option<anyhow::Error> {
 }
 
 /// Sum of the fallback shares above which there is a warning.
-const MUCH_PPM: u64 = 100_000;
+const WARN_RESERVED_PPM: u64 = 100_000;
 
 fn percent(ppm: u64) -> String {
     format!("{}%", ppm as f64 / 10_000.0)
 }
 
 /// Warning for limits of a group that no present host has.
-fn unused(group: &str) -> anyhow::Error {
+fn unused_group_warning(group: &str) -> anyhow::Error {
     anyhow::anyhow!(
         "group {group}: no host has it (is the name right? a host joins it by [group.{group}] with cluster = true)"
     )
 }
 
-fn of_all(group: &Value, settings: &MemberSettings) -> String {
+fn format_cluster_limits(group: &Value, settings: &MemberSettings) -> String {
     let mut rows: Vec<(&str, String)> = Vec::new();
-    let is_set = |name: &Name| name.of(settings) != name.default() && *name != Name::Weight;
-    for name in Name::of_throttle().filter(is_set) {
-        rows.push((name.text(), name.show(&name.of(settings))));
+    let is_set = |name: &SettingName| name.of(settings) != name.default() && *name != SettingName::Weight;
+    for name in SettingName::of_throttle().filter(is_set) {
+        rows.push((name.text(), name.format(&name.of(settings))));
     }
     rows.push(("hosts", group["max-hosts"].to_string()));
     if let Some(ppm) = group["fallback-share-ppm"].as_u64() {
@@ -163,15 +163,15 @@ fn of_all(group: &Value, settings: &MemberSettings) -> String {
     text
 }
 
-fn show(report: &Report, name: &str, node: Node<'_>) -> String {
+fn show(report: &DaemonReport, name: &str, node: StatusNode<'_>) -> String {
     let settings = node.settings();
     let mut text = format!("{} {name}\n", node.kind());
     // The weight matters even at its default, since shares are relative to it.
-    let is_shown = |known: &Name| known.of(settings) != known.default() || *known == Name::Weight;
-    let shown: Vec<_> = Name::of_throttle().filter(is_shown).collect();
+    let is_shown = |known: &SettingName| known.of(settings) != known.default() || *known == SettingName::Weight;
+    let shown: Vec<_> = SettingName::of_throttle().filter(is_shown).collect();
     let width = shown.iter().map(|name| name.text().len()).max().unwrap_or(0);
     for name in shown {
-        text += &format!("  {:width$}  {}\n", name.text(), name.show(&name.of(settings)));
+        text += &format!("  {:width$}  {}\n", name.text(), name.format(&name.of(settings)));
     }
     for line in figures::full_bursts(&settings.limits) {
         text += &format!("  {line}\n");

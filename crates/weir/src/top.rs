@@ -30,14 +30,14 @@ use console::{
     keys::ExitKey,
     screen::{self, Screen},
 };
-use source::{Asked, Event, Source};
-use state::{Action, State};
+use source::{SettingsUpdate, WeirTopEvent, TopEventSource};
+use state::{TopAction, TopState};
 
-use crate::client::{Client, Target};
+use crate::client::{ControlClient, ControlAddress};
 
 /// Runs until the user quits. Reconnects if the daemon goes away later.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), CommandFailure> {
-    let target = Target::choose(arguments.qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+    let target = ControlAddress::choose(arguments.qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
     // Checked before connecting, so that the message does not depend on the daemon.
     if !screen::is_possible() {
         return Err(anyhow!(
@@ -46,39 +46,39 @@ pub(crate) fn run(arguments: TopArgs) -> Result<(), CommandFailure> {
         .into());
     }
     // Connected before the screen is taken over: a wrong address is reported as by any command.
-    let client = Client::connect(&target)?;
-    let source = Source::start(client, arguments.interval).context("top: cannot start a thread")?;
+    let client = ControlClient::connect(&target)?;
+    let source = TopEventSource::start(client, arguments.interval).context("top: cannot start a thread")?;
     let mut screen = Screen::enter().context("the terminal: cannot be drawn on")?;
-    let state = State::new(target.to_string());
-    Ok(watch(&mut screen, &source, state).context("the terminal: cannot be drawn on")?)
+    let state = TopState::new(target.to_string());
+    Ok(run_loop(&mut screen, &source, state).context("the terminal: cannot be drawn on")?)
 }
 
-fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<()> {
+fn run_loop(screen: &mut Screen, source: &TopEventSource, mut state: TopState) -> io::Result<()> {
     let began = Instant::now();
     loop {
         screen.draw(|frame| view::draw(frame, &mut state))?;
         let action = match source.next() {
-            Event::Input(TerminalEvent::Key(key)) => state.press(key),
-            Event::Input(TerminalEvent::Resized) => None,
-            Event::Input(TerminalEvent::Stop) => Some(Action::Leave(ExitKey::Stop)),
-            Event::Input(TerminalEvent::End) => Some(Action::Leave(ExitKey::End)),
-            Event::Report(report) => {
-                state.learn(*report, began.elapsed());
+            WeirTopEvent::Input(TerminalEvent::Key(key)) => state.press(key),
+            WeirTopEvent::Input(TerminalEvent::Resized) => None,
+            WeirTopEvent::Input(TerminalEvent::Stop) => Some(TopAction::Leave(ExitKey::Stop)),
+            WeirTopEvent::Input(TerminalEvent::End) => Some(TopAction::Leave(ExitKey::End)),
+            WeirTopEvent::Report(report) => {
+                state.add_report(*report, began.elapsed());
                 None
             }
-            Event::Unreachable(said) => {
-                state.lose(said);
+            WeirTopEvent::QueryFailed(said) => {
+                state.set_unreachable(said);
                 None
             }
-            Event::Changed(result) => {
+            WeirTopEvent::Changed(result) => {
                 state.changed(result);
                 None
             }
         };
         match action {
-            Some(Action::Leave(ExitKey::End)) => return Ok(()),
-            Some(Action::Leave(ExitKey::Stop)) => screen.suspend()?,
-            Some(Action::Change { name, change }) => source.ask(Asked { name, change }),
+            Some(TopAction::Leave(ExitKey::End)) => return Ok(()),
+            Some(TopAction::Leave(ExitKey::Stop)) => screen.suspend()?,
+            Some(TopAction::Change { name, change }) => source.ask(SettingsUpdate { name, change }),
             None => {}
         }
     }

@@ -24,16 +24,16 @@ use console::{
     CommandFailure, figures, print, print_json, print_notice,
     table::{TextTable, columns},
 };
-use judge::{Finding, Judge, Look, Verdict};
+use judge::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict};
 use lab::interruption::SignalInterruption;
-use latency::Latencies;
+use latency::LatencyCheck;
 use serde_json::json;
 
-use crate::client::{Client, report::Report};
+use crate::client::{ControlClient, report::DaemonReport};
 
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Exit status if a guarantee was broken, or nothing could be checked.
-const BROKEN: u8 = 1;
+const EXIT_BROKEN: u8 = 1;
 
 pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let intended = arguments.config.as_deref().map(intended::load).transpose()?;
@@ -41,33 +41,33 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     // The receiver is gone once the measurement has ended.
     SignalInterruption::watch(move || _ = interrupted.send(()), || {})?;
     // The counters of a report are from a moment between the two times: `judge` uses both bounds.
-    let mut client = Client::reach(arguments.qmp)?;
+    let mut client = ControlClient::reach(arguments.qmp)?;
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let begun = Instant::now();
-    let look = |client: &mut Client| -> Result<Look, CommandFailure> {
+    let look = |client: &mut ControlClient| -> Result<TimedReport, CommandFailure> {
         let asked_s = begun.elapsed().as_secs_f64();
         let report = client.status()?;
-        Ok(Look { report, asked_s, had_s: begun.elapsed().as_secs_f64() })
+        Ok(TimedReport { report, requested_s: asked_s, received_s: begun.elapsed().as_secs_f64() })
     };
     let first = look(&mut client)?;
     if let Some(unknown) = arguments.names.iter().find(|name| first.report.find(name).is_none()) {
-        return Err(anyhow::Error::msg(first.report.no_such(unknown)).into());
+        return Err(anyhow::Error::msg(first.report.unknown_name_error(unknown)).into());
     }
-    let wanted = wanted(&first.report, &arguments.names);
+    let wanted = selected_names(&first.report, &arguments.names);
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|names| names.iter().any(|one| one == name));
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
-    let mut latencies = arguments.latency_p99.map(|most| Latencies::new(nanoseconds(most)));
-    let mut count = |client: &mut Client| -> Result<(), CommandFailure> {
+    let mut latencies = arguments.latency_p99.map(|most| LatencyCheck::new(nanoseconds(most)));
+    let mut count = |client: &mut ControlClient| -> Result<(), CommandFailure> {
         let Some(latencies) = &mut latencies else { return Ok(()) };
         // The daemon counts latencies from the first such query, so the first answer starts the
         // count.
-        latencies.take(client.latencies()?);
+        latencies.add_histograms(client.latencies()?);
         Ok(())
     };
     count(&mut client)?;
-    let mut judge = Judge::new(arguments.wait_p99.map(nanoseconds));
-    judge.take(first);
+    let mut judge = GuaranteeChecker::new(arguments.wait_p99.map(nanoseconds));
+    judge.add_report(first);
     let mut cut = None;
     while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
         if stop.recv_timeout(left.min(INTERVAL)).is_ok() {
@@ -76,7 +76,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
             break;
         }
         match look(&mut client) {
-            Ok(look) => judge.take(look),
+            Ok(look) => judge.add_report(look),
             // The findings so far are still printed.
             Err(error) => {
                 cut = Some(error);
@@ -90,27 +90,27 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     }
     findings.extend(judge.findings(is_wanted));
     findings.extend(latencies.iter().flat_map(|latencies| latencies.findings(is_wanted)));
-    let told = tell(&findings, arguments.json);
+    let told = print_findings(&findings, arguments.json);
     cut.map_or(told, Err)
 }
 
 /// The given names, and the disks in such groups; `None` for all.
-fn wanted(report: &Report, names: &[String]) -> Option<Vec<String>> {
+fn selected_names(report: &DaemonReport, names: &[String]) -> Option<Vec<String>> {
     let is_in = |settings| report.groups_above(settings).iter().any(|group| names.contains(&group.name));
     let disks = report.disks.iter().filter(|disk| is_in(&disk.settings)).map(|disk| disk.name.clone());
     (!names.is_empty()).then(|| names.iter().cloned().chain(disks).collect())
 }
 
-fn tell(findings: &[Finding], as_json: bool) -> Result<(), CommandFailure> {
+fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), CommandFailure> {
     if as_json {
-        let line = |finding: &Finding| {
-            let Finding { kind, name, promise, asked, measured, figures, verdict } = finding;
+        let line = |finding: &GuaranteeFinding| {
+            let GuaranteeFinding { kind, name, promise, asked, measured, figures, verdict } = finding;
             let figures: BTreeMap<_, _> = figures.iter().copied().collect();
             let mut line = json!({
                 *kind: name, "guarantee": promise, "expected": asked, "measured": measured,
                 "figures": figures, "verdict": verdict.word(),
             });
-            if let Verdict::NotJudged(why) = verdict {
+            if let GuaranteeVerdict::NotChecked(why) = verdict {
                 line["reason"] = json!(why);
             }
             line
@@ -119,29 +119,29 @@ fn tell(findings: &[Finding], as_json: bool) -> Result<(), CommandFailure> {
     } else {
         print(&text(findings))?;
     }
-    let count = |wanted: &Verdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
-    match (count(&Verdict::Broken), count(&Verdict::Held)) {
+    let count = |wanted: &GuaranteeVerdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
+    match (count(&GuaranteeVerdict::Broken), count(&GuaranteeVerdict::Held)) {
         // A script must not take the absence of load for success.
         (0, 0) => {
             print_notice(
                 "nothing could be checked: no guarantees are configured, or there was no load (add load, or check longer with --for)",
             );
-            Err(CommandFailure::Found(BROKEN))
+            Err(CommandFailure::Found(EXIT_BROKEN))
         }
         (0, _) => Ok(()),
         (broken, _) => {
             print_notice(&format!("{broken} of {} guarantees did not hold", findings.len()));
-            Err(CommandFailure::Found(BROKEN))
+            Err(CommandFailure::Found(EXIT_BROKEN))
         }
     }
 }
 
-fn text(findings: &[Finding]) -> String {
+fn text(findings: &[GuaranteeFinding]) -> String {
     let words = ["NAME", "GUARANTEE", "EXPECTED", "MEASURED", "VERDICT"];
     let mut table = TextTable::new(columns(&words, &[]));
-    for Finding { kind, name, promise, asked, measured, verdict, .. } in findings {
+    for GuaranteeFinding { kind, name, promise, asked, measured, verdict, .. } in findings {
         let verdict = match verdict {
-            Verdict::NotJudged(why) => format!("not judged: {why}"),
+            GuaranteeVerdict::NotChecked(why) => format!("not judged: {why}"),
             verdict => verdict.word().to_owned(),
         };
         let of = if *kind == "disk" { name.clone() } else { format!("{kind} {name}") };

@@ -12,24 +12,24 @@ use settings::{ListenEndpoint, DesiredState, config};
 use super::*;
 use crate::{
     adding,
-    assemble::Assembly,
+    assemble::DiskAssembly,
     events::Kind,
-    reconcile::seats::{Node, Seat},
-    registry::{NewExport, RunningDisk},
-    serving::Serving,
+    reconcile::seats::{GroupOrDisk, MemberPlacement},
+    registry::{NewNbdExport, RunningDisk},
+    serving::RunningServer,
     watch,
 };
 
 const FAR: &str = "[disk.far]\nimage = \"memory:1M\"\n\
     export = [{ type = \"nbd\", listen = \"unix:/first\" }, { type = \"nbd\", listen = \"unix:/second\" }]\n";
 
-fn server(path: &str) -> Rc<Serving> {
+fn server(path: &str) -> Rc<RunningServer> {
     let endpoint = ListenEndpoint::Address(settings::ListenAddress::Unix(path.into()));
-    Serving::new(NbdServer::new(None, NbdServerTerms::default()), endpoint, Vec::new(), &Rc::default())
+    RunningServer::new(NbdServer::new(None, NbdServerTerms::default()), endpoint, Vec::new(), &Rc::default())
 }
 
-fn export(name: &str, disk: &str) -> NewExport {
-    NewExport {
+fn export(name: &str, disk: &str) -> NewNbdExport {
+    NewNbdExport {
         id: format!("of-{disk}"),
         name: name.to_owned(),
         description: String::new(),
@@ -41,15 +41,15 @@ fn export(name: &str, disk: &str) -> NewExport {
 }
 
 /// A registry that has the first server of the disk `far`, which is unavailable and retried.
-async fn with_far() -> (Rc<Registry>, Rc<Serving>) {
+async fn with_far() -> (Rc<Registry>, Rc<RunningServer>) {
     let registry = Registry::new(None, Rc::new(|_| ()));
     let draft = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
     let plan = Rc::new(DesiredState::new(draft, 0).expect("a plan"));
     let first = server("/first");
     registry.add_server(&first);
-    let opening = Assembly::new(None, RateBudgets::default()).opening(&plan.disks[0]).await.expect("no secrets");
-    let state = State::Failed(anyhow!("nobody answers"));
-    registry.put_off(("far", plan), Silent { opening, since: reactor::now(), state });
+    let opening = DiskAssembly::new(None, RateBudgets::default()).open_request(&plan.disks[0]).await.expect("no secrets");
+    let state = UnavailableImageState::Failed(anyhow!("nobody answers"));
+    registry.retry_later(("far", plan), UnavailableImage { opening, since: reactor::now(), state });
     (registry, first)
 }
 
@@ -61,19 +61,19 @@ fn kinds(registry: &Registry) -> Vec<Kind> {
 fn retries_that_fail_are_reported_once_and_leave_nothing() {
     sim::run(1, async {
         let (registry, first) = with_far().await;
-        let _watch = watch::watch(&registry, BTreeSet::new());
+        let _watch = watch::watch_registry(&registry, BTreeSet::new());
         for _ in 0..4 {
             // The second server is missing.
-            reactor::sleep_until(reactor::now() + AGAIN).await;
+            reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
             assert!(registry.disks.is_unavailable("far") && registry.disks.all().is_empty());
-            assert!(registry.exports.all().is_empty() && registry.disks.in_between().is_none());
+            assert!(registry.exports.all().is_empty() && registry.disks.unlisted_operation().is_none());
         }
         assert_eq!(kinds(&registry), [Kind::DiskUnopened]);
         registry.add_server(&server("/second"));
-        reactor::sleep_until(reactor::now() + AGAIN).await;
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         assert!(!registry.disks.is_unavailable("far"));
         assert_eq!(registry.exports.all().len(), 2);
-        assert!(registry.exports.has_some_at(&first));
+        assert!(registry.exports.has_export_at(&first));
         assert_eq!(kinds(&registry)[1..], [Kind::DiskAdded]);
     });
 }
@@ -88,7 +88,7 @@ fn an_unavailable_disk_reserves_the_names_of_its_exports() {
         registry.add_export(&first, export("near", "near")).expect("another name");
         registry.remove_export("of-near", Removal::IfUnused).expect("no clients");
         reactor::yield_now().await;
-        assert!(registry.give_up_unopened("far"));
+        assert!(registry.abandon_unavailable("far"));
         registry.add_export(&first, export("far", "near")).expect("no longer reserved");
     });
 }
@@ -97,23 +97,23 @@ fn an_unavailable_disk_reserves_the_names_of_its_exports() {
 fn a_reservation_left_out_is_made_when_a_member_of_the_group_is_removed() {
     sim::run(1, async {
         let registry = Registry::new(None, Rc::new(|_| ()));
-        registry.promise_once_there_is_room();
+        registry.book_when_possible();
         let keys = json!({ "iops-total": 1000 });
-        adding::group(&registry, "g", keys.as_object().expect("keys")).await.expect("a new name");
+        adding::add_group(&registry, "g", keys.as_object().expect("keys")).await.expect("a new name");
         let group = registry.groups.get("g").expect("added");
         for (name, iops) in [("a", 800), ("b", 0)] {
             let disk = RunningDisk::in_memory(name, Some(&group));
-            let node = Node::Disk(Arc::clone(&disk.disk));
-            let mut seat = Seat::now(&node);
+            let node = GroupOrDisk::Disk(Arc::clone(&disk.disk));
+            let mut seat = MemberPlacement::current(&node);
             seat.settings.share = seat.settings.share.with_reservation(iops, 0);
-            seat.take().expect("there is room");
+            seat.apply().expect("there is room");
             registry.add_disk(disk).expect("a new name");
         }
         let reserved = || {
             let share = registry.disks.get("b").expect("listed").disk.throttle().settings().share;
             (share.iops_reservation(), registry.groups.unmet.borrow().len())
         };
-        registry.promise_late("b", [600, 0]);
+        registry.book_later("b", [600, 0]);
         assert_eq!(reserved(), (0, 1));
         registry.remove_disk("a").await.expect("unused");
         assert_eq!(reserved(), (600, 0));

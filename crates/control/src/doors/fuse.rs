@@ -6,17 +6,17 @@ use api::ExportCounters;
 use export::fuse::{FuseExport, FuseMount, FuseMountOptions, QuiescedFuseFile, FuseExportServer, FuseStatistics};
 use settings::FuseConfig;
 
-use super::{Entrance, Host, Taken, Terms, attended};
+use super::{ExportEndpoint, HostEndpoint, TransferredEndpoint, EndpointOptions, attended};
 
-attended!(FuseExportServer, counters, count_on);
+attended!(FuseExportServer, counters, add_counts);
 
 /// Mounts over the file. A process that opens it blocks until the server runs.
-pub(super) async fn open(settings: &FuseConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
+pub(super) async fn open(settings: &FuseConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
     // A transferred mount keeps its descriptor, so openers notice nothing.
-    let (mount, standing) = match terms.taken.take() {
-        Some(Taken::Fuse(QuiescedFuseFile { mount, standing })) => {
+    let (mount, standing) = match terms.transferred.take() {
+        Some(TransferredEndpoint::Fuse(QuiescedFuseFile { mount, standing })) => {
             (FuseMount::adopt(mount, standing.owner), Some(standing))
         }
         _ => {
@@ -37,9 +37,9 @@ pub(super) async fn open(settings: &FuseConfig, terms: &Terms<'_>) -> anyhow::Re
         Some(standing) => FuseExportServer::adopt(export, &standing)?,
         None => FuseExportServer::new(export),
     };
-    let host = Host::Fuse(Arc::clone(&server));
+    let host = HostEndpoint::Fuse(Arc::clone(&server));
     let serving = Arc::clone(&server).serve(mount, Rc::clone(terms.workers));
-    Ok(Entrance::new("fuse", address, server, serving, terms).of_device(host))
+    Ok(ExportEndpoint::new("fuse", address, server, serving, terms).with_device(host))
 }
 
 fn counters(statistics: FuseStatistics) -> ExportCounters {
@@ -53,6 +53,6 @@ fn counters(statistics: FuseStatistics) -> ExportCounters {
     }
 }
 
-fn count_on(server: &FuseExportServer, before: &ExportCounters) {
+fn add_counts(server: &FuseExportServer, before: &ExportCounters) {
     server.add_counts(before.requests.unwrap_or(0));
 }

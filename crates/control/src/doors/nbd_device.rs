@@ -7,13 +7,13 @@ use api::ExportCounters;
 use export::nbd::kernel_client::{NbdDeviceExport, NbdDeviceServer, NbdDeviceStatistics};
 use settings::NbdDeviceConfig;
 
-use super::{Entrance, Host, Taken, Terms, attended, identity};
+use super::{ExportEndpoint, HostEndpoint, TransferredEndpoint, EndpointOptions, attended, data_identity};
 
 // No counters to restore: all of them are current values.
-attended!(NbdDeviceServer, counters, |_, _| {}, leave);
+attended!(NbdDeviceServer, counters, |_, _| {}, hand_over);
 
-pub(super) async fn open(settings: &NbdDeviceConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let Terms { id, disk: running, read_only, workers, .. } = terms;
+pub(super) async fn open(settings: &NbdDeviceConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+    let EndpointOptions { id, disk: running, read_only, workers, .. } = terms;
     // More connections than workers gain nothing; the kernel needs at least one.
     let standard = workers.len().clamp(1, 64) as u16;
     let export = NbdDeviceExport {
@@ -25,17 +25,17 @@ pub(super) async fn open(settings: &NbdDeviceConfig, terms: &Terms<'_>) -> anyho
         timeout_s: settings.timeout_s,
         dead_timeout_s: settings.dead_timeout_s,
         block_bytes: settings.block_bytes,
-        identity: identity(running)?,
+        identity: data_identity(running)?,
     };
     let disk = running.disk.name();
-    let server = match terms.taken.take() {
-        Some(Taken::NbdDevice(rested)) => NbdDeviceServer::adopt(&export, rested),
+    let server = match terms.transferred.take() {
+        Some(TransferredEndpoint::NbdDevice(rested)) => NbdDeviceServer::adopt(&export, rested),
         _ => NbdDeviceServer::connect(export).await,
     };
     let server = server.with_context(|| format!("disk {disk}"))?;
     let serving = Arc::clone(&server).serve(Rc::clone(workers));
-    let host = Host::NbdDevice(Arc::clone(&server));
-    Ok(Entrance::new("x-nbd-device", server.path(), server, serving, terms).of_device(host))
+    let host = HostEndpoint::NbdDevice(Arc::clone(&server));
+    Ok(ExportEndpoint::new("x-nbd-device", server.path(), server, serving, terms).with_device(host))
 }
 
 fn counters(statistics: NbdDeviceStatistics) -> ExportCounters {

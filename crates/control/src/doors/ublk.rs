@@ -8,29 +8,29 @@ use export::ublk::{UblkExport, UblkOffer, UblkServer, UblkStatistics};
 use settings::UblkConfig;
 use storage::CacheMode;
 
-use super::{Entrance, Host, Taken, Terms, attended};
+use super::{ExportEndpoint, HostEndpoint, TransferredEndpoint, EndpointOptions, attended};
 
-attended!(UblkServer, counters, count_on, leave);
+attended!(UblkServer, counters, add_counts, hand_over);
 
 /// Creates the device, or recovers the orphaned device that an earlier process left for this image.
-pub(super) async fn open(settings: &UblkConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let Terms { id, disk: running, read_only, workers, .. } = terms;
+pub(super) async fn open(settings: &UblkConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+    let EndpointOptions { id, disk: running, read_only, workers, .. } = terms;
     let disk = &running.disk;
     let queues = settings.queues.unwrap_or(u16::try_from(workers.len()).unwrap_or(u16::MAX));
     let export = UblkExport {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: UblkOffer { queues, ..offer(disk, running.config.cache, *read_only, settings) },
+        offer: UblkOffer { queues, ..device_offer(disk, running.config.cache, *read_only, settings) },
     };
-    let server = match terms.taken.take() {
-        Some(Taken::Ublk) => UblkServer::recover(export, workers).await?,
+    let server = match terms.transferred.take() {
+        Some(TransferredEndpoint::Ublk) => UblkServer::recover(export, workers).await?,
         // Adopts an orphaned device of this image, if there is one, so that its openers continue.
         _ => UblkServer::open(export, workers).await?,
     };
     let address = server.path().display().to_string();
     let over = Arc::clone(&server).until_ended_or_left();
-    let host = Host::Ublk(Arc::clone(&server));
-    Ok(Entrance::new("x-ublk", address, server, over, terms).of_device(host))
+    let host = HostEndpoint::Ublk(Arc::clone(&server));
+    Ok(ExportEndpoint::new("x-ublk", address, server, over, terms).with_device(host))
 }
 
 fn counters(statistics: UblkStatistics) -> ExportCounters {
@@ -57,11 +57,11 @@ fn counters(statistics: UblkStatistics) -> ExportCounters {
     }
 }
 
-fn count_on(server: &UblkServer, before: &ExportCounters) {
+fn add_counts(server: &UblkServer, before: &ExportCounters) {
     server.add_counts(before.requests.unwrap_or(0), before.copied_bytes.unwrap_or(0));
 }
 
-fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &UblkConfig) -> UblkOffer {
+fn device_offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &UblkConfig) -> UblkOffer {
     let standard = UblkOffer::default();
     let best = disk.image().block_size().preferred.clamp(settings.block_bytes, 1 << 20).next_power_of_two();
     UblkOffer {

@@ -9,38 +9,38 @@ use reactor::operation::Fd;
 use settings::VhostUserBlkConfig;
 use storage::CacheMode;
 
-use super::{Entrance, Machine, Terms, attended};
+use super::{ExportEndpoint, VhostUserEndpoint, EndpointOptions, attended};
 use crate::listen;
 
-attended!(VhostUserServer, counters, count_on);
+attended!(VhostUserServer, counters, add_counts);
 
 /// Binds the socket. Clients are not accepted yet.
-pub(super) fn open(settings: &VhostUserBlkConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let Terms { id, disk: running, read_only, access, inherited, workers, .. } = terms;
+pub(super) fn open(settings: &VhostUserBlkConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+    let EndpointOptions { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
     let (front_ends, file, listening) = match settings.socket.path() {
         Some(path) if settings.client => (FrontEnds::call(id, std::path::absolute(path)?), None, None),
         _ => {
-            let listen::Listener { socket, file, .. } =
-                listen::of_machine(&settings.socket, access, inherited)?;
+            let listen::BoundListener { socket, file, .. } =
+                listen::vhost_user_listener(&settings.socket, access, inherited)?;
             let socket = Fd::from(socket);
             let path = file.as_ref().map(|file| file.path().to_owned());
-            let name = listen::name_of_machine(&settings.socket)?;
+            let name = listen::vhost_user_socket_name(&settings.socket)?;
             (FrontEnds::listen(id, socket.clone()), file, Some((name, (socket, path))))
         }
     };
     let export = VhostUserExport {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: offer(disk, running.config.cache, *read_only, settings),
+        offer: device_offer(disk, running.config.cache, *read_only, settings),
         serial: settings.serial.as_deref().unwrap_or(disk.name()).into(),
     };
     let server = VhostUserServer::with_observer(Arc::new(terms.events.clone()), export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
-    let machine = Machine { server: Arc::clone(&server), listening };
+    let machine = VhostUserEndpoint { server: Arc::clone(&server), listening };
     let entrance =
-        Entrance::new("vhost-user-blk", listen::name_of_machine(&settings.socket)?, server, serving, terms);
-    Ok(entrance.of_machine(machine).keeping(file))
+        ExportEndpoint::new("vhost-user-blk", listen::vhost_user_socket_name(&settings.socket)?, server, serving, terms);
+    Ok(entrance.with_vhost_user(machine).holding(file))
 }
 
 fn counters(statistics: VhostUserStatistics) -> ExportCounters {
@@ -58,13 +58,13 @@ fn counters(statistics: VhostUserStatistics) -> ExportCounters {
     }
 }
 
-fn count_on(server: &VhostUserServer, before: &ExportCounters) {
+fn add_counts(server: &VhostUserServer, before: &ExportCounters) {
     let ExportCounters { requests, kicks, calls, copies, .. } = before;
     let [requests, kicks, calls, copies] = [requests, kicks, calls, copies].map(|count| count.unwrap_or(0));
     server.add_counts(requests, kicks, calls, copies);
 }
 
-fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlkConfig) -> VhostUserOffer {
+fn device_offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlkConfig) -> VhostUserOffer {
     // In cache modes without a write cache every write is durable, so the guest needs no flushes.
     let write_cache = settings.write_cache && cache.has_write_cache();
     let standard = VhostUserOffer::default();

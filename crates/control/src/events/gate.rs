@@ -9,92 +9,92 @@ use policy::time::Instant;
 const SECOND_NS: u64 = 1_000_000_000;
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Gate {
+pub(super) struct EventRateLimit {
     burst: u64,
     /// Interval between two events at the sustained rate.
-    each_ns: u64,
+    interval_ns: u64,
     /// Level of the bucket, as the time until it is empty.
-    used_ns: u64,
+    level_ns: u64,
     at: Instant,
-    left_out: u64,
+    dropped: u64,
 }
 
-impl Gate {
+impl EventRateLimit {
     pub(super) const fn new(burst: u64, per_second: u64) -> Self {
-        Self { burst, each_ns: SECOND_NS / per_second, used_ns: 0, at: Instant::ZERO, left_out: 0 }
+        Self { burst, interval_ns: SECOND_NS / per_second, level_ns: 0, at: Instant::ZERO, dropped: 0 }
     }
 
     /// Admits one event and returns the number of events dropped since the last admitted one;
     /// `None` drops and counts this event.
-    pub(super) fn pass(&mut self, now: Instant) -> Option<u64> {
-        self.pass_within(self.burst, now)
+    pub(super) fn admit(&mut self, now: Instant) -> Option<u64> {
+        self.admit_within(self.burst, now)
     }
 
     /// Level of the bucket at `now`.
-    fn used_at(&self, now: Instant) -> u64 {
-        self.used_ns.saturating_sub(now.nanos_since(self.at))
+    fn level_at(&self, now: Instant) -> u64 {
+        self.level_ns.saturating_sub(now.nanos_since(self.at))
     }
 
     /// As [`Gate::pass`], with a smaller burst.
-    fn pass_within(&mut self, burst: u64, now: Instant) -> Option<u64> {
-        self.used_ns = self.used_at(now);
+    fn admit_within(&mut self, burst: u64, now: Instant) -> Option<u64> {
+        self.level_ns = self.level_at(now);
         // Callers of several threads may arrive slightly out of order; time never runs backwards
         // here.
         self.at = self.at.max(now);
         // One event must fit: at `burst - 1` intervals the level is full after this one.
-        if self.used_ns > (burst - 1) * self.each_ns {
-            self.left_out += 1;
+        if self.level_ns > (burst - 1) * self.interval_ns {
+            self.dropped += 1;
             return None;
         }
-        self.used_ns += self.each_ns;
-        Some(std::mem::take(&mut self.left_out))
+        self.level_ns += self.interval_ns;
+        Some(std::mem::take(&mut self.dropped))
     }
 }
 
 /// Maximum number of disks with a share. Further disks have no share while all of these are active.
-const MOST_SHARES: usize = 4096;
+const MAX_SHARES: usize = 4096;
 /// Divisors of burst and rate for the share of one disk.
-const PART_OF_BURST: u64 = 8;
-const PART_OF_RATE: u64 = 10;
+const SHARE_BURST_DIVISOR: u64 = 8;
+const SHARE_RATE_DIVISOR: u64 = 10;
 
 /// Rate limit in which each disk has a share. Beyond its share a disk may use only half of the
 /// common burst, so that other disks keep the rest.
 #[derive(Clone, Debug)]
-pub(super) struct SharedGate {
-    all: Gate,
-    shares: HashMap<Arc<str>, Gate>,
+pub(super) struct SharedEventRateLimit {
+    all: EventRateLimit,
+    shares: HashMap<Arc<str>, EventRateLimit>,
 }
 
-impl SharedGate {
+impl SharedEventRateLimit {
     pub(super) fn new(burst: u64, per_second: u64) -> Self {
-        Self { all: Gate::new(burst, per_second), shares: HashMap::new() }
+        Self { all: EventRateLimit::new(burst, per_second), shares: HashMap::new() }
     }
 
     /// As [`Gate::pass`], for an event about this disk, or about none.
-    pub(super) fn pass(&mut self, disk: Option<&Arc<str>>, now: Instant) -> Option<u64> {
+    pub(super) fn admit(&mut self, disk: Option<&Arc<str>>, now: Instant) -> Option<u64> {
         let burst = self.all.burst;
-        match disk.is_none_or(|disk| self.is_within_share(disk, now)) {
-            true => self.all.pass(now),
-            false => self.all.pass_within((burst / 2).max(1), now),
+        match disk.is_none_or(|disk| self.admit_to_share(disk, now)) {
+            true => self.all.admit(now),
+            false => self.all.admit_within((burst / 2).max(1), now),
         }
     }
 
-    fn is_within_share(&mut self, disk: &Arc<str>, now: Instant) -> bool {
+    fn admit_to_share(&mut self, disk: &Arc<str>, now: Instant) -> bool {
         if !self.shares.contains_key(disk) {
-            if self.shares.len() >= MOST_SHARES {
+            if self.shares.len() >= MAX_SHARES {
                 // Only then, and not on every call: the scan is linear.
-                self.shares.retain(|_, share| share.used_at(now) > 0);
+                self.shares.retain(|_, share| share.level_at(now) > 0);
             }
-            if self.shares.len() >= MOST_SHARES {
+            if self.shares.len() >= MAX_SHARES {
                 return false;
             }
-            let Gate { burst, each_ns, .. } = self.all;
-            let (burst, each_ns) = ((burst / PART_OF_BURST).max(1), each_ns * PART_OF_RATE);
-            let share = Gate { burst, each_ns, used_ns: 0, at: now, left_out: 0 };
+            let EventRateLimit { burst, interval_ns: each_ns, .. } = self.all;
+            let (burst, each_ns) = ((burst / SHARE_BURST_DIVISOR).max(1), each_ns * SHARE_RATE_DIVISOR);
+            let share = EventRateLimit { burst, interval_ns: each_ns, level_ns: 0, at: now, dropped: 0 };
             self.shares.insert(Arc::clone(disk), share);
         }
         // A new share starts empty, so a disk has its full burst at once.
-        self.shares.get_mut(disk).is_some_and(|share| share.pass(now).is_some())
+        self.shares.get_mut(disk).is_some_and(|share| share.admit(now).is_some())
     }
 }
 
@@ -103,16 +103,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_disk_does_leaves_the_others_their_share() {
-        let mut gate = SharedGate::new(512, 10);
+    fn one_disk_leaves_others_their_share() {
+        let mut gate = SharedEventRateLimit::new(512, 10);
         let (noisy, quiet) = (Arc::from("noisy"), Arc::from("quiet"));
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let mut told = [0_u64; 2];
         // One hour: one guest reconnects every millisecond, another every ten seconds.
         for ms in 0..3_600_000 {
-            told[0] += u64::from(gate.pass(Some(&noisy), at(ms)).is_some());
+            told[0] += u64::from(gate.admit(Some(&noisy), at(ms)).is_some());
             if ms % 10_000 == 5000 {
-                told[1] += u64::from(gate.pass(Some(&quiet), at(ms)).is_some());
+                told[1] += u64::from(gate.admit(Some(&quiet), at(ms)).is_some());
             }
         }
         assert_eq!(told[1], 360, "all of the quiet one's");
@@ -120,23 +120,23 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_for_shares_is_bounded() {
-        let mut gate = SharedGate::new(512, 10);
+    fn number_of_shares_is_bounded() {
+        let mut gate = SharedEventRateLimit::new(512, 10);
         let now = Instant::from_nanos(1);
-        for disk in 0..3 * MOST_SHARES {
-            gate.pass(Some(&disk.to_string().into()), now);
+        for disk in 0..3 * MAX_SHARES {
+            gate.admit(Some(&disk.to_string().into()), now);
         }
-        assert_eq!(gate.shares.len(), MOST_SHARES);
+        assert_eq!(gate.shares.len(), MAX_SHARES);
         // By then all shares are empty, and the next disk evicts them.
         let later = Instant::from_nanos(1000 * SECOND_NS);
-        assert!(gate.pass(Some(&"late".into()), later).is_some());
+        assert!(gate.admit(Some(&"late".into()), later).is_some());
         assert_eq!(gate.shares.len(), 1, "of those that are silent nothing is kept");
     }
 
     #[test]
-    fn a_burst_passes_and_then_so_many_a_second() {
-        let mut gate = Gate::new(3, 10);
-        let mut at = |ms: u64| gate.pass(Instant::from_nanos(ms * 1_000_000));
+    fn burst_then_sustained_rate() {
+        let mut gate = EventRateLimit::new(3, 10);
+        let mut at = |ms: u64| gate.admit(Instant::from_nanos(ms * 1_000_000));
         assert_eq!(
             [at(1000), at(1000), at(1000), at(1000), at(1050)],
             [Some(0), Some(0), Some(0), None, None]

@@ -27,21 +27,21 @@ const BUSY_QUEUE: f64 = 4.0;
 const SLOW_PERCENT: u64 = 50;
 
 /// How long a condition must last before it counts as begun (`on`) or ended (`off`).
-pub(crate) const LIMITS: Patience = Patience { on: Duration::from_secs(2), off: Duration::from_secs(10) };
-pub(crate) const RESERVATIONS: Patience =
-    Patience { on: Duration::from_secs(1), off: Duration::from_secs(10) };
-pub(crate) const WATERMARKS: Patience = Patience { on: Duration::from_secs(1), off: Duration::from_secs(5) };
-pub(crate) const DEVICES: Patience = Patience { on: Duration::from_secs(60), off: Duration::from_secs(60) };
+pub(crate) const LIMIT_DELAYS: ConditionDelays = ConditionDelays { on: Duration::from_secs(2), off: Duration::from_secs(10) };
+pub(crate) const RESERVATION_DELAYS: ConditionDelays =
+    ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(10) };
+pub(crate) const WATERMARK_DELAYS: ConditionDelays = ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(5) };
+pub(crate) const DEVICE_DELAYS: ConditionDelays = ConditionDelays { on: Duration::from_secs(60), off: Duration::from_secs(60) };
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
+pub(crate) struct ConditionDelays {
     on: Duration,
     off: Duration,
 }
 
 /// One sample, compared with the thresholds of its condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sample {
+pub(crate) enum ConditionSample {
     Over,
     Between,
     Under,
@@ -49,47 +49,47 @@ pub(crate) enum Sample {
 
 /// Change of a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
-    Begins,
+pub(crate) enum ConditionChange {
+    Began,
     /// The condition held for this long.
-    Ends(Duration),
+    Ended(Duration),
 }
 
 /// Condition with hysteresis.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Condition {
     /// Start of the condition; `None` while it does not hold.
-    holds: Option<Instant>,
+    held_since: Option<Instant>,
     /// Time of the first of the samples that contradict the state.
-    doubted: Option<Instant>,
+    contradicted_since: Option<Instant>,
 }
 
 impl Condition {
     /// True if the condition does not hold and no sample contradicts that.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.holds.is_none() && self.doubted.is_none()
+    pub(crate) fn is_idle(&self) -> bool {
+        self.held_since.is_none() && self.contradicted_since.is_none()
     }
 
-    pub(crate) fn observe(&mut self, sample: Sample, patience: Patience, now: Instant) -> Option<Turn> {
+    pub(crate) fn observe(&mut self, sample: ConditionSample, patience: ConditionDelays, now: Instant) -> Option<ConditionChange> {
         // `Between` contradicts neither state; it only restarts the delay.
-        let otherwise = if self.holds.is_some() { Sample::Under } else { Sample::Over };
+        let otherwise = if self.held_since.is_some() { ConditionSample::Under } else { ConditionSample::Over };
         if sample != otherwise {
-            self.doubted = None;
+            self.contradicted_since = None;
             return None;
         }
-        let since = *self.doubted.get_or_insert(now);
-        let enough = if self.holds.is_some() { patience.off } else { patience.on };
+        let since = *self.contradicted_since.get_or_insert(now);
+        let enough = if self.held_since.is_some() { patience.off } else { patience.on };
         if now - since < enough {
             return None;
         }
-        self.doubted = None;
-        match self.holds.take() {
+        self.contradicted_since = None;
+        match self.held_since.take() {
             // Ends at the first contradicting sample: the time of `off` is not part of the
             // condition.
-            Some(began) => Some(Turn::Ends(since - began)),
+            Some(began) => Some(ConditionChange::Ended(since - began)),
             None => {
-                self.holds = Some(since);
-                Some(Turn::Begins)
+                self.held_since = Some(since);
+                Some(ConditionChange::Began)
             }
         }
     }
@@ -103,21 +103,21 @@ pub(crate) fn limited_percent(before: &ThrottleSummary, now: &ThrottleSummary, e
     u64::try_from(limited * 100 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX).min(100)
 }
 
-pub(crate) fn limit(percent: u64) -> Sample {
+pub(crate) fn limit_sample(percent: u64) -> ConditionSample {
     match percent {
-        HIT_PERCENT.. => Sample::Over,
-        RELEASED_PERCENT.. => Sample::Between,
-        _ => Sample::Under,
+        HIT_PERCENT.. => ConditionSample::Over,
+        RELEASED_PERCENT.. => ConditionSample::Between,
+        _ => ConditionSample::Under,
     }
 }
 
 /// `None` if no interval was judged since the last sample while requests wait: undecided yet.
-pub(crate) fn reservation(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<Sample> {
+pub(crate) fn reservation_sample(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<ConditionSample> {
     let (ReservationTimes { met_ns, missed_ns }, after) = (before.kept.unwrap_or_default(), now.kept?);
     if after.missed_ns > missed_ns {
-        Some(Sample::Over)
+        Some(ConditionSample::Over)
     } else if after.met_ns > met_ns || now.waiting == [0; 2] {
-        Some(Sample::Under)
+        Some(ConditionSample::Under)
     } else {
         None
     }
@@ -125,7 +125,7 @@ pub(crate) fn reservation(before: &ThrottleSummary, now: &ThrottleSummary) -> Op
 
 /// Throughput of a device between two samples.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Done {
+pub(crate) struct DeviceThroughput {
     /// Requests and bytes per second, by direction.
     pub(crate) iops: [u64; 2],
     pub(crate) bps: [u64; 2],
@@ -135,7 +135,7 @@ pub(crate) struct Done {
 
 /// Percentage of the measured capacity in use, the larger of IOPS and bytes; `None` if the capacity
 /// was not measured.
-pub(crate) fn done_percent(capacity: &MeasuredCapacity, done: &Done) -> Option<u64> {
+pub(crate) fn capacity_percent(capacity: &MeasuredCapacity, done: &DeviceThroughput) -> Option<u64> {
     let part = |done: [u64; 2], can: [u64; 2]| {
         let parts = [0, 1].map(|way| (done[way] * 100).checked_div(can[way]));
         // Reads and writes share the device, so their parts add up.
@@ -146,24 +146,24 @@ pub(crate) fn done_percent(capacity: &MeasuredCapacity, done: &Done) -> Option<u
 }
 
 /// Slow: the queue is long and the throughput is far below the capacity.
-pub(crate) fn device(percent: u64, queue: f64) -> Sample {
-    if queue > BUSY_QUEUE && percent < SLOW_PERCENT { Sample::Over } else { Sample::Under }
+pub(crate) fn device_sample(percent: u64, queue: f64) -> ConditionSample {
+    if queue > BUSY_QUEUE && percent < SLOW_PERCENT { ConditionSample::Over } else { ConditionSample::Under }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn s(seconds: u64) -> Instant {
+    fn at_second(seconds: u64) -> Instant {
         Instant::from_nanos(seconds * 1_000_000_000)
     }
 
     /// Feeds one sample per second; returns the second of each change.
-    fn turns(samples: &[(Sample, u64)], patience: Patience) -> Vec<(u64, Turn)> {
+    fn changes_of(samples: &[(ConditionSample, u64)], patience: ConditionDelays) -> Vec<(u64, ConditionChange)> {
         let (mut condition, mut at, mut turns) = (Condition::default(), 0, Vec::new());
         for &(sample, seconds) in samples {
             for _ in 0..seconds {
-                turns.extend(condition.observe(sample, patience, s(at)).map(|turn| (at, turn)));
+                turns.extend(condition.observe(sample, patience, at_second(at)).map(|turn| (at, turn)));
                 at += 1;
             }
         }
@@ -171,8 +171,8 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_at_its_limit_for_an_hour_is_one_event_and_one_at_its_end() {
-        use Sample::{Between, Over, Under};
+    fn an_hour_at_the_limit_is_two_events() {
+        use ConditionSample::{Between, Over, Under};
         // Includes pauses of some seconds, and seconds with little throttling.
         let mut samples = vec![(Under, 10)];
         for _ in 0..360 {
@@ -180,19 +180,19 @@ mod tests {
         }
         samples.push((Under, 60));
         assert_eq!(
-            turns(&samples, LIMITS),
-            [(12, Turn::Begins), (3610 + 10, Turn::Ends(Duration::from_secs(3600)))]
+            changes_of(&samples, LIMIT_DELAYS),
+            [(12, ConditionChange::Began), (3610 + 10, ConditionChange::Ended(Duration::from_secs(3600)))]
         );
     }
 
     #[test]
-    fn what_is_so_for_a_moment_is_nothing() {
-        use Sample::{Between, Over, Under};
-        assert_eq!(turns(&[(Over, 2), (Between, 1), (Over, 2), (Under, 1), (Over, 2)], LIMITS), []);
+    fn short_condition_causes_no_event() {
+        use ConditionSample::{Between, Over, Under};
+        assert_eq!(changes_of(&[(Over, 2), (Between, 1), (Over, 2), (Under, 1), (Over, 2)], LIMIT_DELAYS), []);
     }
 
     #[test]
-    fn the_part_of_time_decides_of_limits() {
+    fn limited_time_decides_limit_samples() {
         let brief = |limited_ns| ThrottleSummary { limited_ns, ..ThrottleSummary::default() };
         let percent =
             |ms: u64| limited_percent(&brief(7), &brief(7 + ms * 1_000_000), Duration::from_secs(2));
@@ -201,38 +201,38 @@ mod tests {
             [0, 25, 50, 100, 100]
         );
         assert_eq!(
-            [limit(50), limit(49), limit(10), limit(9)],
-            [Sample::Over, Sample::Between, Sample::Between, Sample::Under]
+            [limit_sample(50), limit_sample(49), limit_sample(10), limit_sample(9)],
+            [ConditionSample::Over, ConditionSample::Between, ConditionSample::Between, ConditionSample::Under]
         );
         // The disk was replaced, and its counter restarted.
         assert_eq!(limited_percent(&brief(9), &brief(1), Duration::from_secs(1)), 0);
     }
 
     #[test]
-    fn a_reservation_is_judged_where_there_is_something_to_judge() {
+    fn reservation_is_undecided_without_new_intervals() {
         let brief = |met_ns, missed_ns, waiting| ThrottleSummary {
             kept: Some(ReservationTimes { met_ns, missed_ns }),
             waiting: [waiting, 0],
             ..ThrottleSummary::default()
         };
         let before = brief(5, 5, 1);
-        assert_eq!(reservation(&before, &brief(5, 6, 1)), Some(Sample::Over));
-        assert_eq!(reservation(&before, &brief(6, 5, 1)), Some(Sample::Under));
-        assert_eq!(reservation(&before, &brief(5, 5, 1)), None);
-        assert_eq!(reservation(&before, &brief(5, 5, 0)), Some(Sample::Under));
-        assert_eq!(reservation(&before, &ThrottleSummary::default()), None);
+        assert_eq!(reservation_sample(&before, &brief(5, 6, 1)), Some(ConditionSample::Over));
+        assert_eq!(reservation_sample(&before, &brief(6, 5, 1)), Some(ConditionSample::Under));
+        assert_eq!(reservation_sample(&before, &brief(5, 5, 1)), None);
+        assert_eq!(reservation_sample(&before, &brief(5, 5, 0)), Some(ConditionSample::Under));
+        assert_eq!(reservation_sample(&before, &ThrottleSummary::default()), None);
     }
 
     #[test]
-    fn a_device_is_slow_that_has_much_to_do_and_does_little() {
+    fn slow_device_has_long_queue_and_low_throughput() {
         let capacity = MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 0, write_bps: 1_000_000 };
-        let done = |iops, bps| done_percent(&capacity, &Done { iops, bps, queue: 9.0 });
+        let done = |iops, bps| capacity_percent(&capacity, &DeviceThroughput { iops, bps, queue: 9.0 });
         assert_eq!(done([200, 100], [0, 0]), Some(40));
         assert_eq!(done([0, 1], [9_000_000, 600_000]), Some(60), "reads of bytes were not measured");
-        assert_eq!(done_percent(&MeasuredCapacity::default(), &Done { iops: [1; 2], bps: [1; 2], queue: 9.0 }), None);
+        assert_eq!(capacity_percent(&MeasuredCapacity::default(), &DeviceThroughput { iops: [1; 2], bps: [1; 2], queue: 9.0 }), None);
         assert_eq!(
-            [device(40, 9.0), device(40, 3.0), device(60, 9.0)],
-            [Sample::Over, Sample::Under, Sample::Under]
+            [device_sample(40, 9.0), device_sample(40, 3.0), device_sample(60, 9.0)],
+            [ConditionSample::Over, ConditionSample::Under, ConditionSample::Under]
         );
     }
 }

@@ -11,17 +11,17 @@ use std::{
 use serde_json::{Map, Value, json};
 
 /// Maximum length in bytes of a message and of a value of the data; both may quote client input.
-const MOST_TEXT: usize = 512;
+const MAX_TEXT_BYTES: usize = 512;
 
 /// Severity of an event type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Severity {
+pub(crate) enum EventSeverity {
     Info,
     Warning,
     Error,
 }
 
-impl Severity {
+impl EventSeverity {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Info => "info",
@@ -55,9 +55,9 @@ macro_rules! kinds {
                 Self::ALL.iter().copied().find(|kind| kind.name() == name)
             }
 
-            pub(crate) const fn severity(self) -> Severity {
+            pub(crate) const fn severity(self) -> EventSeverity {
                 match self {
-                    $(Self::$kind => Severity::$severity,)+
+                    $(Self::$kind => EventSeverity::$severity,)+
                 }
             }
         }
@@ -120,7 +120,7 @@ const OLD_NAMES: [(&str, &str); 12] = [
 
 /// Event without number and time; [`Events::tell`](super::Events::tell) adds them.
 #[derive(Clone, Debug)]
-pub struct News {
+pub struct NewEvent {
     pub(super) kind: Kind,
     pub(super) disk: Option<Arc<str>>,
     group: Option<Arc<str>>,
@@ -129,14 +129,14 @@ pub struct News {
     left_out: u64,
 }
 
-impl News {
+impl NewEvent {
     /// Event with a message for people: one self-contained sentence without a full stop.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self {
             kind,
             disk: None,
             group: None,
-            message: shortened(message.into()),
+            message: truncated(message.into()),
             data: Map::new(),
             left_out: 0,
         }
@@ -154,18 +154,18 @@ impl News {
     pub fn with(mut self, key: &'static str, value: impl Into<Value>) -> Self {
         match value.into() {
             Value::Null => {}
-            Value::String(text) => drop(self.data.insert(key.to_owned(), shortened(text).into())),
+            Value::String(text) => drop(self.data.insert(key.to_owned(), truncated(text).into())),
             value => drop(self.data.insert(key.to_owned(), value)),
         }
         self
     }
 
     /// Adds the number of similar events that the producer dropped since the last one.
-    pub(crate) fn after(self, left_out: u64) -> Self {
+    pub(crate) fn with_dropped(self, left_out: u64) -> Self {
         Self { left_out, ..self }
     }
 
-    pub(super) fn at(self, id: u64, time: SystemTime, left_out: u64) -> Event {
+    pub(super) fn recorded_at(self, id: u64, time: SystemTime, left_out: u64) -> RecordedEvent {
         let left_out = left_out.saturating_add(self.left_out);
         let Self { kind, disk, group, message, mut data, .. } = self;
         if left_out > 0 {
@@ -173,13 +173,13 @@ impl News {
         }
         let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
         let time_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        Event { id, time_ms, kind, disk, group, message, data }
+        RecordedEvent { id, time_ms, kind, disk, group, message, data }
     }
 }
 
-fn shortened(mut text: String) -> String {
-    if text.len() > MOST_TEXT {
-        let end = (0..=MOST_TEXT).rev().find(|end| text.is_char_boundary(*end));
+fn truncated(mut text: String) -> String {
+    if text.len() > MAX_TEXT_BYTES {
+        let end = (0..=MAX_TEXT_BYTES).rev().find(|end| text.is_char_boundary(*end));
         text.truncate(end.unwrap_or(0));
         text.push('…');
     }
@@ -188,7 +188,7 @@ fn shortened(mut text: String) -> String {
 
 /// Recorded event.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Event {
+pub struct RecordedEvent {
     /// Sequence number; rises within and across processes, unless the clock was set back.
     pub id: u64,
     /// Milliseconds since the Epoch.
@@ -202,7 +202,7 @@ pub struct Event {
     pub(crate) data: Map<String, Value>,
 }
 
-impl Event {
+impl RecordedEvent {
     /// JSON form in QMP, the log and HTTP.
     pub fn to_json(&self) -> Value {
         let mut told = json!({
@@ -243,10 +243,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_event_is_said_as_it_is_documented() {
-        let news = News::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
+    fn event_json_has_the_documented_form() {
+        let news = NewEvent::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
         let news = news.with("limit", "iops-total").with("nothing", Value::Null);
-        let event = news.after(1).at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
+        let event = news.with_dropped(1).recorded_at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
         assert_eq!(
             event.to_json(),
             json!({
@@ -257,14 +257,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_client_says_does_not_make_an_event_long() {
+    fn client_text_is_truncated_in_events() {
         let long = "é".repeat(100_000);
-        let news = News::new(Kind::ClientIn, long.as_str()).with("name", long);
-        assert!(news.at(1, UNIX_EPOCH, 0).to_json().to_string().len() < 3 * MOST_TEXT);
+        let news = NewEvent::new(Kind::ClientIn, long.as_str()).with("name", long);
+        assert!(news.recorded_at(1, UNIX_EPOCH, 0).to_json().to_string().len() < 3 * MAX_TEXT_BYTES);
     }
 
     #[test]
-    fn the_document_has_every_kind_and_no_other() {
+    fn documentation_lists_all_event_types() {
         let document = include_str!("../../../../docs/events.md");
         let row = |line: &str| {
             let mut cells = line.strip_prefix("| `")?.split('|').map(str::trim);

@@ -5,9 +5,9 @@ use std::{cell::RefCell, rc::Rc};
 use reactor::JoinHandle;
 
 use super::{
-    Event, Events,
-    gate::SharedGate,
-    kind::{Kind, Severity},
+    RecordedEvent, EventLog,
+    gate::SharedEventRateLimit,
+    kind::{Kind, EventSeverity},
 };
 
 /// Burst for each event type, in which each disk has a share. Consumers that need all events read
@@ -16,18 +16,18 @@ const BURST: u64 = 10;
 const PER_SECOND: u64 = 1;
 
 /// Logs each later event. Ends when the handle is dropped.
-pub fn log(events: &Events) -> JoinHandle<()> {
-    let gates = Rc::new(RefCell::new(vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()]));
-    events.each(move |event| {
+pub fn log_events(events: &EventLog) -> JoinHandle<()> {
+    let gates = Rc::new(RefCell::new(vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()]));
+    events.for_each_later(move |event| {
         if let Some(left_out) =
-            gates.borrow_mut()[event.kind as usize].pass(event.disk.as_ref(), reactor::now())
+            gates.borrow_mut()[event.kind as usize].admit(event.disk.as_ref(), reactor::now())
         {
-            line(event, left_out);
+            log_event(event, left_out);
         }
     })
 }
 
-fn line(event: &Event, left_out: u64) {
+fn log_event(event: &RecordedEvent, left_out: u64) {
     // A macro: `tracing` needs the level as a constant of the call site.
     macro_rules! line {
         ($level:ident) => {
@@ -44,8 +44,8 @@ fn line(event: &Event, left_out: u64) {
         };
     }
     match event.kind.severity() {
-        Severity::Info => line!(info),
-        Severity::Warning => line!(warn),
-        Severity::Error => line!(error),
+        EventSeverity::Info => line!(info),
+        EventSeverity::Warning => line!(warn),
+        EventSeverity::Error => line!(error),
     }
 }

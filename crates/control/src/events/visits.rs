@@ -14,28 +14,28 @@ use export::{
 use policy::time::Duration;
 use serde_json::{Value, json};
 
-use super::{Events, Kind, News};
+use super::{EventLog, Kind, NewEvent};
 
-impl ClientObserver for Events {
+impl ClientObserver for EventLog {
     fn connected(&self, visit: &NbdClientInfo) {
-        let message = format!("{} uses disk {}", shown(visit), visit.disk);
-        self.tell(about(Kind::ClientIn, message, visit));
+        let message = format!("{} uses disk {}", client_text(visit), visit.disk);
+        self.record(nbd_client_event(Kind::ClientIn, message, visit));
     }
 
     fn disconnected(&self, visit: &NbdClientInfo, lasted: Duration) {
-        let message = format!("{} has left disk {} after {} s", shown(visit), visit.disk, lasted.as_secs());
-        self.tell(about(Kind::ClientOut, message, visit).with("seconds", lasted.as_secs()));
+        let message = format!("{} has left disk {} after {} s", client_text(visit), visit.disk, lasted.as_secs());
+        self.record(nbd_client_event(Kind::ClientOut, message, visit).with("seconds", lasted.as_secs()));
     }
 }
 
-fn about(kind: Kind, message: String, visit: &NbdClientInfo) -> News {
-    let news = News::new(kind, message).of_disk(&visit.disk).with("type", "nbd");
+fn nbd_client_event(kind: Kind, message: String, visit: &NbdClientInfo) -> NewEvent {
+    let news = NewEvent::new(kind, message).of_disk(&visit.disk).with("type", "nbd");
     let news = news.with("export", &*visit.export).with("client", visit.number);
     news.with("address", json!(visit.address)).with("name", json!(visit.name))
 }
 
 /// Text for messages: `client 7 of 192.0.2.1`.
-fn shown(visit: &NbdClientInfo) -> String {
+fn client_text(visit: &NbdClientInfo) -> String {
     // Verified by TLS, so it identifies a client better than its address.
     let of = match (&visit.name, visit.address) {
         (Some(name), _) => format!(" ({name})"),
@@ -45,56 +45,56 @@ fn shown(visit: &NbdClientInfo) -> String {
     format!("client {}{of}", visit.number)
 }
 
-impl ExportObserver for Events {
+impl ExportObserver for EventLog {
     fn observe(&self, export: &str, disk: &str, happening: &FrontEndEvent<'_>, left_out: u64) {
-        let news = of_machine(disk, happening).of_disk(disk).with("type", "vhost-user-blk");
-        self.tell(news.with("export", export).after(left_out));
+        let news = front_end_event(disk, happening).of_disk(disk).with("type", "vhost-user-blk");
+        self.record(news.with("export", export).with_dropped(left_out));
     }
 }
 
-fn of_machine(disk: &str, happening: &FrontEndEvent<'_>) -> News {
+fn front_end_event(disk: &str, happening: &FrontEndEvent<'_>) -> NewEvent {
     match *happening {
         FrontEndEvent::Connected { process } => {
-            let message = format!("{} uses disk {disk}", named(process));
-            News::new(Kind::ClientIn, message).with("front-end", told(process))
+            let message = format!("{} uses disk {disk}", front_end_text(process));
+            NewEvent::new(Kind::ClientIn, message).with("front-end", front_end_json(process))
         }
         FrontEndEvent::Disconnected { process, lasted } => {
             let seconds = lasted.as_secs();
-            let message = format!("{} has left disk {disk} after {seconds} s", named(process));
-            News::new(Kind::ClientOut, message).with("front-end", told(process)).with("seconds", seconds)
+            let message = format!("{} has left disk {disk} after {seconds} s", front_end_text(process));
+            NewEvent::new(Kind::ClientOut, message).with("front-end", front_end_json(process)).with("seconds", seconds)
         }
         FrontEndEvent::ProtocolError { process, why } => {
-            let message = format!("{} was disconnected from disk {disk}: {why}", named(process));
-            let news = News::new(Kind::ClientDisconnected, message).with("front-end", told(process));
+            let message = format!("{} was disconnected from disk {disk}: {why}", front_end_text(process));
+            let news = NewEvent::new(Kind::ClientDisconnected, message).with("front-end", front_end_json(process));
             news.with("reason", why.to_string())
         }
         FrontEndEvent::Rejected { process, connected } => {
             let message = format!(
                 "{} was turned away from disk {disk}: {} is connected (stop that one, or give each a disk)",
-                named(process),
-                named(connected)
+                front_end_text(process),
+                front_end_text(connected)
             );
-            let news = News::new(Kind::ClientTurnedAway, message).with("front-end", told(process));
-            news.with("connected", told(connected))
+            let news = NewEvent::new(Kind::ClientTurnedAway, message).with("front-end", front_end_json(process));
+            news.with("connected", front_end_json(connected))
         }
         FrontEndEvent::RingBroken { ring, why } => {
             let message = format!(
                 "ring {ring} of disk {disk} cannot be served, until its driver is set up again: {why}"
             );
-            News::new(Kind::RingBroken, message).with("ring", ring).with("reason", why.to_string())
+            NewEvent::new(Kind::RingBroken, message).with("ring", ring).with("reason", why.to_string())
         }
         FrontEndEvent::RingServed { ring, after } => {
             let seconds = after.as_secs();
             let message = format!("ring {ring} of disk {disk} is served again, after {seconds} s");
-            News::new(Kind::RingServed, message).with("ring", ring).with("seconds", seconds)
+            NewEvent::new(Kind::RingServed, message).with("ring", ring).with("seconds", seconds)
         }
     }
 }
 
-fn named(process: Option<&PeerProcess>) -> String {
+fn front_end_text(process: Option<&PeerProcess>) -> String {
     process.map_or_else(|| "a virtual machine".to_owned(), PeerProcess::to_string)
 }
 
-fn told(process: Option<&PeerProcess>) -> Value {
+fn front_end_json(process: Option<&PeerProcess>) -> Value {
     process.map_or(Value::Null, |PeerProcess { pid, name }| json!({ "pid": pid, "name": &**name }))
 }

@@ -25,13 +25,13 @@ use nix::{
 };
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use super::{Authority, Listener};
+use super::{UriAuthority, BoundListener};
 
 /// Number of the first passed descriptor (`sd_listen_fds(3)`).
-const FIRST: usize = 3;
+const FIRST_PASSED_FD: usize = 3;
 
 /// Passed sockets that no endpoint uses yet.
-pub struct Inherited {
+pub struct InheritedSockets {
     sockets: ListenFd,
     /// Names by index; `None` for a socket that is in use.
     names: Vec<Option<String>>,
@@ -40,26 +40,26 @@ pub struct Inherited {
     /// Socket passed at run time, with its name.
     later: Option<(String, OwnedFd)>,
     /// Sockets of the old process, for vhost-user endpoints.
-    adopted: Vec<(String, Listener)>,
+    adopted: Vec<(String, BoundListener)>,
     /// Descriptors that were open at the start without being announced.
     left_open: Vec<RawFd>,
 }
 
-impl Inherited {
+impl InheritedSockets {
     /// Reads the sockets and removes the variables from the environment, so that no child uses
     /// them. Must run once, before other threads start.
-    pub fn take() -> Self {
+    pub fn from_environment() -> Self {
         let said = env::var("LISTEN_FDNAMES").unwrap_or_default();
         let sockets = ListenFd::from_env();
         let mut said = said.split(':').map(str::to_owned);
         let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
         // Scanned before weir opens descriptors, which would be indistinguishable.
-        let left_open = open_from(FIRST + sockets.len());
+        let left_open = open_descriptors_from(FIRST_PASSED_FD + sockets.len());
         Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new(), left_open }
     }
 
     /// Empty set.
-    pub fn none() -> Self {
+    pub fn empty() -> Self {
         Self {
             sockets: ListenFd::empty(),
             names: Vec::new(),
@@ -71,48 +71,48 @@ impl Inherited {
     }
 
     /// Number of sockets that are not in use.
-    pub fn count(&self) -> usize {
+    pub fn unused(&self) -> usize {
         self.names.iter().flatten().count()
     }
 
     /// Takes all remaining sockets that are not reserved.
-    pub(crate) fn listeners(&mut self) -> anyhow::Result<Vec<Listener>> {
+    pub(crate) fn take_all(&mut self) -> anyhow::Result<Vec<BoundListener>> {
         let mut free = (0..self.names.len()).collect::<Vec<_>>();
         // Sockets reserved by name stay for their endpoints.
         free.retain(|index| self.names[*index].is_some() && !self.kept.contains(index));
-        free.into_iter().map(|index| self.listener(index)).collect()
+        free.into_iter().map(|index| self.take_index(index)).collect()
     }
 
     /// Reserves the socket with this name or number for a later [`Inherited::named`].
-    pub fn keep(&mut self, name: &str) -> anyhow::Result<()> {
+    pub fn reserve(&mut self, name: &str) -> anyhow::Result<()> {
         if self.adopted.iter().any(|(known, _)| known.strip_prefix("fd:") == Some(name)) {
             return Ok(());
         }
         match self.find(name) {
             Ok(index) => self.kept.push(index),
-            Err(_) if self.place_left_open(name).is_some() => {}
+            Err(_) if self.unannounced_index(name).is_some() => {}
             Err(error) => return Err(error),
         }
         Ok(())
     }
 
     /// Takes the socket with this name or number.
-    pub(crate) fn named(&mut self, name: &str) -> anyhow::Result<Listener> {
+    pub(crate) fn take_named(&mut self, name: &str) -> anyhow::Result<BoundListener> {
         if let Some((_, socket)) = self.later.take_if(|(known, _)| known == name) {
-            return of_socket(socket, &format!("fd:{name}"));
+            return listener_of_socket(socket, &format!("fd:{name}"));
         }
-        match (self.find(name), self.place_left_open(name)) {
-            (Ok(index), _) => self.listener(index),
+        match (self.find(name), self.unannounced_index(name)) {
+            (Ok(index), _) => self.take_index(index),
             (Err(_), Some(place)) => {
                 let shown = format!("fd:{name}");
-                of_socket(take_over(self.left_open.remove(place)).with_context(|| shown.clone())?, &shown)
+                listener_of_socket(own_descriptor(self.left_open.remove(place)).with_context(|| shown.clone())?, &shown)
             }
             (Err(error), None) => Err(error),
         }
     }
 
     /// Index among the unannounced descriptors.
-    fn place_left_open(&self, number: &str) -> Option<usize> {
+    fn unannounced_index(&self, number: &str) -> Option<usize> {
         let number: RawFd = number.parse().ok()?;
         self.left_open.iter().position(|open| *open == number)
     }
@@ -123,12 +123,12 @@ impl Inherited {
     }
 
     /// Adds a socket of the old process, under its full name.
-    pub(crate) fn adopt(&mut self, name: &str, listener: Listener) {
+    pub(crate) fn adopt(&mut self, name: &str, listener: BoundListener) {
         self.adopted.push((name.to_owned(), listener));
     }
 
     /// Takes a socket of the old process.
-    pub(crate) fn adopted(&mut self, name: &str) -> Option<Listener> {
+    pub(crate) fn take_adopted(&mut self, name: &str) -> Option<BoundListener> {
         let at = self.adopted.iter().position(|(known, _)| known == name)?;
         Some(self.adopted.remove(at).1)
     }
@@ -138,7 +138,7 @@ impl Inherited {
         let index = self.names.iter().position(|known| known.as_deref() == Some(name));
         // A name takes precedence over a number of the same text.
         let by_number = || {
-            let index = name.parse::<usize>().ok()?.checked_sub(FIRST)?;
+            let index = name.parse::<usize>().ok()?.checked_sub(FIRST_PASSED_FD)?;
             self.names.get(index)?.is_some().then_some(index)
         };
         index.or_else(by_number).with_context(|| {
@@ -146,35 +146,35 @@ impl Inherited {
             let known = if left.is_empty() { String::new() } else { format!("; names: {}", left.join(", ")) };
             format!(
                 "fd:{name}: no such socket was passed, or it is in use (sockets left: {}{known}; a service manager passes them when weir starts, and systemd names them by FileDescriptorName=: write unix:PATH, or restart weir with that socket)",
-                self.count()
+                self.unused()
             )
         })
     }
 
-    fn listener(&mut self, index: usize) -> anyhow::Result<Listener> {
+    fn take_index(&mut self, index: usize) -> anyhow::Result<BoundListener> {
         let named = self.names[index].take().filter(|name| !name.is_empty());
-        let shown = called(index, named.as_deref());
+        let shown = socket_text(index, named.as_deref());
         let (socket, authority) = if let Ok(Some(unix)) = self.sockets.take_unix_listener(index) {
             let authority = match unix.local_addr()?.as_pathname() {
-                Some(path) => Authority::of_unix(path),
-                None => Authority::Unnamed(index),
+                Some(path) => UriAuthority::of_unix(path),
+                None => UriAuthority::Unnamed(index),
             };
             // The type is probed by trial: `listenfd` checks the socket's family and keeps it on a
             // mismatch.
             (OwnedFd::from(unix), authority)
         } else if let Ok(Some(tcp)) = self.sockets.take_tcp_listener(index) {
             let address = tcp.local_addr()?;
-            (OwnedFd::from(tcp), Authority::of_tcp(&address.ip().to_string(), address.port()))
+            (OwnedFd::from(tcp), UriAuthority::of_tcp(&address.ip().to_string(), address.port()))
         } else {
             bail!("LISTEN_FDS: {shown} is neither a Unix nor a TCP stream socket (check ListenStream=)");
         };
         check_listening(&socket, &shown)?;
-        Ok(Listener { socket, authority, file: None })
+        Ok(BoundListener { socket, authority, file: None })
     }
 }
 
 /// Open descriptors with this number or a higher one.
-fn open_from(first: usize) -> Vec<RawFd> {
+fn open_descriptors_from(first: usize) -> Vec<RawFd> {
     let Ok(list) = fs::read_dir("/proc/self/fd") else { return Vec::new() };
     let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
     let mut open: Vec<RawFd> = list.filter_map(number).collect();
@@ -186,7 +186,7 @@ fn open_from(first: usize) -> Vec<RawFd> {
 
 /// Takes ownership of an unowned descriptor without `unsafe`: sending it over a socket pair yields
 /// an owned duplicate, and the original is closed.
-fn take_over(number: RawFd) -> io::Result<OwnedFd> {
+fn own_descriptor(number: RawFd) -> io::Result<OwnedFd> {
     let (one, other) = UnixStream::pair()?;
     let passed = [ControlMessage::ScmRights(&[number])];
     sendmsg::<()>(one.as_raw_fd(), &[IoSlice::new(&[0])], &passed, MsgFlags::empty(), None)?;
@@ -204,7 +204,7 @@ fn take_over(number: RawFd) -> io::Result<OwnedFd> {
 }
 
 /// Turns a bound socket into a listener. Calls `listen` if necessary, as QEMU does.
-fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
+fn listener_of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<BoundListener> {
     let kind = getsockopt(&socket, SockType)
         .map_err(|_| anyhow!("{name}: is no socket (pass one that is bound)"))?;
     if kind != socket::SockType::Stream {
@@ -213,25 +213,25 @@ fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
     let address: SockaddrStorage = socket::getsockname(socket.as_raw_fd())?;
     let authority = match (address.as_unix_addr(), address.as_sockaddr_in(), address.as_sockaddr_in6()) {
         (Some(unix), ..) => match unix.path() {
-            Some(path) => Authority::of_unix(path),
-            None if unix.as_abstract().is_some() => Authority::Unnamed(0),
+            Some(path) => UriAuthority::of_unix(path),
+            None if unix.as_abstract().is_some() => UriAuthority::Unnamed(0),
             None => bail!("{name}: the socket is not bound (bind it to an address first)"),
         },
-        (_, Some(v4), _) => Authority::of_tcp(&v4.ip().to_string(), v4.port()),
-        (.., Some(v6)) => Authority::of_tcp(&v6.ip().to_string(), v6.port()),
+        (_, Some(v4), _) => UriAuthority::of_tcp(&v4.ip().to_string(), v4.port()),
+        (.., Some(v6)) => UriAuthority::of_tcp(&v6.ip().to_string(), v6.port()),
         _ => bail!("{name}: is neither a Unix nor a TCP socket (pass one of those)"),
     };
     if !getsockopt(&socket, AcceptConn)? {
         let wrong = "cannot listen (is it connected already?)";
         socket::listen(&socket, Backlog::MAXCONN).with_context(|| format!("{name}: the socket {wrong}"))?;
     }
-    Ok(Listener { socket, authority, file: None })
+    Ok(BoundListener { socket, authority, file: None })
 }
 
 /// Number as the passing process counts, and the name.
-fn called(index: usize, name: Option<&str>) -> String {
+fn socket_text(index: usize, name: Option<&str>) -> String {
     let name = name.map(|name| format!(" ({name})")).unwrap_or_default();
-    format!("fd:{}{name}", index + FIRST)
+    format!("fd:{}{name}", index + FIRST_PASSED_FD)
 }
 
 fn check_listening(socket: impl AsFd, shown: &str) -> anyhow::Result<()> {
@@ -256,7 +256,7 @@ mod tests {
         check_listening(&listening, "fd:3").unwrap();
         let (connected, _peer) = UnixStream::pair().unwrap();
         assert_eq!(
-            check_listening(&connected, &called(0, Some("vm1"))).unwrap_err().to_string(),
+            check_listening(&connected, &socket_text(0, Some("vm1"))).unwrap_err().to_string(),
             "LISTEN_FDS: fd:3 (vm1) is not listening (set Accept=no in the socket unit)"
         );
     }

@@ -29,7 +29,7 @@ use sandbox::directory_of;
 use settings::{FileOwner, SocketAccess};
 use storage::PassedFiles;
 
-use super::Others;
+use super::AddressConflictRule;
 
 /// Socket file, removed on drop if it is still the same file.
 #[derive(Debug)]
@@ -74,19 +74,19 @@ pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixLi
     let listener = match bind_private(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             // The lock covers the check and the removal: see `turn`.
-            let _turn = turn(path);
+            let _turn = lock_directory(path);
             remove_stale(path)?;
             bind_private(path)
         }
         result => result,
     };
-    let listener = listener.map_err(|error| refused(path, &error))?;
+    let listener = listener.map_err(|error| bind_error(path, &error))?;
     // The daemon may change directory; the path in URIs and for removal must not depend on it.
     let path = std::path::absolute(path)?;
     let identity = identity(&path);
     let file = SocketFile { path, identity, passed: None };
     if *access != SocketAccess::default() {
-        file.give(access)?;
+        file.set_access(access)?;
     }
     Ok((listener, file))
 }
@@ -103,7 +103,7 @@ fn bind_private(path: &Path) -> io::Result<UnixListener> {
 impl SocketFile {
     /// Sets owner and mode of the file. Goes through an O_PATH descriptor, so that a file which
     /// another user put in its place is not affected.
-    fn give(&self, access: &SocketAccess) -> anyhow::Result<()> {
+    fn set_access(&self, access: &SocketAccess) -> anyhow::Result<()> {
         let how =
             fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&self.path);
         let held = how.context("the socket cannot be examined")?;
@@ -115,7 +115,7 @@ impl SocketFile {
         // fchmod(2) rejects O_PATH descriptors; the link in /proc leads to the same file.
         let path = format!("/proc/self/fd/{}", held.as_raw_fd());
         if let Some(owner) = &access.owner {
-            let (user, group) = ids(owner)?;
+            let (user, group) = owner_ids(owner)?;
             if user.is_some_and(|user| user != metadata.uid())
                 || group.is_some_and(|group| group != metadata.gid())
             {
@@ -130,7 +130,7 @@ impl SocketFile {
     }
 }
 
-fn ids(owner: &FileOwner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
+fn owner_ids(owner: &FileOwner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
     let user = owner.user.as_ref().map(|name| match name.parse() {
         Ok(number) => Ok(number),
         Err(_) => User::from_name(name)?
@@ -146,7 +146,7 @@ fn ids(owner: &FileOwner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
     Ok((user.transpose()?, group.transpose()?))
 }
 
-fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
+fn bind_error(path: &Path, error: &io::Error) -> anyhow::Error {
     let directory = directory_of(path).display();
     match error.kind() {
         // Some directories, such as /proc, accept no files.
@@ -164,31 +164,31 @@ fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
 /// Lock of the directory, for the time of a replacement: without it, the second of two processes
 /// that find a stale socket would remove the new socket of the first. Returns `None` if the lock is
 /// not available, and the caller continues: any reader of the directory can hold it indefinitely.
-fn turn(path: &Path) -> Option<Flock<File>> {
+fn lock_directory(path: &Path) -> Option<Flock<File>> {
     let lock = || {
         let directory = File::open(directory_of(path))?;
         Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|_| ErrorKind::AddrInUse.into())
     };
-    super::patiently(lock).ok()
+    super::retry_while_in_use(lock).ok()
 }
 
 /// Reports what would prevent listening at `path` without trying it: permissions of the directory,
 /// or an existing file.
-pub(super) fn check(path: &Path, others: Others) -> anyhow::Result<()> {
+pub(super) fn check(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
     let writable = unistd::access(directory_of(path), AccessFlags::W_OK | AccessFlags::X_OK);
-    writable.map_err(|errno| refused(path, &errno.into()))?;
+    writable.map_err(|errno| bind_error(path, &errno.into()))?;
     match (path.exists(), others) {
         (false, _) => Ok(()),
-        (true, Others::MayHave) => check_is_socket(path),
+        (true, AddressConflictRule::Tolerated) => check_is_socket(path),
         // A datagram socket: connecting it to weir's stream socket fails with EPROTOTYPE (unix(7)),
         // and the listener does not notice. The sandbox permits only this socket type.
-        (true, Others::AreInTheWay) => check_is_stale(path, SockType::Datagram),
+        (true, AddressConflictRule::Rejected) => check_is_stale(path, SockType::Datagram),
     }
 }
 
 /// Fails if the user or group does not exist.
 pub(super) fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
-    ids(owner).map(drop)
+    owner_ids(owner).map(drop)
 }
 
 fn check_is_socket(path: &Path) -> anyhow::Result<()> {
@@ -208,16 +208,16 @@ fn remove_stale(path: &Path) -> anyhow::Result<()> {
 fn check_is_stale(path: &Path, by: SockType) -> anyhow::Result<()> {
     check_is_socket(path)?;
     let unserved = || if is_served(path, by)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
-    match super::patiently(unserved) {
+    match super::retry_while_in_use(unserved) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             bail!("in use: another process listens there (stop it, or choose another path)")
         }
-        Err(error) => Err(untold(&error)),
+        Err(error) => Err(probe_error(&error)),
     }
 }
 
-fn untold(error: &io::Error) -> anyhow::Error {
+fn probe_error(error: &io::Error) -> anyhow::Error {
     let why = match error.raw_os_error() {
         // The sandbox rejects connect(2).
         Some(libc::ENOSYS) => "sandboxed daemon cannot check whether a process listens there",
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_has_the_mode_and_the_owner_that_were_asked_for() {
+    fn socket_has_configured_mode_and_owner() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let own = unistd::getgid().as_raw();
@@ -267,19 +267,19 @@ mod tests {
     }
 
     #[test]
-    fn what_was_put_in_its_place_is_left_alone() {
+    fn replaced_file_keeps_its_mode() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (_listener, file) = open(&path).unwrap();
         fs::rename(&path, directory.path().join("old")).unwrap();
         fs::write(&path, "precious").unwrap();
         let before = fs::metadata(&path).unwrap().mode();
-        file.give(&SocketAccess { mode: 0o777, owner: None }).unwrap_err();
+        file.set_access(&SocketAccess { mode: 0o777, owner: None }).unwrap_err();
         assert_eq!(fs::metadata(&path).unwrap().mode(), before);
     }
 
     #[test]
-    fn a_socket_is_made_and_removed() {
+    fn socket_file_is_removed_on_drop() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (_listener, file) = open(&path).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_that_find_a_stale_socket_one_has_it() {
+    fn stale_socket_is_replaced_by_one_process() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_in_use_is_left_alone() {
+    fn socket_in_use_is_kept() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let _theirs = UnixListener::bind(&path).unwrap();
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_was_taken_over_is_not_removed() {
+    fn replaced_socket_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (listener, file) = open(&path).unwrap();
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_private_socket_is_its_owners_alone() {
+    fn private_socket_has_mode_0600() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
@@ -360,29 +360,29 @@ mod tests {
     }
 
     #[test]
-    fn who_listens_does_not_notice_who_asks() {
+    fn check_is_not_noticed_by_listener() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        check(&path, Others::AreInTheWay).unwrap();
+        check(&path, AddressConflictRule::Rejected).unwrap();
         let theirs = UnixListener::bind(&path).unwrap();
-        check(&path, Others::MayHave).unwrap();
-        let error = check(&path, Others::AreInTheWay).unwrap_err().to_string();
+        check(&path, AddressConflictRule::Tolerated).unwrap();
+        let error = check(&path, AddressConflictRule::Rejected).unwrap_err().to_string();
         assert!(error.starts_with("in use: another process listens there"), "{error}");
         theirs.set_nonblocking(true).unwrap();
         assert_eq!(theirs.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         drop(theirs);
-        check(&path, Others::AreInTheWay).unwrap();
+        check(&path, AddressConflictRule::Rejected).unwrap();
         assert!(path.exists(), "what is looked at stays");
     }
 
     #[test]
-    fn a_directory_that_takes_no_files_is_not_said_to_be_missing() {
+    fn directory_without_files_is_not_reported_missing() {
         let error = open(Path::new("/proc/s")).unwrap_err();
         assert_eq!(error.to_string(), "no socket can be made in /proc (choose another directory)");
     }
 
     #[test]
-    fn a_missing_directory_is_named() {
+    fn missing_directory_is_reported() {
         let error = open(Path::new("/nonexistent/s")).unwrap_err();
         assert_eq!(error.to_string(), "the directory /nonexistent does not exist (create it)");
     }

@@ -12,7 +12,7 @@ use settings::TlsConfig;
 
 /// Authority of a URI: the address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Authority {
+pub enum UriAuthority {
     /// Path of a Unix socket.
     Unix(PathBuf),
     /// A TCP address.
@@ -21,7 +21,7 @@ pub enum Authority {
     Unnamed(usize),
 }
 
-impl Authority {
+impl UriAuthority {
     pub(super) fn of_unix(path: &Path) -> Self {
         Self::Unix(path.to_owned())
     }
@@ -47,7 +47,7 @@ impl Authority {
     }
 }
 
-impl fmt::Display for Authority {
+impl fmt::Display for UriAuthority {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
@@ -64,16 +64,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uris_are_what_clients_take() {
+    fn uris_have_the_form_that_clients_accept() {
         let required = TlsConfig::Required(TlsCredentialFiles::PreShared("keys".into()));
-        let unix = Authority::of_unix(Path::new("/run/my disks/s&1.sock"));
+        let unix = UriAuthority::of_unix(Path::new("/run/my disks/s&1.sock"));
         assert_eq!(unix.uri("vm1", &TlsConfig::Off), "nbd+unix:///vm1?socket=/run/my%20disks/s%261.sock");
         assert_eq!(unix.to_string(), "unix:/run/my disks/s&1.sock");
         assert_eq!(unix.uri("", &required), "nbds+unix:///?socket=/run/my%20disks/s%261.sock");
         assert_eq!(
-            Authority::of_tcp("localhost", 10809).uri("vm 1", &TlsConfig::Off),
+            UriAuthority::of_tcp("localhost", 10809).uri("vm 1", &TlsConfig::Off),
             "nbd://localhost:10809/vm%201"
         );
-        assert_eq!(Authority::of_tcp("::1", 7).uri("é", &required), "nbds://[::1]:7/%C3%A9");
+        assert_eq!(UriAuthority::of_tcp("::1", 7).uri("é", &required), "nbds://[::1]:7/%C3%A9");
     }
 }

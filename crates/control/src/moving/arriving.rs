@@ -10,30 +10,30 @@ use cluster::{
 };
 use settings::ExportTarget as DoorKind;
 
-use super::{LOOK, MovedDisk, PAUSE};
+use super::{CHECK_TIMEOUT, MigratedDisk, RETRY_INTERVAL};
 use crate::{
-    assemble::{self, Assembly},
-    registry::{Door, NewExport, Registry},
-    serving::Serving,
+    assemble::{self, DiskAssembly},
+    registry::{RunningEndpoint, NewNbdExport, Registry},
+    serving::RunningServer,
 };
 
 /// Receives disks that other hosts offer, until the handle is dropped.
-pub fn receive(registry: &Rc<Registry>) -> Option<reactor::JoinHandle<()>> {
+pub fn receive_disks(registry: &Rc<Registry>) -> Option<reactor::JoinHandle<()>> {
     let cluster = Rc::clone(registry.cluster()?);
     let registry = Rc::downgrade(registry);
     Some(reactor::spawn_joinable(async move {
         while let Some(offered) = cluster.next_offer().await {
             let Some(registry) = registry.upgrade() else { return };
             let cluster = Rc::clone(&cluster);
-            reactor::spawn(async move { hear(&registry, &cluster, offered).await });
+            reactor::spawn(async move { handle_offer(&registry, &cluster, offered).await });
         }
     }))
 }
 
-async fn hear(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, offered: ReceivedOffer) {
+async fn handle_offer(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, offered: ReceivedOffer) {
     let (disk, from) = (&offered.disk, &offered.offer.from);
     if !offered.offer.is_released {
-        let said = match reactor::timeout(LOOK, look(registry, &offered)).await {
+        let said = match reactor::timeout(CHECK_TIMEOUT, check_acceptable(registry, &offered)).await {
             Ok(Ok(())) => MigrationReply::Ready,
             Ok(Err(why)) => MigrationReply::Refused(format!("{why:#}")),
             Err(_) => MigrationReply::Refused("its image does not answer there".to_owned()),
@@ -42,11 +42,11 @@ async fn hear(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, offered:
         return;
     }
     // An offer may arrive twice after an interruption of etcd.
-    if !registry.disks.moving.borrow_mut().insert(disk.clone()) {
+    if !registry.disks.migrating.borrow_mut().insert(disk.clone()) {
         return;
     }
-    let taken = take(registry, cluster, &offered).await;
-    registry.disks.moving.borrow_mut().remove(disk);
+    let taken = take_disk(registry, cluster, &offered).await;
+    registry.disks.migrating.borrow_mut().remove(disk);
     match taken {
         Ok(Ok(())) => tracing::info!(%disk, %from, "the disk was migrated here"),
         Ok(Err(why)) => {
@@ -68,43 +68,43 @@ async fn reply(cluster: &ClusterMembership, offered: &ReceivedOffer, said: Migra
 
 const UNREADABLE: &str = "the offer cannot be parsed";
 
-fn read(offered: &ReceivedOffer) -> anyhow::Result<MovedDisk> {
+fn described_disk(offered: &ReceivedOffer) -> anyhow::Result<MigratedDisk> {
     serde_json::from_value(offered.offer.described.clone()).context(UNREADABLE)
 }
 
 /// Checks whether this host can serve the disk, as far as possible while the source has it open.
-async fn look(registry: &Rc<Registry>, offered: &ReceivedOffer) -> anyhow::Result<()> {
-    let described = &read(offered)?;
+async fn check_acceptable(registry: &Rc<Registry>, offered: &ReceivedOffer) -> anyhow::Result<()> {
+    let described = &described_disk(offered)?;
     registry.check_name(&offered.disk)?;
     check_exports(registry, described)?;
-    let (mut planned, group) = check(registry, &offered.disk, described).await?;
+    let (mut planned, group) = check_config(registry, &offered.disk, described).await?;
     // The source is still writing to the image.
     (planned.read_only, planned.force_share) = (true, true);
-    let image = Assembly::beside(registry).open(&planned).await?;
+    let image = DiskAssembly::for_registry(registry).open(&planned).await?;
     // The cluster counts the reservation for the source until the disk is handed over; booking it
     // here as well would count it twice.
     let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
     let closed = match is_promised_twice {
         true => image.close().await,
-        false => assemble::disk(&planned, group.as_ref(), image)?.disk.close().await,
+        false => assemble::build_disk(&planned, group.as_ref(), image)?.disk.close().await,
     };
     closed.context("its image")
 }
 
 /// Checks that need neither the image nor its endpoints.
-async fn check(
+async fn check_config(
     registry: &Rc<Registry>,
     disk: &str,
-    described: &MovedDisk,
+    described: &MigratedDisk,
 ) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<ThrottleGroup>>)> {
-    let planned = described.planned(disk).context(UNREADABLE)?;
+    let planned = described.to_config(disk).context(UNREADABLE)?;
     let group = group(registry, described)?;
     registry.check_image(&planned.image).await?;
     Ok((planned, group))
 }
 
 /// The group here that the disk is to be in.
-fn group(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
+fn group(registry: &Registry, described: &MigratedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
     let group = described.group.as_ref().map(|there| {
         let group = registry.groups.get(&there.name)?;
         ensure!(
@@ -117,28 +117,28 @@ fn group(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<Ar
     group.transpose()
 }
 
-fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Result<()> {
-    ensure!(!registry.lifecycle.leaving.get(), "an upgrade is in progress there (try again)");
-    if let Some(serving) = serving(registry, described)? {
+fn check_exports(registry: &Rc<Registry>, described: &MigratedDisk) -> anyhow::Result<()> {
+    ensure!(!registry.lifecycle.is_upgrading.get(), "an upgrade is in progress there (try again)");
+    if let Some(serving) = target_server(registry, described)? {
         for name in &described.exports {
             // Includes exports that are ending: their names are still in use at the server.
             let is_there = registry.exports.all().iter().any(|export| {
-                export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
+                export.name == *name && matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
             registry.check_reserved_name(&serving, name, "")?;
             ensure!(!is_there, "export {name}: an export of this name exists at {}", serving.address());
         }
     }
-    for door in described.doors()? {
+    for door in described.endpoints()? {
         registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(&door))?;
-        door.path().map_or(Ok(()), |socket| try_beside(&socket))?;
+        door.path().map_or(Ok(()), |socket| check_directory(&socket))?;
     }
     Ok(())
 }
 
 /// Checks that a socket can be created in this directory. Uses another name, as the source may be
 /// on the same host and have the socket.
-fn try_beside(socket: &Path) -> anyhow::Result<()> {
+fn check_directory(socket: &Path) -> anyhow::Result<()> {
     let mut trial = socket.as_os_str().to_owned();
     trial.push(".try");
     let made = UnixListener::bind(&trial);
@@ -149,7 +149,7 @@ fn try_beside(socket: &Path) -> anyhow::Result<()> {
 }
 
 /// NBD server for the exports of the disk; `None` if it has no NBD exports.
-fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<Rc<Serving>>> {
+fn target_server(registry: &Registry, described: &MigratedDisk) -> anyhow::Result<Option<Rc<RunningServer>>> {
     if described.exports.is_empty() {
         return Ok(None);
     }
@@ -160,7 +160,7 @@ fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<
             bail!("that host has no NBD server (start weir there with --nbd {address})")
         }
         (Some(address), _) => {
-            let found = servers.iter().find(|serving| serving.is_at(address));
+            let found = servers.iter().find(|serving| serving.listens_at(address));
             let missing =
                 || anyhow!("no NBD server listens at {address} there (its servers: {})", addresses());
             Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
@@ -168,7 +168,7 @@ fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<
         (None, []) => bail!(
             "it is exported over NBD, and that host has no NBD server (start weir there with --nbd ADDRESS, or detach the export here)"
         ),
-        (None, _) => match &*registry.exports.standard_servers() {
+        (None, _) => match &*registry.exports.default_servers() {
             [only] => Ok(Some(Rc::clone(only))),
             _ => bail!("that host has several NBD servers: {} (select one with --nbd ADDRESS)", addresses()),
         },
@@ -177,22 +177,22 @@ fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<
 
 /// Opens the image, which the source has closed, and adds the disk with its bucket levels. No
 /// client reaches it yet.
-pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) -> anyhow::Result<()> {
-    let (planned, _) = check(registry, disk, described).await?;
-    let image = Assembly::beside(registry).open(&planned).await?;
+pub(super) async fn open_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDisk) -> anyhow::Result<()> {
+    let (planned, _) = check_config(registry, disk, described).await?;
+    let image = DiskAssembly::for_registry(registry).open(&planned).await?;
     let _turn = registry.change().await?;
     // A reload may have removed or made it while the image was opened.
     let group = group(registry, described)?;
-    let running = assemble::disk(&planned, group.as_ref(), image)?;
+    let running = assemble::build_disk(&planned, group.as_ref(), image)?;
     // Before the disk is listed, so that it never starts with full buckets after a migration.
     if let Some(filled) = &described.filled {
-        let filled = running.disk.throttle().restore_levels(&filled.filled()?);
+        let filled = running.disk.throttle().restore_levels(&filled.to_levels()?);
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
     // `add_disk` rejects names of migrating disks; here the caller is the migration.
-    registry.disks.moving.borrow_mut().remove(disk);
+    registry.disks.migrating.borrow_mut().remove(disk);
     let added = registry.add_disk(running);
-    registry.disks.moving.borrow_mut().insert(disk.to_owned());
+    registry.disks.migrating.borrow_mut().insert(disk.to_owned());
     added?;
     if let Err(error) = registry.check_device_of(disk) {
         let _ = registry.remove_disk(disk).await;
@@ -208,14 +208,14 @@ async fn check_offer(cluster: &ClusterMembership, offered: &ReceivedOffer) -> Re
         match cluster.step(MigrationStep::Check { offered: Box::new(offered.clone()) }).await {
             Some(StepOutcome::Done(_)) => return Ok(()),
             Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => return Err(why),
-            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await,
         }
     }
 }
 
 /// Takes the disk: opens it, claims it in etcd and exports it. The inner error is the reason for
 /// which etcd rejected the claim.
-async fn take(
+async fn take_disk(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
     offered: &ReceivedOffer,
@@ -224,15 +224,15 @@ async fn take(
     if let Err(why) = check_offer(cluster, offered).await {
         return Ok(Err(why));
     }
-    let described = read(offered)?;
+    let described = described_disk(offered)?;
     check_exports(registry, &described)?;
-    open(registry, disk, &described).await?;
+    open_disk(registry, disk, &described).await?;
     if let Err(why) = cluster.record_reservations_now(&**registry).await {
         registry.remove_disk(disk).await?;
         bail!("{why}");
     }
     let mut is_open = true;
-    let listed = super::is_listed(registry, disk).await;
+    let listed = super::is_in_config_file(registry, disk).await;
     // Open before the claim: once claimed, the disk must be served here.
     loop {
         match cluster.step(MigrationStep::Claim { offered: Box::new(offered.clone()), listed }).await {
@@ -248,30 +248,30 @@ async fn take(
                 if std::mem::take(&mut is_open) {
                     registry.remove_disk(disk).await?;
                 }
-                reactor::sleep_until(reactor::now() + PAUSE).await;
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
             }
         }
     }
     while !is_open {
-        match open(registry, disk, &described).await {
+        match open_disk(registry, disk, &described).await {
             Ok(()) => is_open = true,
             Err(why) => {
                 tracing::error!(%disk, "the disk was migrated here, but cannot be opened: {why:#}");
-                reactor::sleep_until(reactor::now() + PAUSE).await;
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
             }
         }
     }
     cluster.set_moved(disk, None);
-    export(registry, disk, &described).await;
+    export_disk(registry, disk, &described).await;
     // If etcd does not receive this step, only an unused key remains.
     let _ = cluster.step(MigrationStep::Settle { offered: Box::new(offered.clone()) }).await;
     Ok(Ok(()))
 }
 
 /// Exports the disk. Errors are logged: the disk belongs to this host by now.
-async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
+async fn export_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDisk) {
     let _turn = registry.change().await;
-    let nbd = match serving(registry, described) {
+    let nbd = match target_server(registry, described) {
         Ok(serving) => serving
             .into_iter()
             .flat_map(|serving| described.exports.iter().map(move |name| (Rc::clone(&serving), name)))
@@ -284,7 +284,7 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
     let Ok(running) = registry.disks.get(disk) else { return };
     let read_only = running.disk.image().is_read_only();
     for (serving, name) in nbd {
-        let new = NewExport {
+        let new = NewNbdExport {
             id: registry.exports.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
             name: name.clone(),
             description: String::new(),
@@ -297,10 +297,10 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
             tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }
-    let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
+    let doors: Vec<DoorKind> = described.endpoints().unwrap_or_default();
     for door in doors {
         let id = registry.exports.free_id(disk, &door.address());
-        if let Err(error) = registry.add_door(id, Rc::clone(&running), read_only, &door, None).await {
+        if let Err(error) = registry.add_endpoint(id, Rc::clone(&running), read_only, &door, None).await {
             tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }

@@ -10,15 +10,15 @@ use cluster::{
 use export::nbd::Removal;
 use serde_json::{Value, json};
 
-use super::{APPEARS, MovedDisk, PATIENCE, PAUSE, arriving};
+use super::{JOIN_TIMEOUT, MigratedDisk, ANSWER_TIMEOUT, RETRY_INTERVAL, arriving};
 use crate::{
-    registry::{Door, NewExport, Refused, Registry, RunningExport},
-    serving::Serving,
+    registry::{RunningEndpoint, NewNbdExport, RegistryError, Registry, RunningExport},
+    serving::RunningServer,
 };
 
 /// Parameters of a migration.
 #[derive(Clone, Debug)]
-pub(crate) struct Wish {
+pub(crate) struct MigrationRequest {
     pub(crate) disk: String,
     /// Target host.
     pub(crate) to: String,
@@ -32,7 +32,7 @@ pub(crate) struct Wish {
 ///
 /// # Errors
 /// Reason why the disk is still, or again, on this host.
-pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<Value> {
+pub(crate) async fn migrate(registry: &Rc<Registry>, wish: MigrationRequest) -> anyhow::Result<Value> {
     let cluster = registry.cluster().cloned();
     let cluster = cluster.context(
         "cluster: this daemon is in none (add [cluster] to the config files of both hosts, and restart weir)",
@@ -45,13 +45,13 @@ pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<
     );
     registry.disks.get(&wish.disk)?;
     // Reserves the name on this host until the end of the task below, also across its removal.
-    let is_first = registry.disks.moving.borrow_mut().insert(wish.disk.clone());
+    let is_first = registry.disks.migrating.borrow_mut().insert(wish.disk.clone());
     ensure!(is_first, "disk {}: it is already being migrated (wait for that)", wish.disk);
     let (done, outcome) = async_channel::bounded(1);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
-        let moved = move_away(&registry, &cluster, &wish).await;
-        registry.disks.moving.borrow_mut().remove(&wish.disk);
+        let moved = migrate_to_target(&registry, &cluster, &wish).await;
+        registry.disks.migrating.borrow_mut().remove(&wish.disk);
         if let Err(error) = &moved {
             tracing::warn!(disk = wish.disk, to = wish.to, "the disk was not migrated: {error:#}");
         }
@@ -61,26 +61,26 @@ pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<
     outcome.recv().await.context("the daemon ends")?
 }
 
-async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wish: &Wish) -> anyhow::Result<Value> {
+async fn migrate_to_target(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wish: &MigrationRequest) -> anyhow::Result<Value> {
     let running = registry.disks.get(&wish.disk)?;
     ensure!(
-        !running.below.iter().any(|node| node.stays),
+        !running.lower_nodes.iter().any(|node| node.is_own_disk),
         "it is above another node (`blockdev-del` removes it)"
     );
     let exports = registry.exports.of_disk(&wish.disk);
-    let described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
+    let described = MigratedDisk::describe(registry, &running, &exports, wish.listen.clone())?;
     // Early, for a quick answer; `remove_exports` checks again atomically.
     if !wish.force {
         check_unused(&exports).await?;
     }
     drop(running);
-    let number = number()?;
+    let number = random_number()?;
     let from = cluster.host().to_owned();
     let described = serde_json::to_value(described)?;
     let offer = MigrationOffer { from, host_revision: 0, number, is_released: false, described };
     let answers = cluster.await_answers(number);
     let ask = || MigrationStep::Offer { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
-    let until = reactor::now() + APPEARS;
+    let until = reactor::now() + JOIN_TIMEOUT;
     let mut asked = cluster.step(ask()).await;
     // A host that was just started may join the cluster any moment.
     let may_come = |asked: &Option<StepOutcome>| match asked {
@@ -89,7 +89,7 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
         _ => false,
     };
     while may_come(&asked) && reactor::now() < until {
-        reactor::sleep_until(reactor::now() + PAUSE).await;
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         asked = cluster.step(ask()).await;
     }
     let revision = match asked {
@@ -98,16 +98,16 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
         Some(StepOutcome::Disconnected(why)) => bail!("etcd is unreachable: {why}"),
         None => bail!("etcd does not answer in time (try again)"),
     };
-    let answered = reactor::timeout(PATIENCE, answers.recv()).await;
+    let answered = reactor::timeout(ANSWER_TIMEOUT, answers.recv()).await;
     let given = match answered {
         Ok(Ok(MigrationAnswer { said: MigrationReply::Ready, .. })) => {
-            give(registry, cluster, wish, (offer, revision), exports, &answers).await
+            hand_over(registry, cluster, wish, (offer, revision), exports, &answers).await
         }
         Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
         _ => Err(anyhow!(
             "{} does not answer within {} s (is its weir older than this one, or stopped?)",
             wish.to,
-            PATIENCE.as_secs()
+            ANSWER_TIMEOUT.as_secs()
         )),
     };
     if given.is_err() {
@@ -118,11 +118,11 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
     let taken = given?;
     cluster.set_moved(&wish.disk, Some(&wish.to));
     let listed_there = taken.as_ref().and_then(|answer| answer.listed);
-    let listed_here = super::is_listed(registry, &wish.disk).await;
+    let listed_here = super::is_in_config_file(registry, &wish.disk).await;
     // Wait until the target has exported the disk. Without that message the migration still
     // succeeded; the next start removes the key.
-    let settled = async { taken.is_some_and(|answer| answer.settled) || settled(&answers).await };
-    if reactor::timeout(PATIENCE, settled).await == Ok(true) && listed_here == Some(false) {
+    let settled = async { taken.is_some_and(|answer| answer.settled) || until_exported(&answers).await };
+    if reactor::timeout(ANSWER_TIMEOUT, settled).await == Ok(true) && listed_here == Some(false) {
         let _ = cluster.step(MigrationStep::Forget { disk: wish.disk.clone() }).await;
     }
     let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
@@ -135,31 +135,31 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wis
 }
 
 /// Removed export, with the parameters for adding it again.
-enum Removed {
-    Nbd(Rc<Serving>, NewExport),
-    Own { id: String, door: settings::ExportTarget, read_only: bool },
+enum RemovedExport {
+    Nbd(Rc<RunningServer>, NewNbdExport),
+    Separate { id: String, door: settings::ExportTarget, read_only: bool },
 }
 
-impl Removed {
+impl RemovedExport {
     fn of(export: &RunningExport) -> Option<Self> {
-        match &export.door {
-            Door::Nbd(serving, _) => Some(Self::Nbd(Rc::clone(serving), export.new.clone()?)),
-            Door::Own(_) => Some(Self::Own {
+        match &export.endpoint {
+            RunningEndpoint::Nbd(serving, _) => Some(Self::Nbd(Rc::clone(serving), export.nbd_parameters.clone()?)),
+            RunningEndpoint::Separate(_) => Some(Self::Separate {
                 id: export.id.clone(),
-                door: export.said.clone()?,
+                door: export.endpoint_config.clone()?,
                 read_only: export.read_only,
             }),
         }
     }
 }
 
-async fn put_back(registry: &Rc<Registry>, disk: &str, removed: Vec<Removed>) {
+async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<RemovedExport>) {
     let _turn = registry.change().await;
     for export in removed {
         let put = match export {
-            Removed::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
-            Removed::Own { id, door, read_only } => match registry.disks.get(disk) {
-                Ok(running) => registry.add_door(id, running, read_only, &door, None).await.map(drop),
+            RemovedExport::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
+            RemovedExport::Separate { id, door, read_only } => match registry.disks.get(disk) {
+                Ok(running) => registry.add_endpoint(id, running, read_only, &door, None).await.map(drop),
                 Err(refused) => Err(refused.into()),
             },
         };
@@ -177,8 +177,8 @@ async fn remove_in_time(
     disk: &str,
     exports: Vec<Rc<RunningExport>>,
     removal: Removal,
-    removed: Vec<Removed>,
-) -> anyhow::Result<Vec<Removed>> {
+    removed: Vec<RemovedExport>,
+) -> anyhow::Result<Vec<RemovedExport>> {
     let is_abandoned = Rc::new(Cell::new(false));
     let (registry, name, is_late) = (Rc::clone(registry), disk.to_owned(), Rc::clone(&is_abandoned));
     // Not cancelled by the time limit: the removal completes in the background.
@@ -186,16 +186,16 @@ async fn remove_in_time(
         registry.remove_exports(&exports, removal).await?;
         drop(exports);
         if is_late.get() {
-            put_back(&registry, &name, removed).await;
+            restore_exports(&registry, &name, removed).await;
             return Ok(Vec::new());
         }
         Ok(removed)
     });
-    match reactor::timeout(PATIENCE, removing).await {
-        Ok(ended) => ended.context("the daemon ends")?.map_err(|refused: Refused| refused.into()),
+    match reactor::timeout(ANSWER_TIMEOUT, removing).await {
+        Ok(ended) => ended.context("the daemon ends")?.map_err(|refused: RegistryError| refused.into()),
         Err(_) => {
             is_abandoned.set(true);
-            let patience_s = PATIENCE.as_secs();
+            let patience_s = ANSWER_TIMEOUT.as_secs();
             bail!(
                 "requests of its clients have been in flight for {patience_s} s (check its storage; its exports are restored when the requests end)"
             )
@@ -211,17 +211,17 @@ async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn withdraw(cluster: &ClusterMembership, wish: &Wish, number: u64) -> Option<StepOutcome> {
+async fn withdraw(cluster: &ClusterMembership, wish: &MigrationRequest, number: u64) -> Option<StepOutcome> {
     cluster.step(MigrationStep::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
 }
 
 /// Stops serving the disk and hands it over to the target, which is ready; on failure the disk is
 /// served here again. Returns the target's answer, or `None` if the target owns the disk but its
 /// answer was lost.
-async fn give(
+async fn hand_over(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
-    wish: &Wish,
+    wish: &MigrationRequest,
     (offer, revision): (MigrationOffer, i64),
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<MigrationAnswer>,
@@ -229,9 +229,9 @@ async fn give(
     let turn = registry.change().await?;
     let running = registry.disks.get(&wish.disk)?;
     // Described again: settings may have changed since the offer.
-    let mut described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
+    let mut described = MigratedDisk::describe(registry, &running, &exports, wish.listen.clone())?;
     let there = exports.iter().filter(|export| !export.is_ending());
-    let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
+    let removed: Vec<_> = there.filter_map(|export| RemovedExport::of(export)).collect();
     let removal = if wish.force { Removal::Hard } else { Removal::IfUnused };
     let removed = remove_in_time(registry, &wish.disk, exports, removal, removed).await?;
     // With the exports gone, nothing writes after this flush.
@@ -242,12 +242,12 @@ async fn give(
     let ready = flushed
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))
-        .and_then(|told| registry.unlist_disk(&wish.disk).map(|_| told).map_err(Into::into));
+        .and_then(|told| registry.remove_from_list(&wish.disk).map(|_| told).map_err(Into::into));
     drop(turn);
     let told = match ready {
         Ok(told) => told,
         Err(why) => {
-            put_back(registry, &wish.disk, removed).await;
+            restore_exports(registry, &wish.disk, removed).await;
             return Err(why);
         }
     };
@@ -263,35 +263,35 @@ async fn give(
                 offer: given.clone(),
                 revision,
             };
-            let until = reactor::now() + PATIENCE;
+            let until = reactor::now() + ANSWER_TIMEOUT;
             let mut done = cluster.step(step()).await;
             // No answer: the transaction may have been applied or not. It is idempotent.
             while done.is_none() && reactor::now() < until {
-                reactor::sleep_until(reactor::now() + PAUSE).await;
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
                 done = cluster.step(step()).await;
             }
             match done {
                 Some(StepOutcome::Lost(why) | StepOutcome::Absent(why) | StepOutcome::Disconnected(why)) => why,
-                Some(StepOutcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
+                Some(StepOutcome::Done(_)) | None => match reactor::timeout(ANSWER_TIMEOUT, final_answer(answers)).await {
                     Ok(Some(answer)) if answer.said == MigrationReply::Taken => return Ok(Some(answer)),
                     Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
                         format!("{} refuses it: {why}", wish.to)
                     }
-                    _ => format!("{} has not claimed it within {} s", wish.to, PATIENCE.as_secs()),
+                    _ => format!("{} has not claimed it within {} s", wish.to, ANSWER_TIMEOUT.as_secs()),
                 },
             }
         }
         Err(error) => format!("its image could not be closed: {error}"),
     };
-    if take_back(registry, cluster, (wish, offer.number), &described, &why).await == Whose::Theirs {
+    if resume_disk(registry, cluster, (wish, offer.number), &described, &why).await == DiskOwner::Target {
         return Ok(None);
     }
-    put_back(registry, &wish.disk, removed).await;
+    restore_exports(registry, &wish.disk, removed).await;
     Err(anyhow!("{why}; it is served here again"))
 }
 
 /// First answer after "ready".
-async fn end(answers: &async_channel::Receiver<MigrationAnswer>) -> Option<MigrationAnswer> {
+async fn final_answer(answers: &async_channel::Receiver<MigrationAnswer>) -> Option<MigrationAnswer> {
     loop {
         let answer = answers.recv().await.ok()?;
         if answer.said != MigrationReply::Ready {
@@ -301,7 +301,7 @@ async fn end(answers: &async_channel::Receiver<MigrationAnswer>) -> Option<Migra
 }
 
 /// Waits for the message that the target has completed the migration; false if the channel closes.
-async fn settled(answers: &async_channel::Receiver<MigrationAnswer>) -> bool {
+async fn until_exported(answers: &async_channel::Receiver<MigrationAnswer>) -> bool {
     while let Ok(answer) = answers.recv().await {
         if answer.settled {
             return true;
@@ -311,38 +311,38 @@ async fn settled(answers: &async_channel::Receiver<MigrationAnswer>) -> bool {
 }
 
 #[derive(PartialEq)]
-enum Whose {
-    Ours,
-    Theirs,
+enum DiskOwner {
+    ThisHost,
+    Target,
 }
 
 /// Opens the disk here again, unless the target has claimed it.
-async fn take_back(
+async fn resume_disk(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
-    (wish, number): (&Wish, u64),
-    described: &MovedDisk,
+    (wish, number): (&MigrationRequest, u64),
+    described: &MigratedDisk,
     why: &str,
-) -> Whose {
+) -> DiskOwner {
     tracing::warn!(disk = wish.disk, to = wish.to, "migration failed, resuming the disk here: {why}");
     // The withdrawal is a transaction: either it or the target's claim succeeds.
     loop {
         match withdraw(cluster, wish, number).await {
             Some(StepOutcome::Done(_)) => break,
-            Some(StepOutcome::Lost(_) | StepOutcome::Absent(_)) => return Whose::Theirs,
-            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+            Some(StepOutcome::Lost(_) | StepOutcome::Absent(_)) => return DiskOwner::Target,
+            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await,
         }
     }
     // The target may keep the image open for a moment longer.
-    while let Err(error) = arriving::open(registry, &wish.disk, described).await {
+    while let Err(error) = arriving::open_disk(registry, &wish.disk, described).await {
         tracing::error!(disk = wish.disk, "migration failed, and the disk cannot be opened again: {error:#}");
-        reactor::sleep_until(reactor::now() + PAUSE).await;
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
     }
-    Whose::Ours
+    DiskOwner::ThisHost
 }
 
 /// Random number that identifies a migration.
-fn number() -> anyhow::Result<u64> {
+fn random_number() -> anyhow::Result<u64> {
     let mut bytes = [0; 8];
     openssl::rand::rand_bytes(&mut bytes).context("no random number is available")?;
     Ok(u64::from_le_bytes(bytes))

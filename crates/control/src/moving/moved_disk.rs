@@ -17,58 +17,58 @@ use settings::{
 };
 
 use crate::{
-    registry::{Door, NewExport, Registry, RunningDisk, RunningExport},
-    takeover::Buckets,
+    registry::{RunningEndpoint, NewNbdExport, Registry, RunningDisk, RunningExport},
+    takeover::BucketLevelsState,
 };
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct MovedDisk {
+pub(crate) struct MigratedDisk {
     /// Keys of its table in a config file.
     keys: Map<String, Value>,
-    pub(super) group: Option<GroupThere>,
+    pub(super) group: Option<MigratedDiskGroup>,
     /// Names of its NBD exports.
     pub(super) exports: Vec<String>,
     /// NBD address at the target; `None` for the target's only server.
     pub(super) listen: Option<String>,
     /// vhost-user sockets, in the syntax of the command line.
     doors: Vec<String>,
-    pub(super) filled: Option<Buckets>,
+    pub(super) filled: Option<BucketLevelsState>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct GroupThere {
+pub(super) struct MigratedDiskGroup {
     pub(super) name: String,
     /// True if its limits are cluster-wide.
     pub(super) cluster: bool,
 }
 
-impl MovedDisk {
+impl MigratedDisk {
     /// Describes a running disk.
     ///
     /// # Errors
     /// A property of the disk would be lost on another host.
-    pub(super) fn of(
+    pub(super) fn describe(
         registry: &Registry,
         running: &RunningDisk,
         exports: &[Rc<RunningExport>],
         listen: Option<String>,
     ) -> anyhow::Result<Self> {
-        check(running)?;
+        check_movable(running)?;
         let disk = &running.disk;
         let opened = disk.image();
-        let keys = running.keys_now(|key| key.transfer == TransferPolicy::Transferred && key.name != "group");
-        let group = disk.throttle().group().map(|group| GroupThere {
+        let keys = running.current_keys(|key| key.transfer == TransferPolicy::Transferred && key.name != "group");
+        let group = disk.throttle().group().map(|group| MigratedDiskGroup {
             name: group.name().to_owned(),
             cluster: registry.cluster_of(group.name()).is_some(),
         });
         let (mut names, mut doors) = (Vec::new(), Vec::new());
         // Exports that are ending were removed by the user.
         for export in exports.iter().filter(|export| !export.is_ending()) {
-            match &export.door {
-                Door::Nbd(..) => {
-                    let new = export.new.as_ref().context("an export that is not known")?;
-                    let NewExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
+            match &export.endpoint {
+                RunningEndpoint::Nbd(..) => {
+                    let new = export.nbd_parameters.as_ref().context("an export that is not known")?;
+                    let NewNbdExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
                     ensure!(
                         access.allows_all() && bitmaps.is_empty() && description.is_empty(),
                         "export {}: its access rules, description and bitmaps cannot be migrated (remove them first)",
@@ -81,7 +81,7 @@ impl MovedDisk {
                     );
                     names.push(name.clone());
                 }
-                Door::Own(..) => doors.push(door(export)?),
+                RunningEndpoint::Separate(..) => doors.push(endpoint_text(export)?),
             }
         }
         // One name at two servers here becomes one export at the target's server.
@@ -93,7 +93,7 @@ impl MovedDisk {
     ///
     /// # Errors
     /// First mistake of the description.
-    pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
+    pub(super) fn to_config(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
         ensure!(!self.keys.contains_key("export"), "export: is not transferred as a key");
         let mistakes = Diagnostics::default();
         // Relative paths were made absolute by the source, so the base directory has no effect.
@@ -107,7 +107,7 @@ impl MovedDisk {
     ///
     /// # Errors
     /// A text is no endpoint, or its path is relative.
-    pub(super) fn doors(&self) -> anyhow::Result<Vec<DoorKind>> {
+    pub(super) fn endpoints(&self) -> anyhow::Result<Vec<DoorKind>> {
         let read = |text: &String| {
             let door: VhostUserBlkConfig = text.parse().map_err(anyhow::Error::msg)?;
             ensure!(
@@ -120,7 +120,7 @@ impl MovedDisk {
     }
 }
 
-fn check(running: &RunningDisk) -> anyhow::Result<()> {
+fn check_movable(running: &RunningDisk) -> anyhow::Result<()> {
     let storage = running.disk.image().storage();
     ensure!(
         !storage.is_memory(),
@@ -136,20 +136,20 @@ fn check(running: &RunningDisk) -> anyhow::Result<()> {
         "handover: it moves with its virtual machine (configure the disk with handover on both hosts)"
     );
     ensure!(
-        running.below.is_empty(),
+        running.lower_nodes.is_empty(),
         "it consists of several nodes of blockdev-add, which cannot be migrated (add it with `weir disk add`)"
     );
     let config = &running.config;
     let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == TransferPolicy::HostOnly);
     let stays = stays.find(|key| !key.is_default(config)).map(|key| key.name);
-    if let Some(key) = stays.or(running.only_here) {
+    if let Some(key) = stays.or(running.host_local_option) {
         bail!("{key}: cannot be migrated (add the disk to the config file there instead)");
     }
     Ok(())
 }
 
-fn door(export: &RunningExport) -> anyhow::Result<String> {
-    let Some(DoorKind::VhostUserBlk(door)) = &export.said else {
+fn endpoint_text(export: &RunningExport) -> anyhow::Result<String> {
+    let Some(DoorKind::VhostUserBlk(door)) = &export.endpoint_config else {
         bail!("export {}: devices of this host cannot be migrated (`weir detach` removes one)", export.id);
     };
     let VhostUserSocket::Path(path) = &door.socket else {

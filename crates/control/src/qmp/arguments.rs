@@ -11,75 +11,75 @@ use std::{ops::RangeInclusive, rc::Rc};
 use serde_json::{Map, Value};
 use settings::suggest;
 
-use super::{descriptors::Passed, error::Error, json::shown};
+use super::{descriptors::ClientDescriptors, error::QmpError, json::excerpt};
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Arguments {
+pub(crate) struct QmpArguments {
     /// Empty for the command's own arguments, otherwise the object's name with a dot.
     prefix: String,
     members: Map<String, Value>,
-    asked: Vec<String>,
+    known_keys: Vec<String>,
     /// True if numbers and booleans are text.
-    written: bool,
+    is_text_form: bool,
     /// Descriptors that the client passed.
-    passed: Option<Rc<Passed>>,
+    descriptors: Option<Rc<ClientDescriptors>>,
 }
 
-impl Arguments {
+impl QmpArguments {
     pub(crate) fn new(members: Map<String, Value>) -> Self {
         Self { members, ..Self::default() }
     }
 
     /// Arguments of a command line, `key=value`.
-    pub(super) fn written(members: Map<String, Value>) -> Self {
-        Self { members, written: true, ..Self::default() }
+    pub(super) fn from_text(members: Map<String, Value>) -> Self {
+        Self { members, is_text_form: true, ..Self::default() }
     }
 
     /// Adds the descriptors that the client passed.
-    pub(super) fn of_client(self, passed: &Rc<Passed>) -> Self {
-        Self { passed: Some(Rc::clone(passed)), ..self }
+    pub(super) fn with_descriptors(self, passed: &Rc<ClientDescriptors>) -> Self {
+        Self { descriptors: Some(Rc::clone(passed)), ..self }
     }
 
     /// Descriptors that the client passed; empty for arguments without a client.
-    pub(super) fn passed(&self) -> Rc<Passed> {
-        self.passed.clone().unwrap_or_default()
+    pub(super) fn descriptors(&self) -> Rc<ClientDescriptors> {
+        self.descriptors.clone().unwrap_or_default()
     }
 
     /// All arguments as sent; `None` for those of a command line.
-    pub(crate) fn sent(&self) -> Option<Map<String, Value>> {
-        (!self.written).then(|| self.members.clone())
+    pub(crate) fn sent_json(&self) -> Option<Map<String, Value>> {
+        (!self.is_text_form).then(|| self.members.clone())
     }
 
     /// Full name of a key for errors: `limits.iops-total`.
-    pub(crate) fn name_of(&self, key: &str) -> String {
+    pub(crate) fn full_name(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)
     }
 
     fn take(&mut self, key: &str) -> Option<Value> {
         // Remembered for suggestions in `finish`.
-        self.asked.push(key.to_owned());
+        self.known_keys.push(key.to_owned());
         self.members.remove(key)
     }
 
     fn take_number(&mut self, key: &str) -> Option<Value> {
         let value = self.take(key)?;
-        Some(if self.written { u64::of_text(value) } else { value })
+        Some(if self.is_text_form { u64::of_text(value) } else { value })
     }
 
-    pub(crate) fn optional<T: Read>(&mut self, key: &str) -> Result<Option<T>, Error> {
+    pub(crate) fn optional<T: FromArgument>(&mut self, key: &str) -> Result<Option<T>, QmpError> {
         let Some(value) = self.take(key) else { return Ok(None) };
-        let value = if self.written { T::of_text(value) } else { value };
-        T::read(&self.name_of(key), value).map(Some)
+        let value = if self.is_text_form { T::of_text(value) } else { value };
+        T::read(&self.full_name(key), value).map(Some)
     }
 
-    pub(crate) fn required<T: Read>(&mut self, key: &str) -> Result<T, Error> {
-        self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
+    pub(crate) fn required<T: FromArgument>(&mut self, key: &str) -> Result<T, QmpError> {
+        self.optional(key)?.ok_or_else(|| QmpError::missing(&self.full_name(key)))
     }
 
     /// True if the value is a string, for keys that accept a string or a number.
     pub(crate) fn is_text(&self, key: &str) -> bool {
         let text = self.members.get(key).and_then(Value::as_str);
-        text.is_some_and(|text| !self.written || text.parse::<u64>().is_err())
+        text.is_some_and(|text| !self.is_text_form || text.parse::<u64>().is_err())
     }
 
     /// Removes a value if it is `null`; returns true in that case.
@@ -91,14 +91,14 @@ impl Arguments {
         is_null
     }
 
-    pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
+    pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, QmpError> {
         let Some(value) = self.take_number(key) else { return Ok(None) };
-        let name = self.name_of(key);
+        let name = self.full_name(key);
         let number = value.as_number().filter(|number| !number.is_f64());
-        let number = number.ok_or_else(|| Error::wrong_type(&name, "integer"))?;
+        let number = number.ok_or_else(|| QmpError::wrong_type(&name, "integer"))?;
         match number.as_u64().filter(|number| range.contains(number)) {
             Some(number) => Ok(Some(number)),
-            None => Err(Error::rule(
+            None => Err(QmpError::rule(
                 &name,
                 format_args!("({number}) is out of range; it is from {} to {}", range.start(), range.end()),
             )),
@@ -106,48 +106,48 @@ impl Arguments {
     }
 
     /// Index of the value in `words`.
-    pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, Error> {
+    pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, QmpError> {
         let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
         match words.iter().position(|known| *known == word) {
             Some(place) => Ok(Some(place)),
-            None => Err(Error::not_accepted(&self.name_of(key), &shown(&word), words)),
+            None => Err(QmpError::not_accepted(&self.full_name(key), &excerpt(&word), words)),
         }
     }
 
     /// Nested object, which must be [finished](Arguments::finish) as well.
-    pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
+    pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, QmpError> {
         let Some(value) = self.take(key) else { return Ok(None) };
-        let name = self.name_of(key);
+        let name = self.full_name(key);
         match value {
             Value::Object(members) => {
-                let (written, passed) = (self.written, self.passed.clone());
-                Ok(Some(Self { prefix: name + ".", members, asked: Vec::new(), written, passed }))
+                let (written, passed) = (self.is_text_form, self.descriptors.clone());
+                Ok(Some(Self { prefix: name + ".", members, known_keys: Vec::new(), is_text_form: written, descriptors: passed }))
             }
-            _ => Err(Error::wrong_type(&name, "object")),
+            _ => Err(QmpError::wrong_type(&name, "object")),
         }
     }
 
     /// Array of objects, each of which must be [finished](Arguments::finish) as well.
-    pub(crate) fn objects(&mut self, key: &str) -> Result<Vec<Self>, Error> {
+    pub(crate) fn objects(&mut self, key: &str) -> Result<Vec<Self>, QmpError> {
         let items: Vec<Value> = self.optional(key)?.unwrap_or_default();
-        let name = self.name_of(key);
+        let name = self.full_name(key);
         let object = |(index, item)| match item {
             Value::Object(members) => {
                 let prefix = format!("{name}[{index}].");
-                let (written, passed) = (self.written, self.passed.clone());
-                Ok(Self { prefix, members, asked: Vec::new(), written, passed })
+                let (written, passed) = (self.is_text_form, self.descriptors.clone());
+                Ok(Self { prefix, members, known_keys: Vec::new(), is_text_form: written, descriptors: passed })
             }
-            _ => Err(Error::wrong_type(&format!("{name}[{index}]"), "object")),
+            _ => Err(QmpError::wrong_type(&format!("{name}[{index}]"), "object")),
         };
         items.into_iter().enumerate().map(object).collect()
     }
 
     /// Name of an object, or an object that describes it. `expected` is QMP's type for errors.
-    pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
+    pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<NodeReference>, QmpError> {
         match self.members.get(key) {
-            Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
-            Some(Value::Object(_)) => Ok(self.object(key)?.map(Reference::Description)),
-            Some(_) => Err(Error::wrong_type(&self.name_of(key), expected)),
+            Some(Value::String(_)) => Ok(self.optional(key)?.map(NodeReference::Name)),
+            Some(Value::Object(_)) => Ok(self.object(key)?.map(NodeReference::Description)),
+            Some(_) => Err(QmpError::wrong_type(&self.full_name(key), expected)),
             // Registers the key as known.
             None => self.optional::<String>(key).map(|_| None),
         }
@@ -156,7 +156,7 @@ impl Arguments {
     #[cfg(test)]
     pub(crate) fn read_all<T>(
         value: Value,
-        read: impl FnOnce(&mut Self) -> Result<T, Error>,
+        read: impl FnOnce(&mut Self) -> Result<T, QmpError>,
     ) -> Result<T, String> {
         let mut arguments = Self::of(value);
         let whole = read(&mut arguments).and_then(|read| arguments.finish().map(|()| read));
@@ -169,11 +169,11 @@ impl Arguments {
         Self::new(members)
     }
 
-    pub(crate) fn finish(self) -> Result<(), Error> {
+    pub(crate) fn finish(self) -> Result<(), QmpError> {
         let Some(key) = self.members.keys().next() else { return Ok(()) };
-        let name = shown(&self.name_of(key));
-        let known = self.asked.iter().map(String::as_str);
-        Err(Error::generic(match suggest::nearest(&shown(key), known) {
+        let name = excerpt(&self.full_name(key));
+        let known = self.known_keys.iter().map(String::as_str);
+        Err(QmpError::generic(match suggest::nearest(&excerpt(key), known) {
             Some(near) => format!("Parameter '{name}' is unexpected (did you mean '{near}'?)"),
             None => format!("Parameter '{name}' is unexpected"),
         }))
@@ -181,14 +181,14 @@ impl Arguments {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Reference {
+pub(crate) enum NodeReference {
     Name(String),
-    Description(Arguments),
+    Description(QmpArguments),
 }
 
-pub(crate) trait Read: Sized {
+pub(crate) trait FromArgument: Sized {
     /// `name` is the full name for errors.
-    fn read(name: &str, value: Value) -> Result<Self, Error>;
+    fn read(name: &str, value: Value) -> Result<Self, QmpError>;
 
     /// Converts text to this type; unconvertible text stays text.
     fn of_text(value: Value) -> Value {
@@ -196,18 +196,18 @@ pub(crate) trait Read: Sized {
     }
 }
 
-impl Read for String {
-    fn read(name: &str, value: Value) -> Result<Self, Error> {
+impl FromArgument for String {
+    fn read(name: &str, value: Value) -> Result<Self, QmpError> {
         match value {
             Value::String(text) => Ok(text),
-            _ => Err(Error::wrong_type(name, "string")),
+            _ => Err(QmpError::wrong_type(name, "string")),
         }
     }
 }
 
-impl Read for bool {
-    fn read(name: &str, value: Value) -> Result<Self, Error> {
-        value.as_bool().ok_or_else(|| Error::wrong_type(name, "boolean"))
+impl FromArgument for bool {
+    fn read(name: &str, value: Value) -> Result<Self, QmpError> {
+        value.as_bool().ok_or_else(|| QmpError::wrong_type(name, "boolean"))
     }
 
     fn of_text(value: Value) -> Value {
@@ -220,11 +220,11 @@ impl Read for bool {
     }
 }
 
-impl Read for u64 {
-    fn read(name: &str, value: Value) -> Result<Self, Error> {
+impl FromArgument for u64 {
+    fn read(name: &str, value: Value) -> Result<Self, QmpError> {
         let number = value.as_number().filter(|number| !number.is_f64());
-        let number = number.ok_or_else(|| Error::wrong_type(name, "integer"))?;
-        number.as_u64().ok_or_else(|| Error::rule(name, format_args!("({number}) is negative")))
+        let number = number.ok_or_else(|| QmpError::wrong_type(name, "integer"))?;
+        number.as_u64().ok_or_else(|| QmpError::rule(name, format_args!("({number}) is negative")))
     }
 
     fn of_text(value: Value) -> Value {
@@ -235,9 +235,9 @@ impl Read for u64 {
     }
 }
 
-impl<T: Read> Read for Vec<T> {
-    fn read(name: &str, value: Value) -> Result<Self, Error> {
-        let Value::Array(items) = value else { return Err(Error::wrong_type(name, "array")) };
+impl<T: FromArgument> FromArgument for Vec<T> {
+    fn read(name: &str, value: Value) -> Result<Self, QmpError> {
+        let Value::Array(items) = value else { return Err(QmpError::wrong_type(name, "array")) };
         let item = |(index, item)| T::read(&format!("{name}[{index}]"), item);
         items.into_iter().enumerate().map(item).collect()
     }
@@ -250,8 +250,8 @@ impl<T: Read> Read for Vec<T> {
     }
 }
 
-impl Read for Value {
-    fn read(_: &str, value: Value) -> Result<Self, Error> {
+impl FromArgument for Value {
+    fn read(_: &str, value: Value) -> Result<Self, QmpError> {
         Ok(value)
     }
 }
@@ -263,13 +263,13 @@ mod tests {
     use super::*;
 
     #[track_caller]
-    fn refused<T: std::fmt::Debug>(result: Result<T, Error>, expected: &str) {
+    fn refused<T: std::fmt::Debug>(result: Result<T, QmpError>, expected: &str) {
         assert_eq!(result.unwrap_err().to_string(), expected);
     }
 
     #[test]
-    fn what_is_read_is_what_was_sent() {
-        let mut given = Arguments::of(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
+    fn typed_values_are_read() {
+        let mut given = QmpArguments::of(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
         assert_eq!(given.required("s"), Ok("x".to_owned()));
         assert_eq!(given.required("b"), Ok(true));
         assert_eq!(given.number("n", 0..=7), Ok(Some(7)));
@@ -283,8 +283,8 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_is_refused_in_qemus_words() {
-        let mut given = Arguments::of(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
+    fn wrong_values_have_qemus_errors() {
+        let mut given = QmpArguments::of(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
         refused(given.required::<String>("s"), "Invalid parameter type for 's', expected: string");
         refused(given.required::<u64>("n"), "Invalid parameter type for 'n', expected: integer");
         refused(given.number("f", 0..=9), "Invalid parameter type for 'f', expected: integer");
@@ -295,13 +295,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_text() {
+    fn text_values_are_converted() {
         let Value::Object(members) = json!({
             "s": "5", "b": "on", "n": "7", "l": ["1", "2"], "o": {"in": "off"}, "size": "8", "full": "full",
         }) else {
             panic!("an object")
         };
-        let mut given = Arguments::written(members);
+        let mut given = QmpArguments::from_text(members);
         assert_eq!(given.required("s"), Ok("5".to_owned()));
         assert_eq!(given.required("b"), Ok(true));
         assert_eq!(given.number("n", 0..=7), Ok(Some(7)));
@@ -313,8 +313,8 @@ mod tests {
     }
 
     #[test]
-    fn a_key_too_many_is_named_with_where_it_is() {
-        let mut given = Arguments::of(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
+    fn unexpected_key_is_named_with_its_path() {
+        let mut given = QmpArguments::of(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
         let mut limits = given.object("limits").unwrap().unwrap();
         limits.number("iops-total", 0..=9).unwrap();
         refused(limits.finish(), "Parameter 'limits.iops-totl' is unexpected (did you mean 'iops-total'?)");

@@ -9,12 +9,12 @@ use image::{
     qcow2::{CacheSettings, L2CacheSize, Qcow2Image},
 };
 
-use super::{arguments::Arguments, error::Error, json::shown};
+use super::{arguments::QmpArguments, error::QmpError, json::excerpt};
 
-const MOST_BYTES: u64 = i64::MAX as u64;
+const MAX_BYTES: u64 = i64::MAX as u64;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct CacheChanges {
+pub(super) struct Qcow2CacheChanges {
     l2: Option<Option<L2CacheSize>>,
     entry: Option<u64>,
     refcount: Option<u64>,
@@ -22,9 +22,9 @@ pub(super) struct CacheChanges {
     clean_interval: Option<Duration>,
 }
 
-impl CacheChanges {
-    pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let mut bytes = |key: &str| arguments.number(key, 0..=MOST_BYTES);
+impl Qcow2CacheChanges {
+    pub(super) fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let mut bytes = |key: &str| arguments.number(key, 0..=MAX_BYTES);
         let (entry, refcount) = (bytes("l2-cache-entry-size")?, bytes("refcount-cache-size")?);
         let total = bytes("cache-size")?;
         let seconds = arguments.number("cache-clean-interval", 0..=u32::MAX.into())?;
@@ -53,28 +53,28 @@ impl CacheChanges {
     }
 }
 
-fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2CacheSize>>, Error> {
+fn read_l2(arguments: &mut QmpArguments) -> Result<Option<Option<L2CacheSize>>, QmpError> {
     const KEY: &str = "l2-cache-size";
     match arguments.is_text(KEY) {
         true => match arguments.required::<String>(KEY)?.as_str() {
             "full" => Ok(Some(Some(L2CacheSize::Full))),
-            other => Err(Error::rule(
-                &arguments.name_of(KEY),
-                format_args!("('{}') is a number of bytes, or 'full'", shown(other)),
+            other => Err(QmpError::rule(
+                &arguments.full_name(KEY),
+                format_args!("('{}') is a number of bytes, or 'full'", excerpt(other)),
             )),
         },
         false => {
-            let bytes = arguments.number(KEY, 0..=MOST_BYTES)?;
+            let bytes = arguments.number(KEY, 0..=MAX_BYTES)?;
             Ok(bytes.map(|bytes| (bytes > 0).then_some(L2CacheSize::Bytes(bytes))))
         }
     }
 }
 
-pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2Image, Error> {
+pub(super) fn qcow2_image<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2Image, QmpError> {
     match image {
         Image::Qcow2(qcow2) => Ok(qcow2),
         Image::Raw(_) => {
-            Err(Error::generic(format!("disk {name}: it is raw, and only qcow2 images have these caches")))
+            Err(QmpError::generic(format!("disk {name}: it is raw, and only qcow2 images have these caches")))
         }
     }
 }
@@ -107,12 +107,12 @@ mod tests {
 
     use super::*;
 
-    fn read(value: Value) -> Result<CacheChanges, String> {
-        Arguments::read_all(value, CacheChanges::read)
+    fn read(value: Value) -> Result<Qcow2CacheChanges, String> {
+        QmpArguments::read_all(value, Qcow2CacheChanges::read)
     }
 
     #[test]
-    fn what_is_left_out_stays() {
+    fn omitted_values_are_kept() {
         let before =
             CacheSettings { refcount_bytes: Some(7), total_bytes: Some(8), ..CacheSettings::default() };
         let changes =
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_size_is_named() {
+    fn wrong_size_is_reported() {
         assert_eq!(
             read(json!({"l2-cache-size": "half"})).unwrap_err(),
             "Parameter 'l2-cache-size' ('half') is a number of bytes, or 'full'"

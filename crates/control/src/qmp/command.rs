@@ -13,88 +13,88 @@ use serde_json::{Value, value::RawValue};
 use settings::suggest;
 
 use super::{
-    arguments::Arguments,
-    error::{Class, Error},
-    json::shown,
-    server::{Execute, Reply, Running},
+    arguments::QmpArguments,
+    error::{QmpErrorClass, QmpError},
+    json::excerpt,
+    server::{CommandExecutor, CommandResult, RunningCommand},
 };
-use crate::registry::{Refused, Registry};
+use crate::registry::{RegistryError, Registry};
 
 /// Command of the protocol, with its arguments as fields.
-pub(crate) trait Command: Sized + 'static {
+pub(crate) trait QmpCommand: Sized + 'static {
     const NAME: &'static str;
     /// True if the command adds, removes or changes disks, groups, exports, servers or objects. It
     /// then waits for the end of a reload, and no reload begins before it has ended.
     const CHANGES: bool = false;
 
     /// Reads the arguments. Remaining ones are an error.
-    fn read(arguments: &mut Arguments) -> Result<Self, Error>;
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError>;
 
     /// Executes the command. A failed command has changed nothing.
-    fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Value, Error>> + 'static;
+    fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Value, QmpError>> + 'static;
 }
 
 /// Command that serializes its result itself.
 ///
 /// For results that describe all disks: a tree of [`Value`]s of ten thousand disks costs several
 /// times the processor time and the memory of their text.
-pub(crate) trait TextCommand: Sized + 'static {
+pub(crate) trait QmpTextCommand: Sized + 'static {
     const NAME: &'static str;
 
     /// As [`Command::read`].
-    fn read(arguments: &mut Arguments) -> Result<Self, Error>;
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError>;
 
     /// As [`Command::run`].
-    fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Box<RawValue>, Error>> + 'static;
+    fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Box<RawValue>, QmpError>> + 'static;
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct CommandEntry {
     pub(crate) name: &'static str,
     changes: bool,
-    start: fn(&Rc<Registry>, Arguments) -> Result<Running, Error>,
+    start: fn(&Rc<Registry>, QmpArguments) -> Result<RunningCommand, QmpError>,
 }
 
-impl Entry {
-    pub(crate) const fn of<C: Command>() -> Self {
+impl CommandEntry {
+    pub(crate) const fn of<C: QmpCommand>() -> Self {
         Self { name: C::NAME, changes: C::CHANGES, start: start::<C> }
     }
 
-    pub(crate) const fn of_text<C: TextCommand>() -> Self {
+    pub(crate) const fn of_text<C: QmpTextCommand>() -> Self {
         Self { name: C::NAME, changes: false, start: start_text::<C> }
     }
 }
 
-fn start<C: Command>(registry: &Rc<Registry>, mut arguments: Arguments) -> Result<Running, Error> {
+fn start<C: QmpCommand>(registry: &Rc<Registry>, mut arguments: QmpArguments) -> Result<RunningCommand, QmpError> {
     let command = C::read(&mut arguments)?;
     arguments.finish()?;
     let running = command.run(Rc::clone(registry));
-    Ok(Box::pin(async { running.await.map(Reply::Value) }))
+    Ok(Box::pin(async { running.await.map(CommandResult::Value) }))
 }
 
-fn start_text<C: TextCommand>(registry: &Rc<Registry>, mut arguments: Arguments) -> Result<Running, Error> {
+fn start_text<C: QmpTextCommand>(registry: &Rc<Registry>, mut arguments: QmpArguments) -> Result<RunningCommand, QmpError> {
     let command = C::read(&mut arguments)?;
     arguments.finish()?;
     let running = command.run(Rc::clone(registry));
-    Ok(Box::pin(async { running.await.map(Reply::Text) }))
+    Ok(Box::pin(async { running.await.map(CommandResult::Text) }))
 }
 
-pub(crate) struct Commands {
-    pub(crate) table: &'static [Entry],
+pub(crate) struct CommandTable {
+    pub(crate) table: &'static [CommandEntry],
     pub(crate) registry: Rc<Registry>,
 }
 
-impl Execute for Commands {
+impl CommandExecutor for CommandTable {
     fn is_closed(&self) -> bool {
         self.registry.lifecycle.is_control_closed.get()
     }
 
-    fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
-        if self.registry.lifecycle.leaving.get()
+    fn execute(&self, name: &str, arguments: QmpArguments) -> Result<RunningCommand, QmpError> {
+        if self.registry.lifecycle.is_upgrading.get()
             && !name.starts_with("query-")
             && !name.starts_with("x-weir-query-")
         {
-            return Err(Refused::TakenOver.into());
+            return Err(RegistryError::TakenOver.into());
         }
         if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
             let running = (entry.start)(&self.registry, arguments)?;
@@ -107,9 +107,9 @@ impl Execute for Commands {
                 running.await
             }));
         }
-        let name = shown(name);
+        let name = excerpt(name);
         let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));
         let near = near.map(|near| format!(" (did you mean '{near}'?)")).unwrap_or_default();
-        Err(Error::new(Class::CommandNotFound, format!("The command {name} has not been found{near}")))
+        Err(QmpError::new(QmpErrorClass::CommandNotFound, format!("The command {name} has not been found{near}")))
     }
 }

@@ -7,17 +7,17 @@ macro_rules! query {
         #[derive(Debug)]
         pub(super) struct $type;
 
-        impl $crate::qmp::command::Command for $type {
+        impl $crate::qmp::command::QmpCommand for $type {
             const NAME: &'static str = $name;
 
-            fn read(_: &mut $crate::qmp::arguments::Arguments) -> Result<Self, $crate::qmp::error::Error> {
+            fn read(_: &mut $crate::qmp::arguments::QmpArguments) -> Result<Self, $crate::qmp::error::QmpError> {
                 Ok(Self)
             }
 
             async fn run(
                 self,
                 $registry: std::rc::Rc<$crate::registry::Registry>,
-            ) -> Result<serde_json::Value, $crate::qmp::error::Error> {
+            ) -> Result<serde_json::Value, $crate::qmp::error::QmpError> {
                 Ok($answer)
             }
         }
@@ -47,56 +47,56 @@ mod takeover;
 mod throttle;
 mod weir;
 
-use super::{command::Entry, session};
+use super::{command::CommandEntry, session};
 
 /// Commands that need a negotiated session.
-pub(crate) const TABLE: &[Entry] = &[
-    Entry::of::<process::Quit>(),
-    Entry::of::<process::QueryVersion>(),
-    Entry::of::<process::QueryCommands>(),
-    Entry::of::<process::QueryStatus>(),
-    Entry::of::<process::QueryName>(),
-    Entry::of::<process::Continue>(),
-    Entry::of::<process::Resume>(),
-    Entry::of::<descriptor::GetFd>(),
-    Entry::of::<descriptor::CloseFd>(),
-    Entry::of::<descriptor::AddFd>(),
-    Entry::of::<descriptor::RemoveFd>(),
-    Entry::of::<descriptor::QueryFdSets>(),
-    Entry::of::<block::BlockdevAdd>(),
-    Entry::of::<block::BlockdevDel>(),
-    Entry::of::<block::BlockResize>(),
-    Entry::of::<server::NbdServerStart>(),
-    Entry::of::<server::NbdServerStop>(),
-    Entry::of::<export::BlockExportAdd>(),
-    Entry::of::<export::BlockExportDel>(),
-    Entry::of::<export::QueryBlockExports>(),
-    Entry::of::<query::QueryBlock>(),
-    Entry::of::<query::QueryNamedBlockNodes>(),
-    Entry::of::<query::QueryBlockstats>(),
-    Entry::of::<throttle::BlockSetIoThrottle>(),
-    Entry::of::<object::ObjectAdd>(),
-    Entry::of::<object::ObjectDel>(),
-    Entry::of::<object::QomList>(),
-    Entry::of::<object::QomGet>(),
-    Entry::of::<object::QomSet>(),
-    Entry::of_text::<status::QueryStatus>(),
-    Entry::of::<latency::QueryLatencies>(),
-    Entry::of::<weir::Set>(),
-    Entry::of::<adding::AddGroup>(),
-    Entry::of::<cluster::QueryCluster>(),
-    Entry::of::<cluster::ClusterSet>(),
-    Entry::of::<cluster::ClusterRemove>(),
-    Entry::of::<cluster::ClusterForget>(),
-    Entry::of::<reload::Reload>(),
-    Entry::of::<adding::AddDisk>(),
-    Entry::of::<removal::RemoveDisk>(),
-    Entry::of::<moving::MoveDisk>(),
-    Entry::of::<recording::Start>(),
-    Entry::of::<recording::Stop>(),
-    Entry::of::<recording::QueryRecordings>(),
-    Entry::of::<event::QueryEvents>(),
-    Entry::of::<takeover::TakeOver>(),
+pub(crate) const TABLE: &[CommandEntry] = &[
+    CommandEntry::of::<process::Quit>(),
+    CommandEntry::of::<process::QueryVersion>(),
+    CommandEntry::of::<process::QueryCommands>(),
+    CommandEntry::of::<process::QueryStatus>(),
+    CommandEntry::of::<process::QueryName>(),
+    CommandEntry::of::<process::Continue>(),
+    CommandEntry::of::<process::ResumeDisks>(),
+    CommandEntry::of::<descriptor::GetFd>(),
+    CommandEntry::of::<descriptor::CloseFd>(),
+    CommandEntry::of::<descriptor::AddFd>(),
+    CommandEntry::of::<descriptor::RemoveFd>(),
+    CommandEntry::of::<descriptor::QueryFdSets>(),
+    CommandEntry::of::<block::BlockdevAdd>(),
+    CommandEntry::of::<block::BlockdevDel>(),
+    CommandEntry::of::<block::BlockResize>(),
+    CommandEntry::of::<server::NbdServerStart>(),
+    CommandEntry::of::<server::NbdServerStop>(),
+    CommandEntry::of::<export::BlockExportAdd>(),
+    CommandEntry::of::<export::BlockExportDel>(),
+    CommandEntry::of::<export::QueryBlockExports>(),
+    CommandEntry::of::<query::QueryBlock>(),
+    CommandEntry::of::<query::QueryNamedBlockNodes>(),
+    CommandEntry::of::<query::QueryBlockstats>(),
+    CommandEntry::of::<throttle::BlockSetIoThrottle>(),
+    CommandEntry::of::<object::ObjectAdd>(),
+    CommandEntry::of::<object::ObjectDel>(),
+    CommandEntry::of::<object::QomList>(),
+    CommandEntry::of::<object::QomGet>(),
+    CommandEntry::of::<object::QomSet>(),
+    CommandEntry::of_text::<status::QueryDaemonStatus>(),
+    CommandEntry::of::<latency::QueryLatencies>(),
+    CommandEntry::of::<weir::SetSettings>(),
+    CommandEntry::of::<adding::AddGroup>(),
+    CommandEntry::of::<cluster::QueryCluster>(),
+    CommandEntry::of::<cluster::ClusterSet>(),
+    CommandEntry::of::<cluster::ClusterRemove>(),
+    CommandEntry::of::<cluster::ClusterForget>(),
+    CommandEntry::of::<reload::ReloadConfig>(),
+    CommandEntry::of::<adding::AddDisk>(),
+    CommandEntry::of::<removal::RemoveDisk>(),
+    CommandEntry::of::<moving::MoveDisk>(),
+    CommandEntry::of::<recording::RecordStart>(),
+    CommandEntry::of::<recording::RecordStop>(),
+    CommandEntry::of::<recording::QueryRecordings>(),
+    CommandEntry::of::<event::QueryEvents>(),
+    CommandEntry::of::<takeover::TakeOver>(),
 ];
 
 /// Names of all commands, including the one that negotiates.
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_command_is_in_the_reference_and_has_a_name_of_its_own() {
+    fn commands_are_documented_and_unique() {
         let reference = include_str!("../../../../docs/reference/qmp.md");
         let all: Vec<_> = names().collect();
         for (index, name) in all.iter().enumerate() {

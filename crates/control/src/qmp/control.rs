@@ -8,36 +8,36 @@ use reactor::{JoinHandle, operation::Fd};
 use serde_json::{Value, json};
 
 use super::{
-    command::Commands,
+    command::CommandTable,
     commands::TABLE,
-    event::Events,
-    server::{Ending, Server},
+    event::QmpEvents,
+    server::{ShutdownCause, QmpServer},
 };
 use crate::{
-    change::Change,
-    listen::{Listener, SocketFile},
+    change::RegistryChange,
+    listen::{BoundListener, SocketFile},
     registry::Registry,
 };
 
 /// Control sockets.
-pub struct Control {
-    server: Rc<Server>,
+pub struct ControlSockets {
+    server: Rc<QmpServer>,
     /// Accepting tasks. Dropping one stops the accepting and removes its socket file.
     accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
     registry: Rc<Registry>,
     _telling: JoinHandle<()>,
 }
 
-impl Control {
+impl ControlSockets {
     /// Accepts clients from now on.
-    pub fn start(registry: &Rc<Registry>, listeners: Vec<Listener>) -> Self {
-        let events = Events::default();
-        let commands = Rc::new(Commands { table: TABLE, registry: Rc::clone(registry) });
-        let server = Server::new(commands, events.clone());
+    pub fn start(registry: &Rc<Registry>, listeners: Vec<BoundListener>) -> Self {
+        let events = QmpEvents::default();
+        let commands = Rc::new(CommandTable { table: TABLE, registry: Rc::clone(registry) });
+        let server = QmpServer::new(commands, events.clone());
         let told = events.clone();
-        let telling = registry.events.each(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
-        registry.listen(move |change| tell(&events, change));
-        let accept = |Listener { socket, authority, file }| {
+        let telling = registry.events.for_each_later(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
+        registry.listen(move |change| emit_change(&events, change));
+        let accept = |BoundListener { socket, authority, file }| {
             let (server, address) = (Rc::clone(&server), authority.to_string());
             let socket = Fd::from(socket);
             let path = file.as_ref().map(|file| file.path().to_owned());
@@ -57,17 +57,17 @@ impl Control {
 
     /// Stops accepting, reports the reason to every client, and returns after the last has
     /// disconnected.
-    pub async fn stop(&self, ending: Ending) {
+    pub async fn stop(&self, ending: ShutdownCause) {
         self.accepting.take();
         self.registry.lifecycle.control.take();
         self.server.stop(ending).await;
     }
 }
 
-fn tell(events: &Events, change: &Change) {
+fn emit_change(events: &QmpEvents, change: &RegistryChange) {
     match change {
-        Change::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
-        Change::Failed { disk, failure } => {
+        RegistryChange::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
+        RegistryChange::Failed { disk, failure } => {
             let nospace = failure.error == reactor::error::Error::NO_SPACE;
             events.emit(
                 "BLOCK_IO_ERROR",
@@ -83,10 +83,10 @@ fn tell(events: &Events, change: &Change) {
                 }),
             );
         }
-        Change::Stopped => events.emit("STOP", Value::Null),
-        Change::Resumed { all: true } => events.emit("RESUME", Value::Null),
+        RegistryChange::Stopped => events.emit("STOP", Value::Null),
+        RegistryChange::Resumed { all: true } => events.emit("RESUME", Value::Null),
         // QEMU has no event for these.
-        Change::Listed { .. } | Change::Reloaded | Change::Resumed { all: false } => {}
-        Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
+        RegistryChange::Listed { .. } | RegistryChange::Reloaded | RegistryChange::Resumed { all: false } => {}
+        RegistryChange::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
     }
 }

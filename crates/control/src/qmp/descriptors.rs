@@ -22,30 +22,30 @@ use std::{
 use reactor::operation::{self, Fd, PassedFd};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use super::{error::Error, json::shown};
+use super::{error::QmpError, json::excerpt};
 
 /// Maximum number of descriptors at once, as in QEMU (`TCP_MAX_FDS`). The kernel closes the excess.
-const MOST_AT_ONCE: usize = 16;
+const MAX_PER_MESSAGE: usize = 16;
 /// Maximum number of named descriptors of one client.
-const MOST_KEPT: usize = 256;
+const MAX_NAMED: usize = 256;
 /// Maximum length of a name in bytes.
-const MOST_TEXT: usize = 1024;
+const MAX_NAME_BYTES: usize = 1024;
 
 /// Descriptors passed by one client.
 #[derive(Debug, Default)]
-pub(crate) struct Passed {
+pub(crate) struct ClientDescriptors {
     arrived: RefCell<VecDeque<PassedFd>>,
     named: RefCell<BTreeMap<String, PassedFd>>,
 }
 
 /// Identity: two sets are never equal.
-impl PartialEq for Passed {
+impl PartialEq for ClientDescriptors {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
     }
 }
 
-impl Passed {
+impl ClientDescriptors {
     /// Receives as `recv(2)` does, and stores passed descriptors.
     pub(super) async fn receive(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
@@ -58,7 +58,7 @@ impl Passed {
     }
 
     fn receive_once(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_AT_ONCE))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
         let mut beside = RecvAncillaryBuffer::new(&mut space);
         // Close-on-exec, or a child process would inherit them.
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -77,44 +77,44 @@ impl Passed {
     }
 
     /// Takes the descriptor that came with a command.
-    pub(super) fn next(&self) -> Result<PassedFd, Error> {
+    pub(super) fn take_arrived(&self) -> Result<PassedFd, QmpError> {
         let next = self.arrived.borrow_mut().pop_front();
-        next.ok_or_else(|| Error::generic("No file descriptor supplied via SCM_RIGHTS"))
+        next.ok_or_else(|| QmpError::generic("No file descriptor supplied via SCM_RIGHTS"))
     }
 
     /// Gives a descriptor a name. An older one of this name is closed.
-    pub(super) fn name(&self, name: &str, descriptor: PassedFd) -> Result<(), Error> {
+    pub(super) fn insert_named(&self, name: &str, descriptor: PassedFd) -> Result<(), QmpError> {
         check_text("fdname", name)?;
         if name.starts_with(|first: char| first.is_ascii_digit()) {
-            return Err(Error::rule("fdname", "expects a name not starting with a digit"));
+            return Err(QmpError::rule("fdname", "expects a name not starting with a digit"));
         }
         let mut named = self.named.borrow_mut();
-        if named.len() >= MOST_KEPT && !named.contains_key(name) {
-            return Err(full());
+        if named.len() >= MAX_NAMED && !named.contains_key(name) {
+            return Err(too_many_error());
         }
         named.insert(name.to_owned(), descriptor);
         Ok(())
     }
 
     /// Takes the descriptor with this name.
-    pub(super) fn take(&self, name: &str) -> Option<PassedFd> {
+    pub(super) fn take_named(&self, name: &str) -> Option<PassedFd> {
         self.named.borrow_mut().remove(name)
     }
 
     /// As [`Passed::take`]; a missing descriptor is an error.
-    pub(super) fn find(&self, name: &str) -> Result<PassedFd, Error> {
-        let not_found = || Error::generic(format!("File descriptor named '{}' not found", shown(name)));
-        self.take(name).ok_or_else(not_found)
+    pub(super) fn require_named(&self, name: &str) -> Result<PassedFd, QmpError> {
+        let not_found = || QmpError::generic(format!("File descriptor named '{}' not found", excerpt(name)));
+        self.take_named(name).ok_or_else(not_found)
     }
 }
 
-fn full() -> Error {
-    Error::generic(format!("{MOST_KEPT} descriptors are kept already (close some first)"))
+fn too_many_error() -> QmpError {
+    QmpError::generic(format!("{MAX_NAMED} descriptors are kept already (close some first)"))
 }
 
-fn check_text(key: &str, text: &str) -> Result<(), Error> {
-    match text.len() > MOST_TEXT {
-        true => Err(Error::rule(key, format!("is longer than {MOST_TEXT} bytes"))),
+fn check_text(key: &str, text: &str) -> Result<(), QmpError> {
+    match text.len() > MAX_NAME_BYTES {
+        true => Err(QmpError::rule(key, format!("is longer than {MAX_NAME_BYTES} bytes"))),
         false => Ok(()),
     }
 }
@@ -126,16 +126,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_bounded() {
-        let passed = Passed::default();
+    fn number_of_named_descriptors_is_bounded() {
+        let passed = ClientDescriptors::default();
         let file = File::open("/dev/null").expect("it is there");
         let another = || PassedFd::from(std::os::fd::OwnedFd::from(file.try_clone().expect("a descriptor")));
-        for number in 0..MOST_KEPT {
-            passed.name(&format!("n{number}"), another()).expect("room");
+        for number in 0..MAX_NAMED {
+            passed.insert_named(&format!("n{number}"), another()).expect("room");
         }
-        assert!(passed.name("more", another()).is_err());
-        passed.name("n0", another()).expect("in the place of the other");
-        assert!(passed.name("0", another()).is_err() && passed.next().is_err());
-        assert!(passed.take("n0").is_some() && passed.find("n0").is_err());
+        assert!(passed.insert_named("more", another()).is_err());
+        passed.insert_named("n0", another()).expect("in the place of the other");
+        assert!(passed.insert_named("0", another()).is_err() && passed.take_arrived().is_err());
+        assert!(passed.take_named("n0").is_some() && passed.require_named("n0").is_err());
     }
 }

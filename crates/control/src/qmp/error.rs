@@ -4,12 +4,12 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
-use super::json::shown;
-use crate::registry::Refused;
+use super::json::excerpt;
+use crate::registry::RegistryError;
 
 /// QMP's `QapiErrorClass`, as far as weir uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Class {
+pub(crate) enum QmpErrorClass {
     Generic,
     /// No command has this name, or the session is not negotiated.
     CommandNotFound,
@@ -19,7 +19,7 @@ pub(crate) enum Class {
     DeviceNotActive,
 }
 
-impl Class {
+impl QmpErrorClass {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Generic => "GenericError",
@@ -31,22 +31,22 @@ impl Class {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Error {
-    class: Class,
+pub(crate) struct QmpError {
+    class: QmpErrorClass,
     description: String,
 }
 
-impl Error {
-    pub(crate) fn new(class: Class, description: impl Into<String>) -> Self {
+impl QmpError {
+    pub(crate) fn new(class: QmpErrorClass, description: impl Into<String>) -> Self {
         Self { class, description: description.into() }
     }
 
     pub(crate) fn generic(description: impl Into<String>) -> Self {
-        Self::new(Class::Generic, description)
+        Self::new(QmpErrorClass::Generic, description)
     }
 
     pub(crate) fn no_device(name: &str) -> Self {
-        Self::new(Class::DeviceNotFound, format!("Device '{name}' not found"))
+        Self::new(QmpErrorClass::DeviceNotFound, format!("Device '{name}' not found"))
     }
 
     pub(crate) fn missing(key: &str) -> Self {
@@ -69,8 +69,8 @@ impl Error {
     }
 
     /// Error of a command for an error of the daemon.
-    pub(crate) fn of(error: anyhow::Error) -> Self {
-        match error.downcast::<Refused>() {
+    pub(crate) fn from_daemon_error(error: anyhow::Error) -> Self {
+        match error.downcast::<RegistryError>() {
             Ok(refused) => refused.into(),
             Err(error) => Self::generic(format!("{error:#}")),
         }
@@ -82,25 +82,25 @@ impl Error {
 }
 
 /// Unknown names have a class of their own, which clients rely on.
-impl From<Refused> for Error {
-    fn from(refused: Refused) -> Self {
+impl From<RegistryError> for QmpError {
+    fn from(refused: RegistryError) -> Self {
         match refused {
-            Refused::NoDisk(name) | Refused::NoGroup(name) => Self::no_device(&shown(&name)),
+            RegistryError::UnknownDisk(name) | RegistryError::UnknownGroup(name) => Self::no_device(&excerpt(&name)),
             other => Self::generic(other.to_string()),
         }
     }
 }
 
-impl From<policy::throttle::ThrottleError> for Error {
+impl From<policy::throttle::ThrottleError> for QmpError {
     fn from(refused: policy::throttle::ThrottleError) -> Self {
         Self::generic(refused.to_string())
     }
 }
 
-impl fmt::Display for Error {
+impl fmt::Display for QmpError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.description)
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for QmpError {}

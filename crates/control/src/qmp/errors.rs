@@ -5,17 +5,17 @@ use block::disk::{ErrorPolicies, Failures, OnError};
 use reactor::error::Error as DiskError;
 use settings::error_keys;
 
-use super::{arguments::Arguments, error::Error};
+use super::{arguments::QmpArguments, error::QmpError};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct PolicyChanges {
+pub(super) struct ErrorPolicyChanges {
     read: Option<OnError>,
     write: Option<OnError>,
 }
 
-impl PolicyChanges {
-    pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
-        let mut policy = |name: &str, all: &[OnError]| -> Result<_, Error> {
+impl ErrorPolicyChanges {
+    pub(super) fn read(arguments: &mut QmpArguments, prefix: &str) -> Result<Self, QmpError> {
+        let mut policy = |name: &str, all: &[OnError]| -> Result<_, QmpError> {
             let words: Vec<_> = all.iter().map(|policy| policy.name()).collect();
             Ok(arguments.choice(&format!("{prefix}{name}"), &words)?.map(|place| all[place]))
         };

@@ -7,19 +7,19 @@ use block::layer::throttle::{ThrottleGroup, GroupSettings};
 use serde_json::Value;
 
 use super::{
-    arguments::Arguments,
-    command::Commands,
+    arguments::QmpArguments,
+    command::CommandTable,
     commands::TABLE,
-    error::{Class, Error},
+    error::{QmpErrorClass, QmpError},
     json,
-    server::{Execute as _, Reply},
-    session::{Session, Turn},
-    stream::{Item, MAX_MESSAGE_BYTES, Stream},
+    server::{CommandExecutor as _, CommandResult},
+    session::{QmpSession, SessionStep},
+    stream::{StreamItem, MAX_MESSAGE_BYTES, JsonStream},
 };
 use crate::registry::{Registry, RunningDisk};
 
 /// Commands with effects outside the process: they open files and listen on sockets.
-const OUTSIDE: [&str; 6] = [
+const EXTERNAL_COMMANDS: [&str; 6] = [
     "blockdev-add",
     "block-export-add",
     "block_resize",
@@ -34,20 +34,20 @@ const MAX_ERROR_BYTES: usize = 4096;
 /// of the pieces.
 pub fn qmp_stream(data: &[u8]) {
     let Some((&piece, text)) = data.split_first() else { return };
-    let whole = items(text, text.len().max(1));
-    let cut = items(text, usize::from(piece).max(1));
+    let whole = stream_items(text, text.len().max(1));
+    let cut = stream_items(text, usize::from(piece).max(1));
     assert_eq!(whole, cut, "in pieces of {piece}");
     for item in &whole {
         match item {
             // Serializing and parsing a value again yields the same value.
-            Item::Value(value) => assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value)),
-            Item::Broken(why) => assert!(why.len() < MAX_ERROR_BYTES, "{} bytes", why.len()),
+            StreamItem::Value(value) => assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value)),
+            StreamItem::Broken(why) => assert!(why.len() < MAX_ERROR_BYTES, "{} bytes", why.len()),
         }
     }
 }
 
-fn items(text: &[u8], piece: usize) -> Vec<Item> {
-    let mut stream = Stream::default();
+fn stream_items(text: &[u8], piece: usize) -> Vec<StreamItem> {
+    let mut stream = JsonStream::default();
     let mut items = Vec::new();
     for mut input in text.chunks(piece) {
         while let Some(item) = stream.advance(&mut input) {
@@ -64,14 +64,14 @@ pub fn qmp_session(data: &[u8]) {
     let text = [br#"{"execute":"qmp_capabilities"}"#, data].concat();
     reactor::sim::run(0, async move {
         let registry = registry();
-        let commands = Commands { table: TABLE, registry: Rc::clone(&registry) };
-        let mut session = Session::default();
+        let commands = CommandTable { table: TABLE, registry: Rc::clone(&registry) };
+        let mut session = QmpSession::default();
         let mut input = &text[..];
         while let Some(turn) = session.advance(&mut input) {
             let answer = match turn {
-                Turn::Answer(answer) => answer,
-                Turn::Execute(call) if OUTSIDE.contains(&call.name.as_str()) => continue,
-                Turn::Execute(call) => {
+                SessionStep::Answer(answer) => answer,
+                SessionStep::Execute(call) if EXTERNAL_COMMANDS.contains(&call.name.as_str()) => continue,
+                SessionStep::Execute(call) => {
                     let result = execute(&commands, &call.name, call.arguments).await;
                     call.id.answer(result)
                 }
@@ -82,7 +82,7 @@ pub fn qmp_session(data: &[u8]) {
     });
 }
 
-async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Result<Reply, Error> {
+async fn execute(commands: &CommandTable, name: &str, arguments: QmpArguments) -> Result<CommandResult, QmpError> {
     commands.execute(name, arguments)?.await
 }
 
@@ -107,15 +107,15 @@ fn check_answer(answer: &Value) {
     assert!(members.keys().all(|key| ["return", "error", "id"].contains(&key.as_str())), "{answer}");
     assert_ne!(members.contains_key("return"), members.contains_key("error"), "{answer}");
     let Some(error) = members.get("error") else { return };
-    let classes = [Class::Generic, Class::CommandNotFound, Class::DeviceNotFound, Class::DeviceNotActive]
-        .map(Class::name);
+    let classes = [QmpErrorClass::Generic, QmpErrorClass::CommandNotFound, QmpErrorClass::DeviceNotFound, QmpErrorClass::DeviceNotActive]
+        .map(QmpErrorClass::name);
     assert!(classes.contains(&error["class"].as_str().unwrap_or_default()), "{answer}");
     let description = error["desc"].as_str().expect("a text");
     assert!(!description.is_empty() && description.len() < MAX_ERROR_BYTES, "{answer}");
 }
 
 /// Checks that limits are valid and every query succeeds.
-async fn check_registry(registry: &Rc<Registry>, commands: &Commands) {
+async fn check_registry(registry: &Rc<Registry>, commands: &CommandTable) {
     for group in registry.groups.all() {
         group.settings().limits.validate().expect("limits in force are valid");
     }
@@ -130,7 +130,7 @@ async fn check_registry(registry: &Rc<Registry>, commands: &Commands) {
         "query-commands",
         "x-weir-query-status",
     ] {
-        execute(commands, question, Arguments::default()).await.expect("an answer");
+        execute(commands, question, QmpArguments::default()).await.expect("an answer");
     }
 }
 
@@ -183,17 +183,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_stream_is_cut_anywhere(piece: u8, pieces in vec(piece(), 0..40), tail in vec(any::<u8>(), 0..20)) {
+        fn stream_parses_in_any_pieces(piece: u8, pieces in vec(piece(), 0..40), tail in vec(any::<u8>(), 0..20)) {
             qmp_stream(&[&[piece], pieces.concat().as_bytes(), &tail].concat());
         }
 
         #[test]
-        fn a_session_survives_anything(pieces in vec(piece(), 0..40)) {
+        fn session_survives_any_input(pieces in vec(piece(), 0..40)) {
             qmp_session(pieces.concat().as_bytes());
         }
 
         #[test]
-        fn a_session_survives_whole_commands_in_any_order(pieces in vec(request(), 0..60)) {
+        fn session_survives_commands_in_any_order(pieces in vec(request(), 0..60)) {
             qmp_session(pieces.concat().as_bytes());
         }
     }

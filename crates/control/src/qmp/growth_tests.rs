@@ -5,12 +5,12 @@ use std::rc::Rc;
 
 use serde_json::{Value, json};
 
-use super::{arguments::Arguments, command::Commands, commands::TABLE, error::Error, server::Execute as _};
+use super::{arguments::QmpArguments, command::CommandTable, commands::TABLE, error::QmpError, server::CommandExecutor as _};
 use crate::registry::{Registry, visits};
 
-async fn run(commands: &Commands, name: &str, arguments: Value) -> Result<Value, Error> {
+async fn run(commands: &CommandTable, name: &str, arguments: Value) -> Result<Value, QmpError> {
     let Value::Object(arguments) = arguments else { panic!("arguments are an object") };
-    let reply = commands.execute(name, Arguments::new(arguments))?.await?;
+    let reply = commands.execute(name, QmpArguments::new(arguments))?.await?;
     Ok(serde_json::to_value(reply).expect("all keys are strings"))
 }
 
@@ -20,14 +20,14 @@ fn disk(number: usize, group: &str) -> Value {
 
 /// Entries visited while `count` groups with one disk each are added, and then by a query of the
 /// status.
-fn visited(count: usize) -> (u64, u64) {
+fn visits_for(count: usize) -> (u64, u64) {
     reactor::sim::run(1, async move {
         let registry = Registry::new(None, Rc::new(|_| ()));
-        registry.know_devices(None);
+        registry.read_capacities(None);
         registry.check_devices().expect("nothing is reserved");
         registry.follow_devices();
-        let commands = Commands { table: TABLE, registry: Rc::clone(&registry) };
-        visits::take();
+        let commands = CommandTable { table: TABLE, registry: Rc::clone(&registry) };
+        visits::take_count();
         for number in 0..count {
             let group = format!("group{number}");
             let added = json!({ "name": group, "keys": {} });
@@ -37,26 +37,26 @@ fn visited(count: usize) -> (u64, u64) {
             reactor::yield_now().await;
             reactor::yield_now().await;
         }
-        let added = visits::take();
+        let added = visits::take_count();
         let status = run(&commands, "x-weir-query-status", json!({})).await.expect("an answer");
         assert_eq!(status["groups"].as_array().map(Vec::len), Some(count));
         assert_eq!(status["groups"][0]["disks"], json!(["disk0"]));
-        let listed = visits::take();
+        let listed = visits::take_count();
         let summary =
             run(&commands, "x-weir-query-status", json!({ "lists": false })).await.expect("an answer");
         assert!(summary["servers"].is_array() && summary.get("disks").is_none(), "{summary}");
-        assert_eq!(visits::take(), 0, "a summary visits neither disks nor groups");
+        assert_eq!(visits::take_count(), 0, "a summary visits neither disks nor groups");
         (added, listed)
     })
 }
 
 #[test]
-fn adding_a_disk_or_a_group_visits_no_other() {
-    assert_eq!(visited(100).0, 0);
+fn adding_visits_no_other_object() {
+    assert_eq!(visits_for(100).0, 0);
 }
 
 #[test]
-fn the_status_visits_each_disk_and_group_a_few_times() {
-    let (few, many) = (visited(50).1, visited(400).1);
+fn status_takes_linear_time() {
+    let (few, many) = (visits_for(50).1, visits_for(400).1);
     assert!(few > 0 && many <= 8 * few, "{few} visits for 50, {many} for 400");
 }

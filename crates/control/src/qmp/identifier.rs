@@ -1,6 +1,6 @@
 //! Names given by clients: ids by QEMU's rule, and names by the rule of the config file.
 
-use super::{error::Error, json::shown};
+use super::{error::QmpError, json::excerpt};
 
 /// Maximum length of a name in bytes, as in the config file: the limit of the NBD protocol.
 const MAX_NAME_BYTES: usize = 4096;
@@ -15,23 +15,23 @@ pub(super) fn is_well_formed(id: &str) -> bool {
         && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
 }
 
-pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
+pub(super) fn check(key: &str, id: &str) -> Result<(), QmpError> {
     if is_well_formed(id) {
         return check_name(key, id);
     }
-    Err(Error::rule(key, format!("expects an identifier {RULE}, not '{}'", shown(id))))
+    Err(QmpError::rule(key, format!("expects an identifier {RULE}, not '{}'", excerpt(id))))
 }
 
 /// Rule for names: printable on one line, and usable on a command line.
-pub(super) fn check_name(key: &str, name: &str) -> Result<(), Error> {
+pub(super) fn check_name(key: &str, name: &str) -> Result<(), QmpError> {
     if name.is_empty() {
-        return Err(Error::rule(key, "is empty"));
+        return Err(QmpError::rule(key, "is empty"));
     }
     if name.len() > MAX_NAME_BYTES {
-        return Err(Error::rule(key, format!("is too long; a name has {MAX_NAME_BYTES} bytes at most")));
+        return Err(QmpError::rule(key, format!("is too long; a name has {MAX_NAME_BYTES} bytes at most")));
     }
     if name.chars().any(char::is_control) {
-        return Err(Error::rule(key, "holds a control character"));
+        return Err(QmpError::rule(key, "holds a control character"));
     }
     Ok(())
 }
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_are_qemus() {
+    fn ids_follow_qemus_rule() {
         for id in ["a", "vm-1.disk_0", "Z9"] {
             check("id", id).unwrap();
         }

@@ -7,27 +7,27 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Number, Value};
 
 pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
-    serde_json::from_slice::<Strict>(text).map(|strict| strict.0).map_err(|error| error.to_string())
+    serde_json::from_slice::<StrictJson>(text).map(|strict| strict.0).map_err(|error| error.to_string())
 }
 
 /// Converts a float to an integer if it is one: in JSON `10`, `10.0` and `1e1` are equal. `None`
 /// for fractions, and for values beyond 2⁵³, where adjacent integers are not distinguishable.
-pub fn whole(number: f64) -> Option<i64> {
+pub fn whole_number(number: f64) -> Option<i64> {
     const MOST: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
     (number.fract() == 0.0 && number.abs() < MOST).then_some(number as i64)
 }
 
-struct Strict(Value);
+struct StrictJson(Value);
 
-impl<'de> Deserialize<'de> for Strict {
+impl<'de> Deserialize<'de> for StrictJson {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Reader).map(Self)
+        deserializer.deserialize_any(StrictJsonVisitor).map(Self)
     }
 }
 
-struct Reader;
+struct StrictJsonVisitor;
 
-impl<'de> Visitor<'de> for Reader {
+impl<'de> Visitor<'de> for StrictJsonVisitor {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -52,7 +52,7 @@ impl<'de> Visitor<'de> for Reader {
 
     fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Value, E> {
         // Clients that only have doubles send `10.0` for an integer.
-        let number = whole(value).map(Number::from).or_else(|| Number::from_f64(value));
+        let number = whole_number(value).map(Number::from).or_else(|| Number::from_f64(value));
         number.map(Value::Number).ok_or_else(|| E::custom("number out of range"))
     }
 
@@ -62,7 +62,7 @@ impl<'de> Visitor<'de> for Reader {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
         let mut array = Vec::new();
-        while let Some(Strict(item)) = items.next_element()? {
+        while let Some(StrictJson(item)) = items.next_element()? {
             array.push(item);
         }
         Ok(Value::Array(array))
@@ -73,9 +73,9 @@ impl<'de> Visitor<'de> for Reader {
         while let Some(key) = entries.next_key::<String>()? {
             // `serde_json` would keep the last value silently.
             if object.contains_key(&key) {
-                return Err(A::Error::custom(format_args!("duplicate key '{}'", shown(&key))));
+                return Err(A::Error::custom(format_args!("duplicate key '{}'", excerpt(&key))));
             }
-            let Strict(value) = entries.next_value()?;
+            let StrictJson(value) = entries.next_value()?;
             object.insert(key, value);
         }
         Ok(Value::Object(object))
@@ -85,7 +85,7 @@ impl<'de> Visitor<'de> for Reader {
 const MAX_SHOWN: usize = 100;
 
 /// Excerpt of a client's text for an error.
-pub(super) fn shown(text: &str) -> String {
+pub(super) fn excerpt(text: &str) -> String {
     // Counted in characters, so that no character is split.
     match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -100,29 +100,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_what_they_say() {
+    fn values_are_parsed() {
         let text = br#" {"a": [1, -2, 2.5, 18446744073709551615, true, null, "\u00e9\n"], "b": {}} "#;
         let expected = json!({"a": [1, -2, 2.5, u64::MAX, true, null, "é\n"], "b": {}});
         assert_eq!(parse(text), Ok(expected));
     }
 
     #[test]
-    fn a_whole_number_is_one_however_it_is_written() {
+    fn whole_floats_are_integers() {
         let expected = json!([10, 1000, 0, -3, 9_007_199_254_740_991_u64, 1_000_000_000_000_000_u64]);
         assert_eq!(parse(b"[10.0, 1e3, -0.0, -3.0, 9007199254740991.0, 1E15]"), Ok(expected));
         for number in [0.5, 1e30, 9_007_199_254_740_992.0, f64::NAN, f64::INFINITY] {
-            assert_eq!(whole(number), None);
+            assert_eq!(whole_number(number), None);
         }
     }
 
     #[test]
-    fn a_number_too_large_for_an_integer_is_the_same_once_it_was_written_and_read() {
+    fn large_number_round_trips() {
         let value = parse(b"118446744073709551615").unwrap();
         assert_eq!(parse(value.to_string().as_bytes()), Ok(value));
     }
 
     #[test]
-    fn a_key_given_twice_is_named_wherever_it_is() {
+    fn duplicate_key_is_reported() {
         for text in ["{\"a\":1,\"a\":1}", "[{\"b\":{\"a\":1,\"\\u0061\":2}}]"] {
             let error = parse(text.as_bytes()).unwrap_err();
             assert!(error.starts_with("duplicate key 'a'"), "{error}");
@@ -131,14 +131,14 @@ mod tests {
     }
 
     #[test]
-    fn an_error_shows_a_part_of_a_long_key() {
+    fn long_key_is_truncated_in_errors() {
         let key = "ü".repeat(5000);
         let error = parse(format!("{{\"{key}\":1,\"{key}\":1}}").as_bytes()).unwrap_err();
         assert!(error.len() < 400, "{} bytes", error.len());
     }
 
     #[test]
-    fn what_is_not_json_is_refused() {
+    fn invalid_json_is_rejected() {
         for text in ["{\"a\":1,}", "{'a':1}", "1 2", "01", "nul", "\"\\ud800\"", "1e999", "", "[1"] {
             assert!(parse(text.as_bytes()).is_err(), "{text}");
         }

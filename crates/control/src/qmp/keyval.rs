@@ -16,80 +16,80 @@ use std::collections::{BTreeMap, btree_map::Entry};
 use serde_json::{Map, Value};
 use settings::keyval;
 
-use super::{arguments::Arguments, error::Error, json};
+use super::{arguments::QmpArguments, error::QmpError, json};
 
 /// Maximum nesting; more than any command needs.
-const MOST_LEVELS: usize = 64;
+const MAX_LEVELS: usize = 64;
 
 /// Parses `text`; `implied` is the key of a first value without one.
 ///
 /// # Errors
 /// The text has neither form, or contradicts itself.
-pub(crate) fn arguments(text: &str, implied: Option<&str>) -> Result<Arguments, Error> {
+pub(crate) fn parse_arguments(text: &str, implied: Option<&str>) -> Result<QmpArguments, QmpError> {
     // As in QEMU, a brace selects JSON.
     if text.trim_start().starts_with('{') {
-        return match json::parse(text.as_bytes()).map_err(Error::generic)? {
-            Value::Object(members) => Ok(Arguments::new(members)),
-            _ => Err(Error::generic("is no JSON object")),
+        return match json::parse(text.as_bytes()).map_err(QmpError::generic)? {
+            Value::Object(members) => Ok(QmpArguments::new(members)),
+            _ => Err(QmpError::generic("is no JSON object")),
         };
     }
-    let mut root = Node::default();
-    for (key, value) in keyval::pairs(text, implied).map_err(Error::generic)? {
-        root.set(&key, &key, value, MOST_LEVELS)?;
+    let mut root = KeyvalNode::default();
+    for (key, value) in keyval::pairs(text, implied).map_err(QmpError::generic)? {
+        root.insert(&key, &key, value, MAX_LEVELS)?;
     }
     match root.into_value("")? {
-        Value::Object(members) => Ok(Arguments::written(members)),
-        _ => Err(Error::generic("begins with a number where a key is needed")),
+        Value::Object(members) => Ok(QmpArguments::from_text(members)),
+        _ => Err(QmpError::generic("begins with a number where a key is needed")),
     }
 }
 
 #[derive(Debug)]
-enum Part {
+enum KeyvalPart {
     Text(String),
-    Inside(Node),
+    Inside(KeyvalNode),
 }
 
 #[derive(Debug, Default)]
-struct Node(BTreeMap<String, Part>);
+struct KeyvalNode(BTreeMap<String, KeyvalPart>);
 
-impl Node {
-    fn set(&mut self, whole: &str, key: &str, value: String, levels: usize) -> Result<(), Error> {
+impl KeyvalNode {
+    fn insert(&mut self, whole: &str, key: &str, value: String, levels: usize) -> Result<(), QmpError> {
         let (first, rest) = key.split_once('.').map_or((key, None), |(first, rest)| (first, Some(rest)));
         // Bounds the recursion for any input.
         if first.is_empty() || levels == 0 {
-            return Err(Error::generic(format!("Invalid parameter '{}'", json::shown(whole))));
+            return Err(QmpError::generic(format!("Invalid parameter '{}'", json::excerpt(whole))));
         }
-        let used_twice = || Error::generic(format!("Parameters '{first}.*' used inconsistently"));
+        let used_twice = || QmpError::generic(format!("Parameters '{first}.*' used inconsistently"));
         match (self.0.entry(first.to_owned()), rest) {
-            (Entry::Vacant(free), None) => drop(free.insert(Part::Text(value))),
+            (Entry::Vacant(free), None) => drop(free.insert(KeyvalPart::Text(value))),
             (Entry::Vacant(free), Some(rest)) => {
                 let mut inside = Self::default();
-                inside.set(whole, rest, value, levels - 1)?;
-                free.insert(Part::Inside(inside));
+                inside.insert(whole, rest, value, levels - 1)?;
+                free.insert(KeyvalPart::Inside(inside));
             }
             (Entry::Occupied(mut there), None) => match there.get_mut() {
                 // As in QEMU, the last value wins.
-                Part::Text(text) => *text = value,
-                Part::Inside(_) => return Err(used_twice()),
+                KeyvalPart::Text(text) => *text = value,
+                KeyvalPart::Inside(_) => return Err(used_twice()),
             },
             (Entry::Occupied(mut there), Some(rest)) => match there.get_mut() {
-                Part::Text(_) => return Err(used_twice()),
-                Part::Inside(inside) => inside.set(whole, rest, value, levels - 1)?,
+                KeyvalPart::Text(_) => return Err(used_twice()),
+                KeyvalPart::Inside(inside) => inside.insert(whole, rest, value, levels - 1)?,
             },
         }
         Ok(())
     }
 
     /// Converts to an object, or to an array if all keys are numbers.
-    fn into_value(self, name: &str) -> Result<Value, Error> {
-        let value = |key: &str, part: Part| match part {
-            Part::Text(text) => Ok(Value::String(text)),
-            Part::Inside(node) => node.into_value(key),
+    fn into_value(self, name: &str) -> Result<Value, QmpError> {
+        let value = |key: &str, part: KeyvalPart| match part {
+            KeyvalPart::Text(text) => Ok(Value::String(text)),
+            KeyvalPart::Inside(node) => node.into_value(key),
         };
         let is_number = |key: &String| key.bytes().all(|byte| byte.is_ascii_digit());
         if self.0.is_empty() || !self.0.keys().any(is_number) {
             let members = self.0.into_iter().map(|(key, part)| Ok((key.clone(), value(&key, part)?)));
-            return members.collect::<Result<Map<_, _>, Error>>().map(Value::Object);
+            return members.collect::<Result<Map<_, _>, QmpError>>().map(Value::Object);
         }
         let mut items = Vec::new();
         for index in 0..self.0.len() {
@@ -97,12 +97,12 @@ impl Node {
         }
         let mut parts = self.0;
         let missing = |index: &String| {
-            Error::generic(format!(
+            QmpError::generic(format!(
                 "Parameter '{name}.{index}' is missing (numbers begin with 0, without a gap)"
             ))
         };
         let item = |index: String| value(&index, parts.remove(&index).ok_or_else(|| missing(&index))?);
-        items.into_iter().map(item).collect::<Result<Vec<_>, Error>>().map(Value::Array)
+        items.into_iter().map(item).collect::<Result<Vec<_>, QmpError>>().map(Value::Array)
     }
 }
 
@@ -115,16 +115,16 @@ mod tests {
     #[track_caller]
     fn same(text: &str, expect: Value) {
         let Value::Object(members) = expect else { panic!("an object") };
-        assert_eq!(arguments(text, Some("driver")), Ok(Arguments::written(members)), "{text}");
+        assert_eq!(parse_arguments(text, Some("driver")), Ok(QmpArguments::from_text(members)), "{text}");
     }
 
     #[track_caller]
     fn refused(text: &str, expect: &str) {
-        assert_eq!(arguments(text, Some("driver")).unwrap_err().to_string(), expect, "{text}");
+        assert_eq!(parse_arguments(text, Some("driver")).unwrap_err().to_string(), expect, "{text}");
     }
 
     #[test]
-    fn keys_with_dots_are_objects_and_numbers_arrays() {
+    fn dotted_keys_make_objects_and_arrays() {
         same("raw,node-name=a", json!({"driver": "raw", "node-name": "a"}));
         same(
             "driver=raw,file.driver=file,file.filename=a,,b=c.d,file.locking=on",
@@ -133,13 +133,13 @@ mod tests {
         same("nbd,bitmaps.1=y,bitmaps.0=x", json!({"driver": "nbd", "bitmaps": ["x", "y"]}));
         same("a=1,a=2", json!({"a": "2"}));
         same("a=", json!({"a": ""}));
-        let json = arguments(r#" {"size": 1, "deep": {"a": true}}"#, None).unwrap();
+        let json = parse_arguments(r#" {"size": 1, "deep": {"a": true}}"#, None).unwrap();
         let Value::Object(members) = json!({"size": 1, "deep": {"a": true}}) else { panic!("an object") };
-        assert_eq!(json, Arguments::new(members));
+        assert_eq!(json, QmpArguments::new(members));
     }
 
     #[test]
-    fn what_contradicts_itself_is_refused() {
+    fn contradictory_keys_are_rejected() {
         refused("a=x,a.b=y", "Parameters 'a.*' used inconsistently");
         refused("a.b=x,a=y", "Parameters 'a.*' used inconsistently");
         refused("a..b=x", "Invalid parameter 'a..b'");
@@ -147,9 +147,9 @@ mod tests {
         refused("b.1=x", "Parameter 'b.0' is missing (numbers begin with 0, without a gap)");
         refused("b.0=x,b.c=y", "Parameter 'b.1' is missing (numbers begin with 0, without a gap)");
         refused("0=x", "begins with a number where a key is needed");
-        assert!(arguments("{\"a\":1,\"a\":2}", None).is_err());
-        assert!(arguments("[1]", None).is_err());
+        assert!(parse_arguments("{\"a\":1,\"a\":2}", None).is_err());
+        assert!(parse_arguments("[1]", None).is_err());
         let deep = "a.".repeat(100_000) + "a=1";
-        assert!(arguments(&deep, None).unwrap_err().to_string().starts_with("Invalid parameter"));
+        assert!(parse_arguments(&deep, None).unwrap_err().to_string().starts_with("Invalid parameter"));
     }
 }

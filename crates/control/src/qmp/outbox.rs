@@ -13,17 +13,17 @@ use serde::Serialize;
 use serde_json::Value;
 
 /// Queued bytes above which the next command waits.
-const ENOUGH_BYTES: usize = 256 << 10;
+const PAUSE_BYTES: usize = 256 << 10;
 /// Queued bytes above which an event ends the connection. One reload may change ten thousand disks,
 /// with an event each, before anything can be sent.
 const MAX_EVENT_BYTES: usize = 16 << 20;
 
-pub(super) struct Outbox {
+pub(super) struct QmpOutbox {
     bytes: RefCell<Vec<u8>>,
     /// Bytes handed to the sending task and not sent completely.
-    leaving: Cell<usize>,
+    sending_bytes: Cell<usize>,
     closed: Cell<bool>,
-    given_up: Cell<bool>,
+    disconnected: Cell<bool>,
     /// Raised if there is something to send, or nothing will follow.
     filled: Signal,
     /// Raised when bytes were sent, or none will be.
@@ -32,13 +32,13 @@ pub(super) struct Outbox {
     hang_up: Box<dyn Fn()>,
 }
 
-impl Outbox {
+impl QmpOutbox {
     pub(super) fn new(hang_up: impl Fn() + 'static) -> Self {
         Self {
             bytes: RefCell::default(),
-            leaving: Cell::new(0),
+            sending_bytes: Cell::new(0),
             closed: Cell::new(false),
-            given_up: Cell::new(false),
+            disconnected: Cell::new(false),
             filled: Signal::default(),
             emptied: Signal::default(),
             hang_up: Box::new(hang_up),
@@ -54,36 +54,36 @@ impl Outbox {
 
     pub(super) fn push_event(&self, event: &Value) {
         if self.queued() > MAX_EVENT_BYTES {
-            self.give_up();
+            self.disconnect();
         } else {
             self.push(event);
         }
     }
 
     fn queued(&self) -> usize {
-        self.bytes.borrow().len() + self.leaving.get()
+        self.bytes.borrow().len() + self.sending_bytes.get()
     }
 
     /// Waits until the next command may run; false if the client was disconnected.
-    pub(super) async fn room(&self) -> bool {
-        while self.queued() > ENOUGH_BYTES && !self.given_up.get() {
+    pub(super) async fn until_drained(&self) -> bool {
+        while self.queued() > PAUSE_BYTES && !self.disconnected.get() {
             self.emptied.wait().await;
         }
-        !self.given_up.get()
+        !self.disconnected.get()
     }
 
     /// Waits for bytes to send; `None` if none will follow.
-    pub(super) async fn next(&self) -> Option<Vec<u8>> {
+    pub(super) async fn next_bytes(&self) -> Option<Vec<u8>> {
         // The caller asks for more only after the previous bytes were sent.
-        self.leaving.set(0);
+        self.sending_bytes.set(0);
         self.emptied.raise();
         loop {
-            if self.given_up.get() {
+            if self.disconnected.get() {
                 return None;
             }
             let bytes = mem::take(&mut *self.bytes.borrow_mut());
             if !bytes.is_empty() {
-                self.leaving.set(bytes.len());
+                self.sending_bytes.set(bytes.len());
                 return Some(bytes);
             }
             if self.closed.get() {
@@ -100,8 +100,8 @@ impl Outbox {
     }
 
     /// Drops all messages and disconnects the client.
-    pub(super) fn give_up(&self) {
-        self.given_up.set(true);
+    pub(super) fn disconnect(&self) {
+        self.disconnected.set(true);
         self.close();
         self.bytes.take();
         self.emptied.raise();
@@ -110,8 +110,8 @@ impl Outbox {
     }
 
     #[cfg(test)]
-    pub(super) fn is_given_up(&self) -> bool {
-        self.given_up.get()
+    pub(super) fn is_disconnected(&self) -> bool {
+        self.disconnected.get()
     }
 }
 
@@ -133,55 +133,55 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_and_events_leave_in_order_and_the_rest_before_the_end() {
+    fn messages_are_sent_in_order_before_the_end() {
         sim::run(1, async {
-            let outbox = Outbox::new(|| ());
+            let outbox = QmpOutbox::new(|| ());
             outbox.push(&json!(1));
             outbox.push_event(&json!({"event": "X"}));
-            assert_eq!(outbox.next().await.unwrap(), b"1\r\n{\"event\":\"X\"}\r\n");
+            assert_eq!(outbox.next_bytes().await.unwrap(), b"1\r\n{\"event\":\"X\"}\r\n");
             outbox.push(&json!(2));
             outbox.close();
             // After `close`: dropped.
             outbox.push(&json!(3));
-            assert_eq!(outbox.next().await.unwrap(), b"2\r\n");
-            assert_eq!(outbox.next().await, None);
+            assert_eq!(outbox.next_bytes().await.unwrap(), b"2\r\n");
+            assert_eq!(outbox.next_bytes().await, None);
         });
     }
 
     #[test]
-    fn the_next_command_waits_for_a_client_that_has_much_to_read() {
+    fn next_command_waits_for_unread_replies() {
         for seed in 0..20 {
             sim::run(seed, async {
-                let outbox = Rc::new(Outbox::new(|| ()));
-                outbox.push(&json!("x".repeat(2 * ENOUGH_BYTES)));
+                let outbox = Rc::new(QmpOutbox::new(|| ()));
+                outbox.push(&json!("x".repeat(2 * PAUSE_BYTES)));
                 let reader = Rc::clone(&outbox);
                 // Blocked by the large reply.
-                let room = reactor::spawn_joinable(async move { reader.room().await });
+                let room = reactor::spawn_joinable(async move { reader.until_drained().await });
                 reactor::yield_now().await;
-                let bytes = outbox.next().await.unwrap();
+                let bytes = outbox.next_bytes().await.unwrap();
                 reactor::yield_now().await;
                 assert!(!room.is_finished(), "on its way is not read");
                 drop(bytes);
                 outbox.push(&json!(1));
-                outbox.next().await;
+                outbox.next_bytes().await;
                 assert!(room.await);
             });
         }
     }
 
     #[test]
-    fn a_client_that_never_reads_is_given_up() {
+    fn client_that_never_reads_is_disconnected() {
         sim::run(1, async {
             let hung_up = Rc::new(Cell::new(false));
             let seen = Rc::clone(&hung_up);
-            let outbox = Outbox::new(move || seen.set(true));
+            let outbox = QmpOutbox::new(move || seen.set(true));
             let event = json!({"event": "X", "data": "x".repeat(1000)});
             for _ in 0..100_000 {
                 outbox.push_event(&event);
             }
-            assert!(hung_up.get() && outbox.is_given_up());
-            assert!(!outbox.room().await);
-            assert_eq!(outbox.next().await, None);
+            assert!(hung_up.get() && outbox.is_disconnected());
+            assert!(!outbox.until_drained().await);
+            assert_eq!(outbox.next_bytes().await, None);
             assert_eq!(outbox.queued(), 0);
         });
     }

@@ -5,7 +5,7 @@ use api::{PrefetchSettings, PrefetchStatus};
 use policy::prefetch::{PrefetchMode, PrefetchSetting, PrefetchConfig, PrefetchStats};
 use settings::prefetch::{MODE, short_name};
 
-use super::{arguments::Arguments, error::Error};
+use super::{arguments::QmpArguments, error::QmpError};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct PrefetchChanges {
@@ -14,7 +14,7 @@ pub(super) struct PrefetchChanges {
 }
 
 impl PrefetchChanges {
-    pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
+    pub(super) fn read(arguments: &mut QmpArguments, prefix: &str) -> Result<Self, QmpError> {
         let key = |name: &str| format!("{prefix}{name}");
         let mode = arguments.choice(&key(MODE), &PrefetchMode::ALL.map(PrefetchMode::name))?.map(|place| PrefetchMode::ALL[place]);
         let mut numbers = Vec::new();
@@ -30,12 +30,12 @@ impl PrefetchChanges {
         *self == Self::default()
     }
 
-    pub(super) fn apply_to(&self, mut settings: PrefetchConfig) -> Result<PrefetchConfig, Error> {
+    pub(super) fn apply_to(&self, mut settings: PrefetchConfig) -> Result<PrefetchConfig, QmpError> {
         settings.mode = self.mode.unwrap_or(settings.mode);
         for &(setting, value) in &self.numbers {
             settings.set(setting, value);
         }
-        settings.validate().map(|()| settings).map_err(|invalid| Error::generic(invalid.to_string()))
+        settings.validate().map(|()| settings).map_err(|invalid| QmpError::generic(invalid.to_string()))
     }
 }
 
@@ -88,11 +88,11 @@ mod tests {
     use super::*;
 
     fn read(prefix: &str, value: Value) -> Result<PrefetchChanges, String> {
-        Arguments::read_all(value, |arguments| PrefetchChanges::read(arguments, prefix))
+        QmpArguments::read_all(value, |arguments| PrefetchChanges::read(arguments, prefix))
     }
 
     #[test]
-    fn what_is_left_out_stays() {
+    fn omitted_values_are_kept() {
         let before = PrefetchConfig { streams: 7, ..PrefetchConfig::off() };
         let changes = read("", json!({"prefetch": "on", "prefetch-memory": 1 << 20})).unwrap();
         let expect = PrefetchConfig { mode: PrefetchMode::On, memory_bytes: 1 << 20, ..before };
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_range() {
+    fn errors_name_the_range() {
         let refused = |value| read("", value).unwrap_err();
         assert_eq!(
             refused(json!({"prefetch": "maybe"})),
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_have_every_setting_and_no_share_of_nothing() {
+    fn results_have_all_settings_and_no_ratio_of_zero() {
         let shown = serde_json::to_value(settings(&PrefetchConfig::default())).unwrap();
         let expect = json!({
             "mode": "auto", "memory": 4 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,

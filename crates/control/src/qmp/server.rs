@@ -34,40 +34,40 @@ use serde::Serialize;
 use serde_json::{Value, json, value::RawValue};
 
 use super::{
-    arguments::Arguments,
-    descriptors::Passed,
-    error::Error,
-    event::Events,
-    outbox::Outbox,
-    session::{Answer, Id, Session, Turn, greeting},
+    arguments::QmpArguments,
+    descriptors::ClientDescriptors,
+    error::QmpError,
+    event::QmpEvents,
+    outbox::QmpOutbox,
+    session::{QmpReply, RequestId, QmpSession, SessionStep, greeting},
 };
 
 const MAX_CLIENTS: usize = 64;
 /// Time for a client to read a reply.
-const PATIENCE: Duration = Duration::from_secs(30);
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time for a client to read the rest when the daemon ends.
-const FAREWELL: Duration = Duration::from_secs(2);
+const FINAL_SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for running commands when the daemon ends.
-const TO_ANSWER: Duration = Duration::from_secs(10);
+const COMMAND_STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of checks whether clients may connect again.
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
-const INTAKE_BYTES: usize = 16 << 10;
+const CLOSED_POLL_INTERVAL: Duration = Duration::from_millis(10);
+const RECEIVE_BYTES: usize = 16 << 10;
 const SEND_BYTES: usize = 256 << 10;
 
-pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Reply, Error>>>>;
+pub(crate) type RunningCommand = Pin<Box<dyn Future<Output = Result<CommandResult, QmpError>>>>;
 
 /// Result of a command.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
-pub(crate) enum Reply {
+pub(crate) enum CommandResult {
     Value(Value),
     /// Serialized by the command.
     Text(Box<RawValue>),
 }
 
-pub(crate) trait Execute {
+pub(crate) trait CommandExecutor {
     /// Starts a command. Errors: unknown command or wrong arguments; nothing has changed then.
-    fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
+    fn execute(&self, name: &str, arguments: QmpArguments) -> Result<RunningCommand, QmpError>;
 
     /// True while clients must not be accepted.
     fn is_closed(&self) -> bool {
@@ -77,7 +77,7 @@ pub(crate) trait Execute {
 
 /// Reason for the end of the daemon, with QEMU's names (`ShutdownCause`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
+pub enum ShutdownCause {
     /// A signal.
     Signal,
     /// The command `quit`.
@@ -86,7 +86,7 @@ pub enum Ending {
     Failure,
 }
 
-impl Ending {
+impl ShutdownCause {
     const fn reason(self) -> &'static str {
         match self {
             Self::Signal => "host-signal",
@@ -96,37 +96,37 @@ impl Ending {
     }
 }
 
-pub(crate) struct Server {
-    commands: Rc<dyn Execute>,
-    events: Events,
+pub(crate) struct QmpServer {
+    commands: Rc<dyn CommandExecutor>,
+    events: QmpEvents,
     stopping: Cell<bool>,
     /// Connected clients by number.
     clients: RefCell<HashMap<u64, Fd>>,
     next_number: Cell<u64>,
     /// Raised when the last client has disconnected.
-    empty: reactor::Signal,
+    no_clients: reactor::Signal,
 }
 
-impl Server {
-    pub(crate) fn new(commands: Rc<dyn Execute>, events: Events) -> Rc<Self> {
+impl QmpServer {
+    pub(crate) fn new(commands: Rc<dyn CommandExecutor>, events: QmpEvents) -> Rc<Self> {
         Rc::new(Self {
             commands,
             events,
             stopping: Cell::new(false),
             clients: RefCell::default(),
             next_number: Cell::new(1),
-            empty: reactor::Signal::default(),
+            no_clients: reactor::Signal::default(),
         })
     }
 
     pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
         while !self.stopping.get() {
             if self.commands.is_closed() {
-                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+                reactor::sleep_until(reactor::now() + CLOSED_POLL_INTERVAL).await;
                 continue;
             }
             match operation::accept(&listener).await {
-                Ok(socket) => reactor::spawn(Rc::clone(&self).welcome(socket)),
+                Ok(socket) => reactor::spawn(Rc::clone(&self).serve_client(socket)),
                 Err(_) if self.stopping.get() => break,
                 Err(error) => match error.raw_os_error().map(Errno::from_raw) {
                     Some(Errno::EBADF | Errno::EINVAL | Errno::ENOTSOCK | Errno::EOPNOTSUPP) => {
@@ -150,19 +150,19 @@ impl Server {
     /// all clients have disconnected. Clients that do not read are disconnected after [`FAREWELL`].
     /// Commands that run longer than [`TO_ANSWER`] are abandoned: they may wait for storage that
     /// never answers, and the disks must be flushed before the service manager kills the daemon.
-    pub(crate) async fn stop(&self, ending: Ending) {
+    pub(crate) async fn stop(&self, ending: ShutdownCause) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);
         for socket in self.clients.borrow().values() {
             // Wakes sessions that wait for a command; replies are still sent.
-            hang_up(socket, Shutdown::Read);
+            shut_down(socket, Shutdown::Read);
         }
         let all_gone = async {
             while !self.clients.borrow().is_empty() {
-                self.empty.wait().await;
+                self.no_clients.wait().await;
             }
         };
-        if reactor::timeout(TO_ANSWER, all_gone).await.is_err() {
+        if reactor::timeout(COMMAND_STOP_TIMEOUT, all_gone).await.is_err() {
             let commands = self.clients();
             tracing::warn!(commands, "ending while commands of clients are still running");
         }
@@ -172,12 +172,12 @@ impl Server {
         self.clients.borrow().len()
     }
 
-    async fn welcome(self: Rc<Self>, socket: OwnedFd) {
+    async fn serve_client(self: Rc<Self>, socket: OwnedFd) {
         let admitted = self.admit(&socket);
         let socket = Fd::from(socket);
         // A clone of the descriptor handle, so that the outbox can shut down the connection.
         let hold = socket.clone();
-        let outbox = Rc::new(Outbox::new(move || hang_up(&hold, Shutdown::Both)));
+        let outbox = Rc::new(QmpOutbox::new(move || shut_down(&hold, Shutdown::Both)));
         let sending = reactor::spawn_joinable(send_all(socket.clone(), Rc::clone(&outbox)));
         match admitted {
             Ok(()) => {
@@ -186,41 +186,41 @@ impl Server {
                 self.clients.borrow_mut().insert(number, socket.clone());
                 tracing::debug!(client = number, "QMP client connected");
                 // Also removes the client if this task is cancelled.
-                let _registered = Registered { server: &self, number };
+                let _registered = ClientRegistration { server: &self, number };
                 outbox.push(&greeting());
-                self.converse(&socket, &outbox).await;
-                finish(&outbox, sending).await;
+                self.run_session(&socket, &outbox).await;
+                send_rest(&outbox, sending).await;
                 tracing::debug!(client = number, "QMP client gone");
             }
             Err(error) => {
                 // Rejected clients receive the reason instead of a greeting.
-                outbox.push(&Id::default().answer(Err(error)));
-                finish(&outbox, sending).await;
+                outbox.push(&RequestId::default().answer(Err(error)));
+                send_rest(&outbox, sending).await;
             }
         }
     }
 
-    fn admit(&self, socket: &OwnedFd) -> Result<(), Error> {
+    fn admit(&self, socket: &OwnedFd) -> Result<(), QmpError> {
         let peer = getsockopt(socket, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
         if !peer.is_ok_and(is_trusted) {
             tracing::warn!(?peer, "a QMP client of another user was refused");
             let us = geteuid();
             let why =
                 format!("this socket is for root and the user with the number {us} (run as one of them)");
-            return Err(Error::generic(why));
+            return Err(QmpError::generic(why));
         }
         if self.clients() >= MAX_CLIENTS {
             let why = format!("there are {MAX_CLIENTS} clients already (end one of them first)");
-            return Err(Error::generic(why));
+            return Err(QmpError::generic(why));
         }
-        if self.stopping.get() { Err(Error::generic("weir is stopping")) } else { Ok(()) }
+        if self.stopping.get() { Err(QmpError::generic("weir is stopping")) } else { Ok(()) }
     }
 
-    async fn converse(&self, socket: &Fd, outbox: &Rc<Outbox>) {
-        let mut session = Session::default();
-        let passed = Rc::new(Passed::default());
-        let actor = actor(socket);
-        let mut buffer = vec![0; INTAKE_BYTES];
+    async fn run_session(&self, socket: &Fd, outbox: &Rc<QmpOutbox>) {
+        let mut session = QmpSession::default();
+        let passed = Rc::new(ClientDescriptors::default());
+        let actor = client_actor(socket);
+        let mut buffer = vec![0; RECEIVE_BYTES];
         loop {
             let mut input = match passed.receive(socket, &mut buffer).await {
                 Ok(0) | Err(_) => return,
@@ -230,9 +230,9 @@ impl Server {
                 self.next_answer(&mut session, &mut input, (&passed, &actor), outbox).await
             {
                 outbox.push(&answer);
-                if !matches!(reactor::timeout(PATIENCE, outbox.room()).await, Ok(true)) {
+                if !matches!(reactor::timeout(READ_TIMEOUT, outbox.until_drained()).await, Ok(true)) {
                     tracing::info!("a QMP client that does not read was disconnected");
-                    return outbox.give_up();
+                    return outbox.disconnect();
                 }
                 // A batch of commands must not starve other tasks of this thread.
                 reactor::yield_now().await;
@@ -245,11 +245,11 @@ impl Server {
 
     async fn next_answer(
         &self,
-        session: &mut Session,
+        session: &mut QmpSession,
         input: &mut &[u8],
-        (passed, actor): (&Rc<Passed>, &ChangeOrigin),
-        outbox: &Rc<Outbox>,
-    ) -> Option<Answer> {
+        (passed, actor): (&Rc<ClientDescriptors>, &ChangeOrigin),
+        outbox: &Rc<QmpOutbox>,
+    ) -> Option<QmpReply> {
         if self.stopping.get() {
             return None;
         }
@@ -260,9 +260,9 @@ impl Server {
             self.events.subscribe(outbox);
         }
         Some(match turn {
-            Turn::Answer(answer) => answer,
-            Turn::Execute(call) => {
-                let result = match self.commands.execute(&call.name, call.arguments.of_client(passed)) {
+            SessionStep::Answer(answer) => answer,
+            SessionStep::Execute(call) => {
+                let result = match self.commands.execute(&call.name, call.arguments.with_descriptors(passed)) {
                     // Events that the command causes carry this actor.
                     Ok(running) => actor.clone().attribute(running).await,
                     Err(error) => Err(error),
@@ -276,23 +276,23 @@ impl Server {
     }
 }
 
-struct Registered<'a> {
-    server: &'a Server,
+struct ClientRegistration<'a> {
+    server: &'a QmpServer,
     number: u64,
 }
 
-impl Drop for Registered<'_> {
+impl Drop for ClientRegistration<'_> {
     fn drop(&mut self) {
         let gone = self.server.clients.borrow_mut().remove(&self.number);
         drop(gone);
         if self.server.clients.borrow().is_empty() {
-            self.server.empty.raise();
+            self.server.no_clients.raise();
         }
     }
 }
 
 /// Process and user of a client at the time of its connection.
-fn actor(socket: &Fd) -> ChangeOrigin {
+fn client_actor(socket: &Fd) -> ChangeOrigin {
     let peer = getsockopt(&socket.as_fd(), PeerCredentials);
     let (pid, uid) = peer.map_or((0, 0), |peer| (peer.pid(), peer.uid()));
     ChangeOrigin::Qmp { pid, uid }
@@ -303,23 +303,23 @@ fn is_trusted(peer: Uid) -> bool {
 }
 
 /// Sends the rest within [`FAREWELL`].
-async fn finish(outbox: &Outbox, sending: reactor::JoinHandle<()>) {
+async fn send_rest(outbox: &QmpOutbox, sending: reactor::JoinHandle<()>) {
     outbox.close();
-    if reactor::timeout(FAREWELL, sending).await.is_err() {
-        outbox.give_up();
+    if reactor::timeout(FINAL_SEND_TIMEOUT, sending).await.is_err() {
+        outbox.disconnect();
     }
 }
 
-async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
-    while let Some(bytes) = outbox.next().await {
+async fn send_all(socket: Fd, outbox: Rc<QmpOutbox>) {
+    while let Some(bytes) = outbox.next_bytes().await {
         // In pieces, to bound the size of a send buffer.
         for piece in bytes.chunks(SEND_BYTES) {
             if send(&socket, piece).await.is_err() {
-                return outbox.give_up();
+                return outbox.disconnect();
             }
         }
     }
-    hang_up(&socket, Shutdown::Both);
+    shut_down(&socket, Shutdown::Both);
 }
 
 async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
@@ -339,7 +339,7 @@ async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Shuts down one or both directions, which wakes tasks that wait there.
-fn hang_up(socket: &Fd, how: Shutdown) {
+fn shut_down(socket: &Fd, how: Shutdown) {
     // Fails only if the client has already disconnected.
     let _ = shutdown(socket.as_fd().as_raw_fd(), how);
 }

@@ -9,40 +9,40 @@ use std::{
 use reactor::PollingMode;
 
 use super::*;
-use crate::qmp::error::Class;
+use crate::qmp::error::QmpErrorClass;
 
 /// Commands: `echo` returns its argument, `wait` yields first, `big` returns a mebibyte, `emit`
 /// emits an event, `quit` stops the server.
 #[derive(Debug)]
-struct Commands {
-    events: Events,
+struct TestCommands {
+    events: QmpEvents,
     quit: Rc<reactor::Signal>,
 }
 
-impl Execute for Commands {
-    fn execute(&self, name: &str, mut arguments: Arguments) -> Result<Running, Error> {
+impl CommandExecutor for TestCommands {
+    fn execute(&self, name: &str, mut arguments: QmpArguments) -> Result<RunningCommand, QmpError> {
         let (events, quit) = (self.events.clone(), Rc::clone(&self.quit));
         let value = arguments.optional::<Value>("value")?;
         arguments.finish()?;
-        let answer = Ok(Reply::Value(json!(value)));
+        let answer = Ok(CommandResult::Value(json!(value)));
         Ok(match name {
             "echo" => Box::pin(async { answer }),
             "wait" => Box::pin(async {
                 reactor::yield_now().await;
                 answer
             }),
-            "big" => Box::pin(async { Ok(Reply::Value(json!("x".repeat(1 << 20)))) }),
+            "big" => Box::pin(async { Ok(CommandResult::Value(json!("x".repeat(1 << 20)))) }),
             "emit" => Box::pin(async move {
                 events.emit("X", json!({ "data": "x".repeat(1_000_000) }));
                 answer
             }),
             "quit" => Box::pin(async move {
                 quit.raise();
-                Ok(Reply::Value(json!({})))
+                Ok(CommandResult::Value(json!({})))
             }),
             _ => {
-                return Err(Error::new(
-                    Class::CommandNotFound,
+                return Err(QmpError::new(
+                    QmpErrorClass::CommandNotFound,
                     format!("The command {name} has not been found"),
                 ));
             }
@@ -51,7 +51,7 @@ impl Execute for Commands {
 }
 
 /// Runs a server, with `clients` on a thread, and stops it after they have ended.
-fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
+fn serve(clients: impl FnOnce(&dyn Fn() -> QmpTestClient) + Send + 'static) {
     serve_until_quit(|connect| {
         clients(connect);
         admitted(connect).ask("quit", json!(null));
@@ -59,21 +59,21 @@ fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
 }
 
 /// As [`serve`], for clients that send `quit` themselves.
-fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
+fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> QmpTestClient) + Send + 'static) {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("qmp");
     let listener = UnixListener::bind(&path).expect("a socket");
     let thread = thread::spawn(move || {
-        clients(&|| Peer::new(UnixStream::connect(&path).expect("the server listens")));
+        clients(&|| QmpTestClient::new(UnixStream::connect(&path).expect("the server listens")));
     });
     reactor::run(PollingMode::Off, async move {
-        let (events, quit) = (Events::default(), Rc::new(reactor::Signal::default()));
-        let commands = Rc::new(Commands { events: events.clone(), quit: Rc::clone(&quit) });
-        let server = Server::new(commands, events);
+        let (events, quit) = (QmpEvents::default(), Rc::new(reactor::Signal::default()));
+        let commands = Rc::new(TestCommands { events: events.clone(), quit: Rc::clone(&quit) });
+        let server = QmpServer::new(commands, events);
         let listening = reactor::spawn_joinable(Rc::clone(&server).listen(Fd::from(OwnedFd::from(listener))));
         quit.wait().await;
         drop(listening);
-        server.stop(Ending::Quit).await;
+        server.stop(ShutdownCause::Quit).await;
         assert_eq!(server.clients(), 0);
     })
     .expect("io_uring works on a test machine");
@@ -81,11 +81,11 @@ fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
 }
 
 /// Client that fails the test if a reply does not arrive.
-struct Peer {
+struct QmpTestClient {
     lines: BufReader<UnixStream>,
 }
 
-impl Peer {
+impl QmpTestClient {
     fn new(socket: UnixStream) -> Self {
         socket.set_read_timeout(Some(Duration::from_secs(30))).expect("a timeout");
         Self { lines: BufReader::new(socket) }
@@ -118,7 +118,7 @@ impl Peer {
 }
 
 /// Client with a negotiated session; retries while the server is full.
-fn admitted(connect: &dyn Fn() -> Peer) -> Peer {
+fn admitted(connect: &dyn Fn() -> QmpTestClient) -> QmpTestClient {
     loop {
         let mut peer = connect();
         let greeting = peer.line();
@@ -130,7 +130,7 @@ fn admitted(connect: &dyn Fn() -> Peer) -> Peer {
 }
 
 #[test]
-fn commands_of_a_client_are_answered_in_the_order_they_came() {
+fn commands_are_answered_in_order() {
     serve(|connect| {
         let mut peer = connect();
         peer.line();
@@ -145,7 +145,7 @@ fn commands_of_a_client_are_answered_in_the_order_they_came() {
 }
 
 #[test]
-fn a_client_that_never_reads_disturbs_nobody() {
+fn client_that_never_reads_does_not_delay_others() {
     serve(|connect| {
         let mut deaf = connect();
         deaf.send(r#"{"execute":"qmp_capabilities"}"#);
@@ -169,7 +169,7 @@ fn a_client_that_never_reads_disturbs_nobody() {
 }
 
 #[test]
-fn events_come_to_those_alone_who_negotiated() {
+fn events_require_negotiation() {
     serve(|connect| {
         let mut silent = connect();
         silent.line();
@@ -182,7 +182,7 @@ fn events_come_to_those_alone_who_negotiated() {
 }
 
 #[test]
-fn one_client_too_many_is_told_so() {
+fn excess_client_receives_an_error() {
     serve(|connect| {
         let mut peers: Vec<_> = (0..MAX_CLIENTS).map(|_| connect()).collect();
         for peer in &mut peers {

@@ -11,11 +11,11 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    arguments::Arguments,
-    error::{Class, Error},
-    json::shown,
-    server::Reply,
-    stream::{Item, Stream},
+    arguments::QmpArguments,
+    error::{QmpErrorClass, QmpError},
+    json::excerpt,
+    server::CommandResult,
+    stream::{StreamItem, JsonStream},
 };
 
 /// Release of QEMU whose schema the commands follow; clients such as libvirt check it.
@@ -43,56 +43,56 @@ pub(super) fn greeting() -> Value {
 }
 
 #[derive(Debug)]
-pub(super) enum Turn {
-    Answer(Answer),
-    Execute(Call),
+pub(super) enum SessionStep {
+    Answer(QmpReply),
+    Execute(CommandCall),
 }
 
 #[derive(Debug)]
-pub(super) struct Call {
+pub(super) struct CommandCall {
     pub(super) name: String,
-    pub(super) arguments: Arguments,
-    pub(super) id: Id,
+    pub(super) arguments: QmpArguments,
+    pub(super) id: RequestId,
 }
 
 /// Client's `id` of a request, by which it recognizes the reply; optional, of any type.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Id(Option<Value>);
+pub(super) struct RequestId(Option<Value>);
 
-impl Id {
-    pub(super) fn answer(self, result: Result<Reply, Error>) -> Answer {
+impl RequestId {
+    pub(super) fn answer(self, result: Result<CommandResult, QmpError>) -> QmpReply {
         let (value, error) = match result {
             Ok(reply) => (Some(reply), None),
             Err(error) => (None, Some(error.to_json())),
         };
-        Answer { error, id: self.0, value }
+        QmpReply { error, id: self.0, value }
     }
 }
 
 /// Reply: one of `return` and `error`, and the client's `id`.
 #[derive(Debug, Serialize)]
-pub(super) struct Answer {
+pub(super) struct QmpReply {
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<Value>,
     #[serde(rename = "return", skip_serializing_if = "Option::is_none")]
-    value: Option<Reply>,
+    value: Option<CommandResult>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Session {
-    stream: Stream,
+pub(super) struct QmpSession {
+    stream: JsonStream,
     negotiated: bool,
 }
 
-impl Session {
+impl QmpSession {
     /// Consumes bytes of `input` up to the next request or reply; `None` after all are consumed.
-    pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<Turn> {
+    pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<SessionStep> {
         let item = self.stream.advance(input)?;
         Some(match item {
-            Item::Value(value) => self.request(value),
-            Item::Broken(reason) => Turn::Answer(Id::default().answer(Err(Error::generic(reason)))),
+            StreamItem::Value(value) => self.request(value),
+            StreamItem::Broken(reason) => SessionStep::Answer(RequestId::default().answer(Err(QmpError::generic(reason)))),
         })
     }
 
@@ -100,45 +100,45 @@ impl Session {
         self.negotiated
     }
 
-    fn request(&mut self, value: Value) -> Turn {
+    fn request(&mut self, value: Value) -> SessionStep {
         let Value::Object(mut members) = value else {
-            let error = Error::generic("QMP input must be a JSON object");
-            return Turn::Answer(Id::default().answer(Err(error)));
+            let error = QmpError::generic("QMP input must be a JSON object");
+            return SessionStep::Answer(RequestId::default().answer(Err(error)));
         };
         // Taken first: errors carry the id, too.
-        let id = Id(members.remove("id"));
-        match command(members) {
-            Err(error) => Turn::Answer(id.answer(Err(error))),
+        let id = RequestId(members.remove("id"));
+        match read_request(members) {
+            Err(error) => SessionStep::Answer(id.answer(Err(error))),
             // The only command that works without negotiation.
             Ok((name, arguments)) if name == NEGOTIATE => {
-                Turn::Answer(id.answer(self.negotiate(arguments).map(|()| Reply::Value(json!({})))))
+                SessionStep::Answer(id.answer(self.negotiate(arguments).map(|()| CommandResult::Value(json!({})))))
             }
-            Ok((name, arguments)) if self.negotiated => Turn::Execute(Call { name, arguments, id }),
-            Ok(_) => Turn::Answer(id.answer(Err(Error::new(
-                Class::CommandNotFound,
+            Ok((name, arguments)) if self.negotiated => SessionStep::Execute(CommandCall { name, arguments, id }),
+            Ok(_) => SessionStep::Answer(id.answer(Err(QmpError::new(
+                QmpErrorClass::CommandNotFound,
                 "Expecting capabilities negotiation with 'qmp_capabilities'",
             )))),
         }
     }
 
-    fn negotiate(&mut self, mut arguments: Arguments) -> Result<(), Error> {
+    fn negotiate(&mut self, mut arguments: QmpArguments) -> Result<(), QmpError> {
         if self.negotiated {
             let why = "Capabilities negotiation is already complete, command ignored";
-            return Err(Error::new(Class::CommandNotFound, why));
+            return Err(QmpError::new(QmpErrorClass::CommandNotFound, why));
         }
         let wanted: Vec<String> = arguments.optional("enable")?.unwrap_or_default();
         arguments.finish()?;
         if let Some(capability) = wanted.first() {
-            let rule = format!("asks for '{}', which the greeting does not offer", shown(capability));
-            return Err(Error::rule("enable", rule));
+            let rule = format!("asks for '{}', which the greeting does not offer", excerpt(capability));
+            return Err(QmpError::rule("enable", rule));
         }
         self.negotiated = true;
         Ok(())
     }
 }
 
-fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error> {
-    let member = |name: &str, rule: &str| Error::generic(format!("QMP input member '{name}' {rule}"));
+fn read_request(mut members: Map<String, Value>) -> Result<(String, QmpArguments), QmpError> {
+    let member = |name: &str, rule: &str| QmpError::generic(format!("QMP input member '{name}' {rule}"));
     let name = members.remove("execute");
     let arguments = members.remove("arguments");
     if members.contains_key("exec-oob") {
@@ -146,16 +146,16 @@ fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error
         return Err(member("exec-oob", rule));
     }
     if let Some(key) = members.keys().next() {
-        return Err(member(&shown(key), "is unexpected"));
+        return Err(member(&excerpt(key), "is unexpected"));
     }
     let name = match name {
         Some(Value::String(name)) => name,
         Some(_) => return Err(member("execute", "must be a string")),
-        None => return Err(Error::generic("QMP input lacks member 'execute'")),
+        None => return Err(QmpError::generic("QMP input lacks member 'execute'")),
     };
     match arguments {
-        None => Ok((name, Arguments::default())),
-        Some(Value::Object(arguments)) => Ok((name, Arguments::new(arguments))),
+        None => Ok((name, QmpArguments::default())),
+        Some(Value::Object(arguments)) => Ok((name, QmpArguments::new(arguments))),
         Some(_) => Err(member("arguments", "must be an object")),
     }
 }
@@ -165,13 +165,13 @@ mod tests {
     use super::*;
 
     /// Replies of a session; a command that would be executed is answered with its name.
-    fn answers(session: &mut Session, text: &str) -> Vec<Value> {
+    fn answers(session: &mut QmpSession, text: &str) -> Vec<Value> {
         let mut input = text.as_bytes();
         let mut answers = Vec::new();
         while let Some(turn) = session.advance(&mut input) {
             let answer = match turn {
-                Turn::Answer(answer) => answer,
-                Turn::Execute(call) => call.id.answer(Ok(Reply::Value(json!(call.name)))),
+                SessionStep::Answer(answer) => answer,
+                SessionStep::Execute(call) => call.id.answer(Ok(CommandResult::Value(json!(call.name)))),
             };
             answers.push(serde_json::to_value(answer).unwrap());
         }
@@ -180,7 +180,7 @@ mod tests {
 
     #[track_caller]
     fn check(text: &str, expected: Value) {
-        let mut session = Session::default();
+        let mut session = QmpSession::default();
         answers(&mut session, r#"{"execute":"qmp_capabilities"}"#);
         assert_eq!(answers(&mut session, text), [expected], "{text}");
     }
@@ -190,8 +190,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_executed_before_the_negotiation() {
-        let mut session = Session::default();
+    fn commands_require_negotiation() {
+        let mut session = QmpSession::default();
         let expecting =
             error("CommandNotFound", "Expecting capabilities negotiation with 'qmp_capabilities'");
         assert_eq!(answers(&mut session, r#"{"execute":"quit"}"#), [expecting]);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn the_id_comes_back_as_it_was_also_with_an_error() {
+    fn reply_has_the_id_of_its_request() {
         let id = json!({"a": [1, 2.5, "x", null, false]});
         check(&format!(r#"{{"execute":"x","id":{id}}}"#), json!({"return": "x", "id": id}));
         check(
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_refused_in_qemus_words() {
+    fn invalid_requests_have_qemus_errors() {
         let generic = |description: &str| error("GenericError", description);
         check("[1]", generic("QMP input must be a JSON object"));
         check("5 ", generic("QMP input must be a JSON object"));
@@ -242,8 +242,8 @@ mod tests {
     }
 
     #[test]
-    fn a_request_after_a_broken_one_is_heard() {
-        let mut session = Session::default();
+    fn request_after_a_parse_error_is_answered() {
+        let mut session = QmpSession::default();
         let both = answers(&mut session, "{\"execute\": '}\n{\"execute\":\"qmp_capabilities\",\"id\":1}");
         assert_eq!(
             both,

@@ -18,11 +18,11 @@ use policy::{
 };
 use serde_json::{Map, Value, json};
 
-use super::{arguments::Arguments, error::Error};
+use super::{arguments::QmpArguments, error::QmpError};
 
 /// Names of the nineteen settings in a family of commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Naming {
+pub(super) enum SettingNaming {
     Plain,
     /// Prefix `x-` and the own name.
     Property,
@@ -30,7 +30,7 @@ pub(super) enum Naming {
     Device,
 }
 
-impl Naming {
+impl SettingNaming {
     pub(super) fn name(self, setting: LimitSetting) -> String {
         match self {
             Self::Plain => setting.name().to_owned(),
@@ -64,12 +64,12 @@ pub(super) struct LimitChanges {
 }
 
 impl LimitChanges {
-    pub(super) fn read(arguments: &mut Arguments, naming: Naming) -> Result<Self, Error> {
+    pub(super) fn read(arguments: &mut QmpArguments, naming: SettingNaming) -> Result<Self, QmpError> {
         let mut given = Vec::new();
         for setting in LimitSetting::ALL {
             let key = naming.name(setting);
             if let Some(value) = arguments.number(&key, 0..=setting.maximum())? {
-                given.push((setting, value, arguments.name_of(&key)));
+                given.push((setting, value, arguments.full_name(&key)));
             }
         }
         Ok(Self { given })
@@ -91,23 +91,23 @@ impl LimitChanges {
     }
 
     /// Errors: the first broken rule, with the argument that caused it if there is one.
-    pub(super) fn apply_to(&self, limits: Limits) -> Result<Limits, Error> {
+    pub(super) fn apply_to(&self, limits: Limits) -> Result<Limits, QmpError> {
         let given: Vec<_> = self.values().collect();
-        limits.with_settings(&given).map_err(|invalid| self.refuse(&invalid))
+        limits.with_settings(&given).map_err(|invalid| self.rule_error(&invalid))
     }
 
-    fn refuse(&self, invalid: &InvalidLimit) -> Error {
+    fn rule_error(&self, invalid: &InvalidLimit) -> QmpError {
         // The last argument for the setting is the one in force.
         match self.given.iter().rfind(|(setting, ..)| *setting == invalid.setting) {
-            Some((setting, _, name)) if name == setting.name() => Error::generic(invalid.to_string()),
-            Some((.., name)) => Error::generic(format!("Parameter '{name}': {invalid}")),
-            None => Error::generic(invalid.to_string()),
+            Some((setting, _, name)) if name == setting.name() => QmpError::generic(invalid.to_string()),
+            Some((.., name)) => QmpError::generic(format!("Parameter '{name}': {invalid}")),
+            None => QmpError::generic(invalid.to_string()),
         }
     }
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Changes {
+pub(super) struct SettingChanges {
     limits: LimitChanges,
     weight: Option<u32>,
     iops_reservation: Option<u64>,
@@ -115,14 +115,14 @@ pub(super) struct Changes {
     watermark: Option<Watermark>,
 }
 
-impl Changes {
+impl SettingChanges {
     #[must_use]
     pub(super) fn with_limits(self, limits: LimitChanges) -> Self {
         Self { limits, ..self }
     }
 
     /// Reads weir's own settings.
-    pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
+    pub(super) fn read_own(arguments: &mut QmpArguments, prefix: &str) -> Result<Self, QmpError> {
         let key = |name: &str| format!("{prefix}{name}");
         let weights = u64::from(*NodeShare::WEIGHTS.start())..=u64::from(*NodeShare::WEIGHTS.end());
         let weight = arguments.number(&key("weight"), weights)?;
@@ -137,11 +137,11 @@ impl Changes {
     }
 
     /// True if they change a reservation.
-    pub(super) fn promise(&self) -> bool {
+    pub(super) fn changes_reservation(&self) -> bool {
         self.iops_reservation.is_some() || self.bps_reservation.is_some()
     }
 
-    pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
+    pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, QmpError> {
         let GroupSettings { limits, share, watermark } = before;
         // Starts from the weight alone, then adds the reservations.
         let weighted = self.weight.map_or(NodeShare::new(share.weight()), NodeShare::new).unwrap_or(share);
@@ -153,7 +153,7 @@ impl Changes {
         Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark })
     }
 
-    pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, Error> {
+    pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, QmpError> {
         let DiskSettings { limits, share, watermark } = before;
         let GroupSettings { limits, share, watermark } =
             self.apply_to(GroupSettings { limits, share, watermark })?;
@@ -162,12 +162,12 @@ impl Changes {
 }
 
 /// All nineteen settings, as in the `limits` of QEMU's throttle group.
-pub(super) fn all(limits: &Limits) -> Value {
+pub(super) fn all_limits(limits: &Limits) -> Value {
     LimitSetting::ALL.iter().map(|&setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect()
 }
 
 /// Settings other than the defaults, by their own names.
-pub(super) fn set(limits: &Limits) -> LimitValues {
+pub(super) fn set_limits(limits: &Limits) -> LimitValues {
     let is_set = |setting: &&LimitSetting| match setting {
         LimitSetting::Limit(kind, LimitPart::BurstLength) => limits.limit(*kind).burst_length_s > 1,
         setting => limits.get(**setting) > 0,
@@ -177,13 +177,13 @@ pub(super) fn set(limits: &Limits) -> LimitValues {
 }
 
 /// Limits of a `BlockDeviceInfo`: all rates, and bursts that are set.
-pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
+pub(super) fn device_limits(limits: &Limits) -> Map<String, Value> {
     let is_shown = |setting: &&LimitSetting| match setting {
         LimitSetting::Limit(_, LimitPart::Rate) => true,
         LimitSetting::Limit(kind, _) => limits.limit(*kind).burst_rate > 0,
         LimitSetting::IopsSize => limits.iops_size > 0,
     };
-    let entry = |setting: &LimitSetting| (Naming::Device.name(*setting), json!(limits.get(*setting)));
+    let entry = |setting: &LimitSetting| (SettingNaming::Device.name(*setting), json!(limits.get(*setting)));
     LimitSetting::ALL.iter().filter(is_shown).map(entry).collect()
 }
 
@@ -191,13 +191,13 @@ pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
 mod tests {
     use super::*;
 
-    fn read(naming: Naming, value: Value) -> Result<LimitChanges, String> {
-        Arguments::read_all(value, |arguments| LimitChanges::read(arguments, naming))
+    fn read(naming: SettingNaming, value: Value) -> Result<LimitChanges, String> {
+        QmpArguments::read_all(value, |arguments| LimitChanges::read(arguments, naming))
     }
 
     #[test]
-    fn every_setting_has_a_name_of_its_own_in_every_naming() {
-        for naming in [Naming::Plain, Naming::Property, Naming::Device] {
+    fn names_are_unique_in_each_naming() {
+        for naming in [SettingNaming::Plain, SettingNaming::Property, SettingNaming::Device] {
             for setting in LimitSetting::ALL {
                 let key = naming.name(setting);
                 let changes = read(naming, json!({ key.as_str(): 7 })).expect("a known key");
@@ -205,36 +205,36 @@ mod tests {
             }
         }
         assert_eq!(
-            Naming::Device.name(LimitSetting::from_name("iops-read-max-length").unwrap()),
+            SettingNaming::Device.name(LimitSetting::from_name("iops-read-max-length").unwrap()),
             "iops_rd_max_length"
         );
-        assert_eq!(Naming::Device.name(LimitSetting::from_name("bps-total").unwrap()), "bps");
+        assert_eq!(SettingNaming::Device.name(LimitSetting::from_name("bps-total").unwrap()), "bps");
     }
 
     #[test]
-    fn a_broken_rule_names_the_argument_as_the_client_wrote_it() {
-        let changes = read(Naming::Device, json!({"iops": 100, "iops_max": 50})).unwrap();
+    fn rule_error_has_the_clients_argument_name() {
+        let changes = read(SettingNaming::Device, json!({"iops": 100, "iops_max": 50})).unwrap();
         assert_eq!(
             changes.apply_to(Limits::default()).unwrap_err().to_string(),
             "Parameter 'iops_max': iops-total-max (50) is below iops-total (100); a burst rate must be at least the rate"
         );
-        let changes = read(Naming::Plain, json!({"iops-total-max": 50})).unwrap();
+        let changes = read(SettingNaming::Plain, json!({"iops-total-max": 50})).unwrap();
         assert_eq!(
             changes.apply_to(Limits::default()).unwrap_err().to_string(),
             "iops-total-max (50) is set without iops-total; set iops-total too"
         );
         assert_eq!(
-            read(Naming::Plain, json!({"bps-read": -1})).unwrap_err(),
+            read(SettingNaming::Plain, json!({"bps-read": -1})).unwrap_err(),
             "Parameter 'bps-read' (-1) is out of range; it is from 0 to 1000000000000000"
         );
     }
 
     #[test]
-    fn a_limit_takes_its_burst_along_and_a_burst_its_length() {
+    fn removing_a_limit_removes_its_burst() {
         let all =
             json!({"iops-total": 100, "iops-total-max": 500, "iops-total-max-length": 5, "iops-size": 4096});
-        let before = read(Naming::Plain, all).unwrap().apply_to(Limits::default()).unwrap();
-        let after = |change| read(Naming::Plain, change).unwrap().apply_to(before);
+        let before = read(SettingNaming::Plain, all).unwrap().apply_to(Limits::default()).unwrap();
+        let after = |change| read(SettingNaming::Plain, change).unwrap().apply_to(before);
         let mut alone = Limits::default();
         alone.limit_mut(LimitKind::IopsTotal).rate = 100;
         alone.iops_size = 4096;
@@ -246,16 +246,16 @@ mod tests {
     }
 
     #[test]
-    fn answers_show_what_qemus_show() {
+    fn results_have_qemus_form() {
         let changes =
             json!({"iops-total": 100, "iops-total-max": 500, "iops-total-max-length": 10, "iops-size": 4096});
-        let limits = read(Naming::Plain, changes.clone()).unwrap().apply_to(Limits::default()).unwrap();
-        assert_eq!(json!(set(&limits)), changes);
-        assert!(set(&Limits::default()).is_empty());
-        assert_eq!(all(&limits).as_object().unwrap().len(), 19);
-        assert_eq!(all(&Limits::default())["bps-read-max-length"], 1);
+        let limits = read(SettingNaming::Plain, changes.clone()).unwrap().apply_to(Limits::default()).unwrap();
+        assert_eq!(json!(set_limits(&limits)), changes);
+        assert!(set_limits(&Limits::default()).is_empty());
+        assert_eq!(all_limits(&limits).as_object().unwrap().len(), 19);
+        assert_eq!(all_limits(&Limits::default())["bps-read-max-length"], 1);
         assert_eq!(
-            Value::Object(of_device(&limits)),
+            Value::Object(device_limits(&limits)),
             json!({
                 "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 100, "iops_rd": 0, "iops_wr": 0,
                 "iops_max": 500, "iops_max_length": 10, "iops_size": 4096,
@@ -264,10 +264,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_given_keeps_its_value() {
+    fn omitted_settings_are_kept() {
         let given = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50});
-        let read = |arguments: &mut Arguments| Changes::read_own(arguments, "x-weir-");
-        let changes = Arguments::read_all(given, read).unwrap();
+        let read = |arguments: &mut QmpArguments| SettingChanges::read_own(arguments, "x-weir-");
+        let changes = QmpArguments::read_all(given, read).unwrap();
         let before = NodeShare::default().with_reservation(1, 2);
         let before = GroupSettings { share: before, ..GroupSettings::default() };
         let GroupSettings { share, .. } = changes.apply_to(before).unwrap();

@@ -23,28 +23,28 @@ pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
 /// Maximum nesting of arrays and objects. QEMU permits 1024; weir's commands need 4.
 pub(crate) const MAX_DEPTH: u32 = 64;
 /// Capacity kept for the next message.
-const KEPT_BYTES: usize = 16 << 10;
+const RETAINED_BYTES: usize = 16 << 10;
 
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Item {
+pub(crate) enum StreamItem {
     Value(Value),
     Broken(String),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Place {
+enum FramePosition {
     #[default]
-    Between,
+    BetweenValues,
     Inside,
     Quoted,
     /// After a backslash.
     Escaped,
     /// In a number or word at the top level.
     Scalar,
-    Lost,
+    Skipping,
 }
 
-enum Step {
+enum FrameStep {
     Skip,
     Take,
     Last,
@@ -54,37 +54,37 @@ enum Step {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Stream {
-    place: Place,
+pub(crate) struct JsonStream {
+    place: FramePosition,
     /// Stack of open brackets, innermost in the lowest bit: 1 is an object, 0 an array.
     brackets: u64,
     depth: u32,
     message: Vec<u8>,
 }
 
-impl Stream {
+impl JsonStream {
     /// Consumes bytes of `input` up to the end of a value; `None` after all are consumed.
-    pub(crate) fn advance(&mut self, input: &mut &[u8]) -> Option<Item> {
+    pub(crate) fn advance(&mut self, input: &mut &[u8]) -> Option<StreamItem> {
         while let [byte, rest @ ..] = *input {
             let byte = *byte;
             // One byte at a time: the state survives any split of the input.
             let step = self.step(byte);
-            if !matches!(step, Step::Ended) {
+            if !matches!(step, FrameStep::Ended) {
                 *input = rest;
             }
             match step {
-                Step::Skip => {}
-                Step::Take if self.message.len() < MAX_MESSAGE_BYTES => self.message.push(byte),
-                Step::Take => {
+                FrameStep::Skip => {}
+                FrameStep::Take if self.message.len() < MAX_MESSAGE_BYTES => self.message.push(byte),
+                FrameStep::Take => {
                     let reason = format!("the message is longer than {MAX_MESSAGE_BYTES} bytes");
-                    return Some(self.lose(byte, &reason));
+                    return Some(self.skip_broken(byte, &reason));
                 }
-                Step::Last => {
+                FrameStep::Last => {
                     self.message.push(byte);
                     return Some(self.complete());
                 }
-                Step::Ended => return Some(self.complete()),
-                Step::Wrong(reason) => return Some(self.lose(byte, &reason)),
+                FrameStep::Ended => return Some(self.complete()),
+                FrameStep::Wrong(reason) => return Some(self.skip_broken(byte, &reason)),
             }
         }
         None
@@ -94,117 +94,117 @@ impl Stream {
         self.message.len()
     }
 
-    fn step(&mut self, byte: u8) -> Step {
+    fn step(&mut self, byte: u8) -> FrameStep {
         match self.place {
-            Place::Lost => {
-                if is_fresh_start(byte) {
-                    self.place = Place::Between;
+            FramePosition::Skipping => {
+                if ends_skipping(byte) {
+                    self.place = FramePosition::BetweenValues;
                 }
-                Step::Skip
+                FrameStep::Skip
             }
-            Place::Between if is_space(byte) => Step::Skip,
-            Place::Between | Place::Inside => self.outside_quotes(byte),
-            Place::Quoted => self.in_quotes(byte),
-            Place::Escaped if byte >= b' ' => {
-                self.place = Place::Quoted;
-                Step::Take
+            FramePosition::BetweenValues if is_space(byte) => FrameStep::Skip,
+            FramePosition::BetweenValues | FramePosition::Inside => self.outside_quotes(byte),
+            FramePosition::Quoted => self.in_quotes(byte),
+            FramePosition::Escaped if byte >= b' ' => {
+                self.place = FramePosition::Quoted;
+                FrameStep::Take
             }
-            Place::Escaped => unfinished_string(),
-            Place::Scalar if is_scalar(byte) => Step::Take,
+            FramePosition::Escaped => unfinished_string(),
+            FramePosition::Scalar if is_scalar(byte) => FrameStep::Take,
             // The byte belongs to the next value, and is examined again.
-            Place::Scalar => Step::Ended,
+            FramePosition::Scalar => FrameStep::Ended,
         }
     }
 
-    fn outside_quotes(&mut self, byte: u8) -> Step {
-        let inside = self.place == Place::Inside;
+    fn outside_quotes(&mut self, byte: u8) -> FrameStep {
+        let inside = self.place == FramePosition::Inside;
         match byte {
             b'{' | b'[' if self.depth == MAX_DEPTH => {
-                Step::Wrong(format!("more than {MAX_DEPTH} arrays and objects within each other"))
+                FrameStep::Wrong(format!("more than {MAX_DEPTH} arrays and objects within each other"))
             }
             b'{' | b'[' => {
-                self.place = Place::Inside;
+                self.place = FramePosition::Inside;
                 self.depth += 1;
                 // 64 bits suffice for `MAX_DEPTH` levels.
                 self.brackets = self.brackets << 1 | u64::from(byte == b'{');
-                Step::Take
+                FrameStep::Take
             }
             b'}' | b']' if inside => self.close(byte),
             b'"' => {
-                self.place = Place::Quoted;
-                Step::Take
+                self.place = FramePosition::Quoted;
+                FrameStep::Take
             }
-            b',' | b':' if inside => Step::Take,
-            _ if inside && (is_space(byte) || is_scalar(byte)) => Step::Take,
+            b',' | b':' if inside => FrameStep::Take,
+            _ if inside && (is_space(byte) || is_scalar(byte)) => FrameStep::Take,
             _ if is_scalar(byte) => {
-                self.place = Place::Scalar;
-                Step::Take
+                self.place = FramePosition::Scalar;
+                FrameStep::Take
             }
-            b'}' | b']' | b',' | b':' => Step::Wrong(format!("expecting value, not '{}'", char::from(byte))),
-            _ if byte.is_ascii_graphic() => Step::Wrong(format!("stray '{}'", char::from(byte))),
-            _ => Step::Wrong(format!("stray byte 0x{byte:02x}")),
+            b'}' | b']' | b',' | b':' => FrameStep::Wrong(format!("expecting value, not '{}'", char::from(byte))),
+            _ if byte.is_ascii_graphic() => FrameStep::Wrong(format!("stray '{}'", char::from(byte))),
+            _ => FrameStep::Wrong(format!("stray byte 0x{byte:02x}")),
         }
     }
 
-    fn close(&mut self, byte: u8) -> Step {
+    fn close(&mut self, byte: u8) -> FrameStep {
         let is_object = self.brackets & 1 == 1;
         if is_object != (byte == b'}') {
             let right = if is_object { '}' } else { ']' };
-            return Step::Wrong(format!("expecting '{right}', not '{}'", char::from(byte)));
+            return FrameStep::Wrong(format!("expecting '{right}', not '{}'", char::from(byte)));
         }
         self.brackets >>= 1;
         self.depth -= 1;
-        if self.depth == 0 { Step::Last } else { Step::Take }
+        if self.depth == 0 { FrameStep::Last } else { FrameStep::Take }
     }
 
-    fn in_quotes(&mut self, byte: u8) -> Step {
+    fn in_quotes(&mut self, byte: u8) -> FrameStep {
         match byte {
-            b'"' if self.depth == 0 => Step::Last,
+            b'"' if self.depth == 0 => FrameStep::Last,
             b'"' => {
-                self.place = Place::Inside;
-                Step::Take
+                self.place = FramePosition::Inside;
+                FrameStep::Take
             }
             b'\\' => {
-                self.place = Place::Escaped;
-                Step::Take
+                self.place = FramePosition::Escaped;
+                FrameStep::Take
             }
             // Control characters must be escaped in JSON strings (RFC 8259, section 7).
             0xff | 0..b' ' => unfinished_string(),
-            _ => Step::Take,
+            _ => FrameStep::Take,
         }
     }
 
-    fn complete(&mut self) -> Item {
+    fn complete(&mut self) -> StreamItem {
         let parsed = json::parse(&self.message);
         self.restart();
-        parsed.map_or_else(|reason| Item::Broken(described(&reason)), Item::Value)
+        parsed.map_or_else(|reason| StreamItem::Broken(parse_error(&reason)), StreamItem::Value)
     }
 
-    fn lose(&mut self, at: u8, reason: &str) -> Item {
+    fn skip_broken(&mut self, at: u8, reason: &str) -> StreamItem {
         self.restart();
-        if !is_fresh_start(at) {
-            self.place = Place::Lost;
+        if !ends_skipping(at) {
+            self.place = FramePosition::Skipping;
         }
-        Item::Broken(described(reason))
+        StreamItem::Broken(parse_error(reason))
     }
 
     fn restart(&mut self) {
-        self.place = Place::Between;
+        self.place = FramePosition::BetweenValues;
         self.brackets = 0;
         self.depth = 0;
         self.message.clear();
         // Returns the memory of a large message.
-        self.message.shrink_to(KEPT_BYTES);
+        self.message.shrink_to(RETAINED_BYTES);
     }
 }
 
 /// QEMU's prefix of the error, followed by the reason.
-fn described(reason: &str) -> String {
+fn parse_error(reason: &str) -> String {
     format!("JSON parse error, {reason}")
 }
 
-fn unfinished_string() -> Step {
-    Step::Wrong("a string does not end".to_owned())
+fn unfinished_string() -> FrameStep {
+    FrameStep::Wrong("a string does not end".to_owned())
 }
 
 fn is_space(byte: u8) -> bool {
@@ -216,7 +216,7 @@ fn is_scalar(byte: u8) -> bool {
 }
 
 /// True for bytes after which parsing resumes after an error.
-fn is_fresh_start(byte: u8) -> bool {
+fn ends_skipping(byte: u8) -> bool {
     byte == b'\n' || byte == 0xff || (byte < b' ' && !is_space(byte))
 }
 
@@ -228,13 +228,13 @@ mod tests {
 
     /// Parsed values; errors are `"!"` and the text after QEMU's prefix.
     fn items(text: &[u8], piece: usize) -> Vec<Value> {
-        let mut stream = Stream::default();
+        let mut stream = JsonStream::default();
         let mut items = Vec::new();
         for mut input in text.chunks(piece) {
             while let Some(item) = stream.advance(&mut input) {
                 items.push(match item {
-                    Item::Value(value) => value,
-                    Item::Broken(reason) => {
+                    StreamItem::Value(value) => value,
+                    StreamItem::Broken(reason) => {
                         json!(reason.replace("JSON parse error, ", "!"))
                     }
                 });
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn values_follow_each_other_with_any_space_or_none() {
+    fn values_may_be_separated_by_space_or_nothing() {
         check(
             br#"{"a":"}]\"{"}[1,[2]] "s"7 {}{}"#,
             &[json!({"a": "}]\"{"}), json!([1, [2]]), json!("s"), json!(7), json!({}), json!({})],
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_is_wrong_inside_costs_nothing_but_itself() {
+    fn invalid_value_affects_only_itself() {
         check(
             br#"{foo}{"a":1,}{"a" 1}tru 1"#,
             &[
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_frame_costs_its_line() {
+    fn framing_error_skips_the_line() {
         check(
             b"} {}\n{\"a\":]} {}\n{} ' {}\n[1}\n{}",
             &[
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_that_no_text_holds_begins_afresh_wherever_it_comes() {
+    fn byte_0xff_restarts_parsing() {
         check(b"{\"a\":[\xff{}", &[json!("!stray byte 0xff"), json!({})]);
         check(b"{\"a\":\"x\xff{}", &[json!("!a string does not end"), json!({})]);
         check(b"# junk \x01{}", &[json!("!stray '#'"), json!({})]);
@@ -312,8 +312,8 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_however_long_a_message_is() {
-        let mut stream = Stream::default();
+    fn memory_is_bounded_for_endless_messages() {
+        let mut stream = JsonStream::default();
         let mut broken = 0;
         let mut input = &b"[\""[..];
         assert_eq!(stream.advance(&mut input), None);
@@ -327,6 +327,6 @@ mod tests {
         }
         assert_eq!(broken, 1);
         let mut input = &b"\"]\n {}"[..];
-        assert_eq!(stream.advance(&mut input), Some(Item::Value(json!({}))));
+        assert_eq!(stream.advance(&mut input), Some(StreamItem::Value(json!({}))));
     }
 }

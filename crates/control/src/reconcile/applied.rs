@@ -6,34 +6,34 @@ use serde_json::{Value, json};
 use settings::{DiskConfig, GroupConfig, ConfigKey, KeyTable, key::ChangePolicy};
 
 /// Report of a disk or group; `change` is `added` or `removed`.
-pub(crate) fn listed(kind: &str, name: &str, change: &str) -> Value {
+pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> Value {
     json!({ "kind": kind, "name": name, "change": change })
 }
 
 /// Report of a disk of the config file that is on another host.
-pub(crate) fn left_out(disk: &str, host: &str) -> Value {
+pub(crate) fn moved_disk_report(disk: &str, host: &str) -> Value {
     json!({ "kind": "disk", "name": disk, "change": "on-other-host", "host": host })
 }
 
 /// Report of credentials that could not be read again.
-pub(crate) fn not_read(why: &str) -> Value {
+pub(crate) fn credentials_report(why: &str) -> Value {
     json!({ "kind": "daemon", "name": "", "change": "not-read", "reason": why })
 }
 
 /// Report of an export, with its address.
-pub(crate) fn exported((name, address): (String, String), disk: &str, change: &str) -> Value {
+pub(crate) fn export_report((name, address): (String, String), disk: &str, change: &str) -> Value {
     json!({ "kind": "export", "name": name, "disk": disk, "address": address, "change": change })
 }
 
 /// Name and value of a setting.
-pub(crate) type Named = (&'static str, Value);
+pub(crate) type NamedValue = (&'static str, Value);
 
 /// Reports the settings that differ.
-pub(crate) fn settings<'a>(
+pub(crate) fn setting_reports<'a>(
     kind: &'a str,
     name: &'a str,
-    before: Vec<Named>,
-    after: Vec<Named>,
+    before: Vec<NamedValue>,
+    after: Vec<NamedValue>,
 ) -> impl Iterator<Item = Value> + 'a {
     before.into_iter().zip(after).filter(|(before, after)| before != after).map(
         move |((setting, before), (_, after))| {
@@ -46,7 +46,7 @@ pub(crate) fn settings<'a>(
 }
 
 /// Values of the keys that `which` selects, in the order of the table.
-fn values<T: KeyTable>(config: &T, which: impl Fn(&ConfigKey<T>) -> bool) -> Vec<Named> {
+fn key_values<T: KeyTable>(config: &T, which: impl Fn(&ConfigKey<T>) -> bool) -> Vec<NamedValue> {
     let value = |key: &'static ConfigKey<T>| match key.write(config) {
         Some(literal) => (key.name, Value::from(&literal)),
         // The empty name stands for no group.
@@ -56,25 +56,25 @@ fn values<T: KeyTable>(config: &T, which: impl Fn(&ConfigKey<T>) -> bool) -> Vec
     T::keys().iter().filter(|key| which(key)).map(value).collect()
 }
 
-pub(crate) fn of_limits(limits: &Limits) -> Vec<Named> {
+pub(crate) fn limit_values(limits: &Limits) -> Vec<NamedValue> {
     let settings = settings::ThrottleConfig { limits: *limits, ..settings::ThrottleConfig::default() };
-    values(&GroupConfig { settings, ..GroupConfig::default() }, |key| key.heading == "Limits")
+    key_values(&GroupConfig { settings, ..GroupConfig::default() }, |key| key.heading == "Limits")
 }
 
 /// Limits, shares and group of a running disk or group. The name is empty if it is in no group.
-pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
+pub(crate) fn throttle_values(settings: &GroupSettings, group: &str) -> Vec<NamedValue> {
     let settings = settings::ThrottleConfig::from_running(settings);
     let group = (!group.is_empty()).then(|| group.to_owned());
     let config = GroupConfig { settings, group, ..GroupConfig::default() };
-    values(&config, |key| key.name != "cluster")
+    key_values(&config, |key| key.name != "cluster")
 }
 
 /// Settings of a disk that can change at run time.
-pub(crate) fn of_disk(disk: &DiskConfig) -> Vec<Named> {
-    values(disk, |key| key.change == ChangePolicy::Apply)
+pub(crate) fn disk_values(disk: &DiskConfig) -> Vec<NamedValue> {
+    key_values(disk, |key| key.change == ChangePolicy::Apply)
 }
 
 /// As [`of_disk`], without limits, shares and group, which change together with those of others.
-pub(crate) fn of_disk_alone(disk: &DiskConfig) -> Vec<Named> {
-    values(disk, |key| key.change == ChangePolicy::Apply && GroupConfig::key(key.name).is_none())
+pub(crate) fn disk_only_values(disk: &DiskConfig) -> Vec<NamedValue> {
+    key_values(disk, |key| key.change == ChangePolicy::Apply && GroupConfig::key(key.name).is_none())
 }

@@ -20,15 +20,15 @@ use settings::{
 };
 
 use crate::{
-    registry::{Refused, Registry, RunningDisk, RunningExport},
-    wanted::{Running, Wanted, Way},
+    registry::{RegistryError, Registry, RunningDisk, RunningExport},
+    wanted::{RunningExportIndex, PlannedExport, PlannedEndpoint},
 };
 
 const REMEDY: &str = "remove the disk from the file, reload, and add it again; or restart weir";
 
 /// Difference, by index in the new plan, or by name for objects that are not in it.
 #[derive(Debug, Default)]
-pub struct Difference {
+pub struct PlanDifference {
     pub(crate) new_groups: Vec<usize>,
     pub(crate) kept_groups: Vec<usize>,
     /// Nested groups before those that contain them.
@@ -38,11 +38,11 @@ pub struct Difference {
     pub(crate) old_disks: Vec<String>,
     /// Servers of the plan that do not run.
     pub(crate) new_servers: Vec<usize>,
-    pub(crate) new_exports: Vec<Wanted>,
-    pub(crate) old_exports: Vec<Wanted>,
+    pub(crate) new_exports: Vec<PlannedExport>,
+    pub(crate) old_exports: Vec<PlannedExport>,
 }
 
-impl Difference {
+impl PlanDifference {
     /// Difference between the running state, which `before` was applied to, and `plan`.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ impl Difference {
         (draft, plan): (&ParsedConfig, &DesiredState),
     ) -> anyhow::Result<Self> {
         check_service(&before.process, &plan.process, draft)?;
-        Self::of(registry, Some(before), plan).await
+        Self::between(registry, Some(before), plan).await
     }
 
     /// Difference from a registry without the plan's objects, in two parts. The second part has the
@@ -66,7 +66,7 @@ impl Difference {
         plan: &DesiredState,
         is_late: impl Fn(&PlacedDisk) -> bool,
     ) -> anyhow::Result<(Self, Self)> {
-        let mut first = Self::of(registry, None, plan).await?;
+        let mut first = Self::between(registry, None, plan).await?;
         let (late, new_disks) = first.new_disks.into_iter().partition(|&index| is_late(&plan.disks[index]));
         first.new_disks = new_disks;
         let mut second = Self { new_disks: late, ..Self::default() };
@@ -84,35 +84,35 @@ impl Difference {
     /// Difference that adds one disk of the plan with its exports.
     pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Self {
         let new_disks = plan.disks.iter().position(|disk| disk.name == name).into_iter().collect();
-        Self { new_disks, new_exports: Wanted::of_disk(plan, name), ..Self::default() }
+        Self { new_disks, new_exports: PlannedExport::of_disk(plan, name), ..Self::default() }
     }
 
-    pub(super) async fn of(registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<Self> {
+    pub(super) async fn between(registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<Self> {
         let mut found = Self::default();
-        found.of_groups(registry, before, plan)?;
-        found.of_disks(registry, before, plan)?;
+        found.compare_groups(registry, before, plan)?;
+        found.compare_disks(registry, before, plan)?;
         let is_new =
             |(_, server): &(usize, &settings::NbdServerSpec)| registry.exports.server_at(&server.endpoint).is_none();
         found.new_servers = plan.servers.iter().enumerate().filter(is_new).map(|(index, _)| index).collect();
         // An export with other settings is in both lists: removed, then added.
-        let (old, new) = (before.map(Wanted::all).unwrap_or_default(), Wanted::all(plan));
+        let (old, new) = (before.map(PlannedExport::all).unwrap_or_default(), PlannedExport::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
-        let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
+        let is_in = |all: &HashMap<&str, Vec<&PlannedExport>>, one: &PlannedExport| {
             all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
         };
-        let running = Running::of(registry);
-        let is_there = |wanted: &Wanted| running.find(wanted).is_some();
-        let is_old = |one: &&Wanted| !is_in(&of_new, one) && is_there(one);
+        let running = RunningExportIndex::of(registry);
+        let is_there = |wanted: &PlannedExport| running.find(wanted).is_some();
+        let is_old = |one: &&PlannedExport| !is_in(&of_new, one) && is_there(one);
         found.old_exports = old.iter().filter(is_old).cloned().collect();
-        let is_new = |one: &&Wanted| !is_in(&of_old, one) || !is_there(one);
+        let is_new = |one: &&PlannedExport| !is_in(&of_old, one) || !is_there(one);
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // An export that a client added may equal one of the file.
-        found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
+        found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.has_same_endpoint(one)));
         found.check_unused(registry, &running, plan).await?;
         Ok(found)
     }
 
-    fn of_groups(&mut self, registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<()> {
+    fn compare_groups(&mut self, registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
             let place = group.own_origin();
             let Ok(running) = registry.groups.get(&group.name) else {
@@ -141,7 +141,7 @@ impl Difference {
         Ok(())
     }
 
-    fn of_disks<'p>(
+    fn compare_disks<'p>(
         &mut self,
         registry: &Registry,
         before: Option<&'p DesiredState>,
@@ -172,7 +172,7 @@ impl Difference {
                 continue;
             };
             let old = known.get(disk.name.as_str());
-            let keys = old.map_or_else(|| fixed_of_running(&running, disk), |old| fixed(old, disk));
+            let keys = old.map_or_else(|| fixed_differences_of_running(&running, disk), |old| fixed_differences(old, disk));
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
@@ -184,15 +184,15 @@ impl Difference {
     }
 
     /// Fails if an object to remove is in use.
-    async fn check_unused(&self, registry: &Registry, running: &Running, plan: &DesiredState) -> anyhow::Result<()> {
+    async fn check_unused(&self, registry: &Registry, running: &RunningExportIndex, plan: &DesiredState) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
             let Some(export) = running.find(one) else { continue };
             let unused = export.check_unused().await;
-            match self.new_exports.iter().find(|new| new.is_at(one)) {
+            match self.new_exports.iter().find(|new| new.has_same_endpoint(one)) {
                 Some(new) => unused.with_context(|| {
                     let keys = one.differences(new).join(", ");
-                    format!("{}: {keys}: cannot be changed now", shown(place_of(plan, new)))
+                    format!("{}: {keys}: cannot be changed now", origin_text(export_origin(plan, new)))
                 })?,
                 None => unused?,
             }
@@ -203,7 +203,7 @@ impl Difference {
                 !export.is_ending() && !old.iter().any(|old| Rc::ptr_eq(old, export))
             };
             if let Some(export) = registry.exports.of_disk(name).iter().find(stays) {
-                bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
+                bail!(RegistryError::Exported { disk: name.clone(), export: export.id.clone() });
             }
         }
         let planned: HashMap<_, _> = plan.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
@@ -219,14 +219,14 @@ impl Difference {
         for name in &self.old_groups {
             let members = all_members.remove(&Arc::as_ptr(&registry.groups.get(name)?)).unwrap_or_default();
             if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
-                bail!(Refused::HasMembers { group: name.clone(), member });
+                bail!(RegistryError::HasMembers { group: name.clone(), member });
             }
         }
         Ok(())
     }
 }
 
-fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
+fn by_disk(all: &[PlannedExport]) -> HashMap<&str, Vec<&PlannedExport>> {
     let mut by_disk: HashMap<_, Vec<_>> = HashMap::new();
     for wanted in all {
         by_disk.entry(wanted.disk.as_str()).or_default().push(wanted);
@@ -235,29 +235,29 @@ fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
 }
 
 /// Place of an export in the config file.
-pub(crate) fn place_of<'p>(plan: &'p DesiredState, wanted: &Wanted) -> Option<&'p Origin> {
+pub(crate) fn export_origin<'p>(plan: &'p DesiredState, wanted: &PlannedExport) -> Option<&'p Origin> {
     let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
     let is_it = |export: &ExportConfig| match (export, &wanted.way) {
-        (ExportConfig::Target(door), Way::Own(wanted)) => door == wanted,
-        (ExportConfig::Nbd(export), Way::Nbd { endpoint, .. }) => export.listen == *endpoint,
+        (ExportConfig::Target(door), PlannedEndpoint::Separate(wanted)) => door == wanted,
+        (ExportConfig::Nbd(export), PlannedEndpoint::Nbd { endpoint, .. }) => export.listen == *endpoint,
         _ => false,
     };
     let place = disk.exports.iter().position(is_it).and_then(|index| disk.item_origin("export", index, ""));
     Some(place.unwrap_or_else(|| disk.origin("name")))
 }
 
-fn shown(place: Option<&Origin>) -> String {
+fn origin_text(place: Option<&Origin>) -> String {
     place.map(Origin::to_string).unwrap_or_default()
 }
 
 /// Differing keys that cannot change at run time.
-pub(crate) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
+pub(crate) fn fixed_differences(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
     old.differences(new).filter(|key| key.change == ChangePolicy::Reject).map(|key| key.name).collect()
 }
 
 /// As [`fixed`], for a disk that was added over the control socket: the file may omit the format,
 /// and have the passphrase in a file instead of a secret object.
-fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
+fn fixed_differences_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
     let old = &running.config;
     let is_same_file = match (old.image.path(), new.image.path()) {
         (Some(old), Some(new)) => std::path::absolute(old).ok() == std::path::absolute(new).ok(),
@@ -267,11 +267,11 @@ fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str
     if is_same_file {
         new.image.clone_from(&old.image);
     }
-    let has_secret = running.only_here == Some("key-secret") && !new.qcow2.secrets.is_empty();
+    let has_secret = running.host_local_option == Some("key-secret") && !new.qcow2.secrets.is_empty();
     if has_secret {
         new.qcow2.secrets.clone_from(&old.qcow2.secrets);
     }
-    fixed(old, &new).into_iter().chain(running.only_here.filter(|_| !has_secret)).collect()
+    fixed_differences(old, &new).into_iter().chain(running.host_local_option.filter(|_| !has_secret)).collect()
 }
 
 /// Fails if a key of the process changed that is fixed at run time. `draft` has the places of the

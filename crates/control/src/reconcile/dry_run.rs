@@ -11,13 +11,13 @@ use serde_json::Value;
 use settings::{ListenAddress, ListenEndpoint};
 
 use super::{
-    Difference, Reconciliation, applied,
-    seats::{Node, Seat},
+    PlanDifference, Reconciliation, applied,
+    seats::{GroupOrDisk, MemberPlacement},
 };
 use crate::{
     doors,
-    listen::{self, Others},
-    wanted::{Wanted, Way},
+    listen::{self, AddressConflictRule},
+    wanted::{PlannedExport, PlannedEndpoint},
 };
 
 impl Reconciliation<'_> {
@@ -25,90 +25,90 @@ impl Reconciliation<'_> {
     ///
     /// # Errors
     /// Reason for which a reload would fail.
-    pub(crate) async fn foresee(&mut self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
+    pub(crate) async fn dry_run(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<Value>> {
         self.check_doors(difference)?;
-        let (silent, found) = self.look_at_images(difference, Others::AreInTheWay).await?;
+        let (silent, found) = self.check_images(difference, AddressConflictRule::Rejected).await?;
         // A reload stops at the first error, too.
         if let Some(first) = found.into_iter().next() {
             return Err(first);
         }
         let silent: BTreeSet<_> = silent.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
-        self.look_at_sockets(difference)?;
+        self.check_sockets(difference)?;
         self.look_at_hosts_files(difference).await?;
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = applied::of_disk_alone(&self.registry.disks.get(&planned.name)?.current_config());
-            all.extend(applied::settings("disk", &planned.name, now, applied::of_disk_alone(planned)));
+            let now = applied::disk_only_values(&self.registry.disks.get(&planned.name)?.current_config());
+            all.extend(applied::setting_reports("disk", &planned.name, now, applied::disk_only_values(planned)));
         }
         let groups = &self.plan.groups;
         for (index, planned) in groups.iter().enumerate() {
             if difference.new_groups.binary_search(&index).is_ok() {
-                all.push(applied::listed("group", &planned.name, "added"));
+                all.push(applied::object_report("group", &planned.name, "added"));
             }
         }
         for (index, planned) in groups.iter().enumerate() {
             if difference.new_groups.binary_search(&index).is_err() {
-                let node = Node::Group(self.registry.groups.get(&planned.name)?);
+                let node = GroupOrDisk::Group(self.registry.groups.get(&planned.name)?);
                 // A reload never moves a group.
-                let now = Seat::now(&node);
-                let wanted = Seat { settings: self.of_group(planned, &now.settings), ..now.clone() };
-                all.extend(applied::settings("group", &planned.name, now.values(), wanted.values()));
+                let now = MemberPlacement::current(&node);
+                let wanted = MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now.clone() };
+                all.extend(applied::setting_reports("group", &planned.name, now.values(), wanted.values()));
             }
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = Seat::now(&Node::Disk(self.registry.disks.get(&planned.name)?.disk.clone()));
+            let now = MemberPlacement::current(&GroupOrDisk::Disk(self.registry.disks.get(&planned.name)?.disk.clone()));
             let group = planned.group.as_deref().unwrap_or("");
-            let wanted = applied::of_throttle(&self.of_disk(planned), group);
-            all.extend(applied::settings("disk", &planned.name, now.values(), wanted));
+            let wanted = applied::throttle_values(&self.disk_settings(planned), group);
+            all.extend(applied::setting_reports("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
         let becomes = |name| if silent.contains(name) { "unavailable" } else { "added" };
-        all.extend(new_disks.map(|name| applied::listed("disk", name, becomes(name))));
-        let is_open = |one: &&Wanted| !silent.contains(&one.disk);
+        all.extend(new_disks.map(|name| applied::object_report("disk", name, becomes(name))));
+        let is_open = |one: &&PlannedExport| !silent.contains(&one.disk);
         let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();
         let exports = [(&difference.old_exports, "removed"), (&new_exports, "added")];
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
         {
-            all.push(applied::exported(wanted.told(self.registry), &wanted.disk, change));
+            all.push(applied::export_report(wanted.name_and_address(self.registry), &wanted.disk, change));
         }
-        all.extend(difference.old_disks.iter().map(|name| applied::listed("disk", name, "removed")));
-        all.extend(difference.old_groups.iter().map(|name| applied::listed("group", name, "removed")));
+        all.extend(difference.old_disks.iter().map(|name| applied::object_report("disk", name, "removed")));
+        all.extend(difference.old_groups.iter().map(|name| applied::object_report("group", name, "removed")));
         Ok(all)
     }
 
     /// Devices and files of this host for new exports.
-    async fn look_at_hosts_files(&self, difference: &Difference) -> anyhow::Result<()> {
+    async fn look_at_hosts_files(&self, difference: &PlanDifference) -> anyhow::Result<()> {
         for wanted in &difference.new_exports {
-            let Way::Own(door) = &wanted.way else { continue };
+            let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
             let of_call = door.clone();
             let there = reactor::run_blocking(move || doors::check_host(&of_call)).await;
-            there.map_err(|error| self.at(wanted, error))?;
+            there.map_err(|error| self.with_export_place(wanted, error))?;
         }
         Ok(())
     }
 
-    fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {
+    fn check_sockets(&self, difference: &PlanDifference) -> anyhow::Result<()> {
         for &index in &difference.new_servers {
             let server = &self.plan.servers[index];
             let ListenEndpoint::Address(address) = &server.endpoint else { continue };
-            let place = || self.place_of_first(server);
+            let place = || self.first_export_place(server);
             if let Some(sandbox) = self.registry.sandbox() {
                 sandbox.check_address(address).with_context(place)?;
             }
-            listen::check(address, Others::MayHave).with_context(place)?;
+            listen::check(address, AddressConflictRule::Tolerated).with_context(place)?;
         }
         for wanted in &difference.new_exports {
-            if let Way::Own(settings::ExportTarget::VhostUserBlk(machine)) = &wanted.way
+            if let PlannedEndpoint::Separate(settings::ExportTarget::VhostUserBlk(machine)) = &wanted.way
                 && let Some(path) = machine.socket.path().filter(|_| !machine.client)
             {
                 let address = ListenAddress::Unix(path.to_owned());
                 if let Some(sandbox) = self.registry.sandbox() {
-                    sandbox.check_address(&address).map_err(|error| self.at(wanted, error))?;
+                    sandbox.check_address(&address).map_err(|error| self.with_export_place(wanted, error))?;
                 }
-                listen::check(&address, Others::MayHave).map_err(|error| self.at(wanted, error))?;
+                listen::check(&address, AddressConflictRule::Tolerated).map_err(|error| self.with_export_place(wanted, error))?;
             }
         }
         Ok(())

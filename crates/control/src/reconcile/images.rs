@@ -11,8 +11,8 @@ use anyhow::{Context as _, ensure};
 use image::Image;
 use settings::{PlacedDisk, SecretSource};
 
-use super::{Difference, Occasion, Reconciliation};
-use crate::{opening::Trial, reconcile::source::Source};
+use super::{PlanDifference, ReconcileReason, Reconciliation};
+use crate::{opening::ImageOpenAttempt, reconcile::source::StartSource};
 
 impl Reconciliation<'_> {
     /// Opens the images of the new disks, each with the index of its disk in the plan. Changes
@@ -22,8 +22,8 @@ impl Reconciliation<'_> {
     /// The first image that cannot be opened, with its place in the config file.
     pub async fn open(
         &mut self,
-        difference: &Difference,
-        source: &dyn Source,
+        difference: &PlanDifference,
+        source: &dyn StartSource,
     ) -> anyhow::Result<Vec<(usize, Image)>> {
         self.check_doors(difference)?;
         let mut trials = Vec::new();
@@ -31,25 +31,25 @@ impl Reconciliation<'_> {
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let checked = self.registry.check_image(&planned.image).await;
-            self.placed(planned, checked)?;
-            if self.occasion != Occasion::Start {
-                check_secrets(planned).await?;
+            self.with_image_place(planned, checked)?;
+            if self.occasion != ReconcileReason::Start {
+                check_secret_files(planned).await?;
             }
-            let opening = self.assembly.opening(planned).await;
-            let opening = self.placed(planned, opening)?;
-            if self.occasion == Occasion::Start && !planned.image.is_remote() {
+            let opening = self.assembly.open_request(planned).await;
+            let opening = self.with_image_place(planned, opening)?;
+            if self.occasion == ReconcileReason::Start && !planned.image.is_remote() {
                 let opened = opening.open().await;
-                images.push((index, self.opened(planned, opened, &images)?));
+                images.push((index, self.with_holder(planned, opened, &images)?));
             } else {
-                let is_awaited = self.is_awaited(&planned.name, source);
-                trials.push((index, Trial::begin(opening, is_awaited)));
+                let is_awaited = self.has_no_deadline(&planned.name, source);
+                trials.push((index, ImageOpenAttempt::begin(opening, is_awaited)));
             }
         }
         for (index, trial) in trials {
             let planned = &self.plan.disks[index];
             match trial.outcome().await {
-                Ok(opened) => images.push((index, self.opened(planned, opened, &images)?)),
-                Err(silent) => self.silent.push((planned.name.clone(), silent)),
+                Ok(opened) => images.push((index, self.with_holder(planned, opened, &images)?)),
+                Err(silent) => self.unavailable.push((planned.name.clone(), silent)),
             }
         }
         // Listed in the order of the plan, independent of the order of completion.
@@ -59,25 +59,25 @@ impl Reconciliation<'_> {
 
     /// True for disks without a deadline: disks that clients of the old process use, and the only
     /// disk of a command line.
-    fn is_awaited(&self, disk: &str, source: &dyn Source) -> bool {
-        self.occasion == Occasion::Start && (self.is_alone() || source.has_disk(disk))
+    fn has_no_deadline(&self, disk: &str, source: &dyn StartSource) -> bool {
+        self.occasion == ReconcileReason::Start && (self.is_only_disk() || source.has_disk(disk))
     }
 
-    pub(super) fn is_alone(&self) -> bool {
-        self.plan.disks.len() == 1 && !self.is_of_a_file()
+    pub(super) fn is_only_disk(&self) -> bool {
+        self.plan.disks.len() == 1 && !self.has_config_file()
     }
 
     /// Adds the disk that has the image open to an error, including disks that are opened together
     /// with it.
-    fn opened(
+    fn with_holder(
         &self,
         planned: &PlacedDisk,
         opened: anyhow::Result<Image>,
         others: &[(usize, Image)],
     ) -> anyhow::Result<Image> {
         let others = others.iter().map(|(index, image)| (&*self.plan.disks[*index].name, image));
-        let opened = opened.map_err(|error| self.registry.naming_holder_of(error, others));
-        let opened = self.placed(planned, opened);
+        let opened = opened.map_err(|error| self.registry.with_holder_if_lock_error(error, others));
+        let opened = self.with_image_place(planned, opened);
         match self.registry.cluster().and_then(|cluster| cluster.moved_to(&planned.name)) {
             // A lock held by the migration's target is the likely cause.
             Some(host) => opened.with_context(|| format!("disk {} has moved to host {host}", planned.name)),
@@ -86,8 +86,8 @@ impl Reconciliation<'_> {
     }
 
     /// Adds the place of the image in the config file. On a command line it is obvious.
-    pub(super) fn placed<T>(&self, planned: &PlacedDisk, result: anyhow::Result<T>) -> anyhow::Result<T> {
-        match self.is_of_a_file() {
+    pub(super) fn with_image_place<T>(&self, planned: &PlacedDisk, result: anyhow::Result<T>) -> anyhow::Result<T> {
+        match self.has_config_file() {
             true => result.with_context(|| planned.origin("image").clone()),
             false => result,
         }
@@ -95,7 +95,7 @@ impl Reconciliation<'_> {
 }
 
 /// Fails if a passphrase comes from a pipe: a reload that waits for one blocks all later reloads.
-pub(crate) async fn check_secrets(disk: &PlacedDisk) -> anyhow::Result<()> {
+pub(crate) async fn check_secret_files(disk: &PlacedDisk) -> anyhow::Result<()> {
     for source in &disk.qcow2.secrets {
         let SecretSource::File(path) = source else { continue };
         // A missing file passes here; the reader reports it.

@@ -11,8 +11,8 @@ use image::Image;
 use nix::unistd::{AccessFlags, access};
 use settings::{PlacedDisk, SecretSource};
 
-use super::{Difference, Occasion, Reconciliation, check_secrets};
-use crate::{assemble, bitmaps, doors, listen::Others, looking, opening::Trial};
+use super::{PlanDifference, ReconcileReason, Reconciliation, check_secret_files};
+use crate::{assemble, bitmaps, doors, listen::AddressConflictRule, looking, opening::ImageOpenAttempt};
 
 impl Reconciliation<'_> {
     /// Tries the images of all new disks. Returns the indices of those whose storage does not
@@ -22,26 +22,26 @@ impl Reconciliation<'_> {
     ///
     /// # Errors
     /// A group cannot be created.
-    pub async fn look_at_images(
+    pub async fn check_images(
         &mut self,
-        difference: &Difference,
-        others: Others,
+        difference: &PlanDifference,
+        others: AddressConflictRule,
     ) -> anyhow::Result<(Vec<(usize, String)>, Vec<anyhow::Error>)> {
-        if self.occasion == Occasion::Start {
+        if self.occasion == ReconcileReason::Start {
             // Creates the groups, so that disks are checked with their groups' reservations.
-            self.seat(difference, Vec::new())?;
+            self.place_members(difference, Vec::new())?;
         }
         let (mut silent, mut found) = (Vec::new(), Vec::new());
         let mut files = match self.occasion {
-            Occasion::Start => looking::Files::default(),
-            Occasion::Reload | Occasion::Retry => looking::Files::of(self.registry),
+            ReconcileReason::Start => looking::TrialFiles::default(),
+            ReconcileReason::Reload | ReconcileReason::Retry => looking::TrialFiles::of_running_disks(self.registry),
         };
         let mut trials = BTreeMap::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             // All servers concurrently: each may take until the deadline.
             if planned.image.is_remote()
-                && let Some(trial) = self.begin_look(planned, others, &mut found).await
+                && let Some(trial) = self.begin_check(planned, others, &mut found).await
             {
                 trials.insert(index, trial);
             }
@@ -51,13 +51,13 @@ impl Reconciliation<'_> {
             let trial = match trials.remove(&index) {
                 // Its error was already recorded above.
                 None if planned.image.is_remote() => continue,
-                None => self.begin_look(planned, others, &mut found).await,
+                None => self.begin_check(planned, others, &mut found).await,
                 trial => trial,
             };
             let Some(trial) = trial else { continue };
             let looked = match trial.outcome().await {
                 // A start has no deadline for an image on this host.
-                Err(one) if self.occasion == Occasion::Start && !planned.image.is_remote() => {
+                Err(one) if self.occasion == ReconcileReason::Start && !planned.image.is_remote() => {
                     Err(anyhow!("{one}: a start waits until it answers (restore its file system)"))
                 }
                 Err(one) => {
@@ -65,19 +65,19 @@ impl Reconciliation<'_> {
                     continue;
                 }
                 Ok(Err(error)) => Err(error),
-                Ok(Ok(image)) => self.look_at_image(index, image, (others, &mut files)).await,
+                Ok(Ok(image)) => self.check_image(index, image, (others, &mut files)).await,
             };
             found.extend(looked.with_context(|| planned.origin("image").clone()).err());
         }
         Ok((silent, found))
     }
 
-    async fn begin_look(
+    async fn begin_check(
         &mut self,
         planned: &PlacedDisk,
-        others: Others,
+        others: AddressConflictRule,
         found: &mut Vec<anyhow::Error>,
-    ) -> Option<Trial> {
+    ) -> Option<ImageOpenAttempt> {
         let origin = || planned.origin("image").clone();
         if let Some(path) = planned.image.path().filter(|_| !planned.read_only).map(Path::to_owned) {
             // The trial opens read-only, which does not show a missing write permission.
@@ -87,22 +87,22 @@ impl Reconciliation<'_> {
         }
         if !secrets_are_files(planned).await {
             // Only a start waits for a pipe.
-            if self.occasion != Occasion::Start {
-                found.extend(check_secrets(planned).await.err());
+            if self.occasion != ReconcileReason::Start {
+                found.extend(check_secret_files(planned).await.err());
             }
             return None;
         }
-        let mut looked = looking::alone(planned);
+        let mut looked = looking::trial_config(planned);
         // An image on another host does not reveal whether the daemon of this config has it open.
-        looked.force_share |= others == Others::MayHave;
+        looked.force_share |= others == AddressConflictRule::Tolerated;
         let opening = async {
             self.registry.check_image(&planned.image).await?;
-            self.assembly.opening(&looked).await
+            self.assembly.open_request(&looked).await
         };
         match opening.await.with_context(origin) {
             Ok(opening) => {
-                let is_awaited = self.is_alone();
-                Some(Trial::begin(opening, is_awaited))
+                let is_awaited = self.is_only_disk();
+                Some(ImageOpenAttempt::begin(opening, is_awaited))
             }
             Err(error) => {
                 found.push(error);
@@ -111,28 +111,28 @@ impl Reconciliation<'_> {
         }
     }
 
-    async fn look_at_image(
+    async fn check_image(
         &mut self,
         index: usize,
         image: Image,
-        (others, files): (Others, &mut looking::Files),
+        (others, files): (AddressConflictRule, &mut looking::TrialFiles),
     ) -> anyhow::Result<()> {
         let planned = &self.plan.disks[index];
         looking::check_marks(planned, &image)?;
-        files.take(planned, &image)?;
-        let group = planned.group.as_ref().filter(|_| self.occasion == Occasion::Start);
+        files.add(planned, &image)?;
+        let group = planned.group.as_ref().filter(|_| self.occasion == ReconcileReason::Start);
         let group = group.and_then(|group| self.registry.groups.get(group).ok());
         // Checks the limits, reservations and memory of the disk as a side effect.
-        let running = assemble::disk(&looking::alone(planned), group.as_ref(), image)?;
-        bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
+        let running = assemble::build_disk(&looking::trial_config(planned), group.as_ref(), image)?;
+        bitmaps::find_bitmaps(&running, &planned.qcow2.bitmaps).await?;
         for export in self.plan.exports.iter().filter(|export| export.disk == index) {
             doors::check_size(&running.disk, &export.door)?;
         }
-        if self.occasion == Occasion::Start {
+        if self.occasion == ReconcileReason::Start {
             self.registry.add_disk(running)?;
         }
         // A reload of a disk with handover takes no lock, whichever process has it.
-        let takes_lock = self.occasion == Occasion::Start || !planned.handover;
+        let takes_lock = self.occasion == ReconcileReason::Start || !planned.handover;
         let path = planned.image.path().filter(|_| !planned.force_share && takes_lock);
         if let Some(path) = path.map(Path::to_owned) {
             let read_only = planned.read_only;
@@ -140,7 +140,7 @@ impl Reconciliation<'_> {
             // With handover a start takes no lock: a weir process that has it may be about to
             // release it.
             let is_in_the_way = |holder: Option<&str>| {
-                others == Others::AreInTheWay && !planned.handover
+                others == AddressConflictRule::Rejected && !planned.handover
                     || holder.is_some_and(|name| !name.starts_with("weir"))
             };
             if let Some(error) = in_use.filter(|error| is_in_the_way(error.holder.as_deref())) {

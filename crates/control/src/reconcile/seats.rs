@@ -13,30 +13,30 @@ use block::{
 };
 use policy::throttle::{ThrottleError, NodeShare};
 
-use super::applied::{self, Named};
+use super::applied::{self, NamedValue};
 
 /// Settings of a disk or group, and the group that contains a disk.
 #[derive(Clone)]
-pub(crate) struct Seat {
-    pub(crate) node: Node,
+pub(crate) struct MemberPlacement {
+    pub(crate) node: GroupOrDisk,
     pub(crate) settings: GroupSettings,
     pub(crate) group: Option<Arc<ThrottleGroup>>,
 }
 
 #[derive(Clone)]
-pub(crate) enum Node {
+pub(crate) enum GroupOrDisk {
     Group(Arc<ThrottleGroup>),
     Disk(Arc<Disk>),
 }
 
-impl Seat {
+impl MemberPlacement {
     /// Current settings.
-    pub(crate) fn now(node: &Node) -> Self {
+    pub(crate) fn current(node: &GroupOrDisk) -> Self {
         match node {
-            Node::Group(group) => {
+            GroupOrDisk::Group(group) => {
                 Self { node: node.clone(), settings: group.settings(), group: group.parent().cloned() }
             }
-            Node::Disk(disk) => {
+            GroupOrDisk::Disk(disk) => {
                 let DiskSettings { limits, share, watermark } = disk.throttle().settings();
                 let settings = GroupSettings { limits, share, watermark };
                 Self { node: node.clone(), settings, group: disk.throttle().group() }
@@ -44,8 +44,8 @@ impl Seat {
         }
     }
 
-    pub(crate) fn without_promises(mut self) -> Self {
-        self.settings.share = promising_nothing(self.settings.share);
+    pub(crate) fn without_reservations(mut self) -> Self {
+        self.settings.share = without_reservation(self.settings.share);
         self
     }
 
@@ -53,35 +53,35 @@ impl Seat {
     ///
     /// # Errors
     /// Reason of the rejection; the object is unchanged.
-    pub(crate) fn take(&self) -> Result<(), ThrottleError> {
+    pub(crate) fn apply(&self) -> Result<(), ThrottleError> {
         let GroupSettings { limits, share, watermark } = self.settings;
         match &self.node {
             // A quota changes the limits concurrently; keep those in force.
-            Node::Group(group) if group.quota_lease().is_some() => {
+            GroupOrDisk::Group(group) if group.quota_lease().is_some() => {
                 group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
             }
-            Node::Group(group) => group.set(self.settings),
-            Node::Disk(disk) => {
+            GroupOrDisk::Group(group) => group.set(self.settings),
+            GroupOrDisk::Disk(disk) => {
                 disk.throttle().configure_and_move(DiskSettings { limits, share, watermark }, self.group.as_ref())
             }
         }
     }
 
     /// Settings by name.
-    pub(crate) fn values(&self) -> Vec<Named> {
-        applied::of_throttle(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
+    pub(crate) fn values(&self) -> Vec<NamedValue> {
+        applied::throttle_values(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
     }
 
     /// Kind and name of the object.
-    pub(crate) fn named(&self) -> (&'static str, String) {
+    pub(crate) fn kind_and_name(&self) -> (&'static str, String) {
         match &self.node {
-            Node::Group(group) => ("group", group.name().to_owned()),
-            Node::Disk(disk) => ("disk", disk.name().to_string()),
+            GroupOrDisk::Group(group) => ("group", group.name().to_owned()),
+            GroupOrDisk::Disk(disk) => ("disk", disk.name().to_string()),
         }
     }
 }
 
-pub(crate) fn promising_nothing(share: NodeShare) -> NodeShare {
+pub(crate) fn without_reservation(share: NodeShare) -> NodeShare {
     share.with_reservation(0, 0)
 }
 
@@ -90,18 +90,18 @@ pub(crate) fn promising_nothing(share: NodeShare) -> NodeShare {
 /// # Errors
 /// The first seat that is rejected; others may be in force by then. Applying the previous seats
 /// always succeeds.
-pub(crate) fn put(seats: &[Seat]) -> anyhow::Result<()> {
-    let take = |seat: &Seat| {
-        seat.take().with_context(|| {
-            let (kind, name) = seat.named();
+pub(crate) fn apply_all(seats: &[MemberPlacement]) -> anyhow::Result<()> {
+    let take = |seat: &MemberPlacement| {
+        seat.apply().with_context(|| {
+            let (kind, name) = seat.kind_and_name();
             format!("{kind} {name}")
         })
     };
     for seat in seats {
-        take(&Seat::now(&seat.node).without_promises())?;
+        take(&MemberPlacement::current(&seat.node).without_reservations())?;
     }
     for seat in seats {
-        take(&seat.clone().without_promises())?;
+        take(&seat.clone().without_reservations())?;
     }
     seats.iter().try_for_each(take)
 }

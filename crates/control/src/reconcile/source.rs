@@ -7,13 +7,13 @@ use settings::{ListenAddress, ListenEndpoint};
 use storage::PassedFiles;
 
 use crate::{
-    listen::{Inherited, Listener},
+    listen::{InheritedSockets, BoundListener},
     registry::Registry,
-    wanted::Wanted,
+    wanted::PlannedExport,
 };
 
 /// Objects that the old process transfers. The defaults are those of [`Fresh`].
-pub trait Source {
+pub trait StartSource {
     /// Files of images that are already open.
     fn passed(&self) -> Option<&PassedFiles> {
         None
@@ -31,33 +31,33 @@ pub trait Source {
     }
 
     /// Sockets of an NBD server, each returned once; `None` if they must be bound.
-    fn listeners(&mut self, _endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+    fn listeners(&mut self, _endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<BoundListener>>> {
         Ok(None)
     }
 
     /// Control socket at a path; `None` if it must be bound.
-    fn control(&mut self, _path: &Path) -> anyhow::Result<Option<Listener>> {
+    fn control(&mut self, _path: &Path) -> anyhow::Result<Option<BoundListener>> {
         Ok(None)
     }
 
     /// Sockets of an HTTP service, `metrics` or `http`; `None` if they must be bound.
-    fn told(&mut self, _what: &str, _address: &ListenAddress) -> anyhow::Result<Option<Vec<Listener>>> {
+    fn http_listeners(&mut self, _what: &str, _address: &ListenAddress) -> anyhow::Result<Option<Vec<BoundListener>>> {
         Ok(None)
     }
 
     /// Adds the sockets of vhost-user-blk exports to the passed sockets, where these exports find
     /// them.
-    fn pass_machines(&mut self, _inherited: &mut Inherited) -> anyhow::Result<()> {
+    fn pass_vhost_user_sockets(&mut self, _inherited: &mut InheritedSockets) -> anyhow::Result<()> {
         Ok(())
     }
 
     /// True if an export is opened later, after the old process has released its device.
-    fn puts_off(&self, _wanted: &Wanted, _registry: &Registry) -> bool {
+    fn opens_later(&self, _wanted: &PlannedExport, _registry: &Registry) -> bool {
         false
     }
 
     /// Number of sockets of the service manager; `None` if this process has them.
-    fn inherited(&self) -> Option<usize> {
+    fn inherited_sockets(&self) -> Option<usize> {
         None
     }
 
@@ -75,6 +75,6 @@ pub trait Source {
 
 /// Source without an old process: everything is opened and bound anew.
 #[derive(Clone, Copy, Debug)]
-pub struct Fresh;
+pub struct FreshStart;
 
-impl Source for Fresh {}
+impl StartSource for FreshStart {}

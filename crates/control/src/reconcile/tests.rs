@@ -7,8 +7,8 @@ use serde_json::Value;
 use settings::{DesiredState, config};
 use storage::{OpenOptions, rate::RateBudgets};
 
-use super::{Difference, Occasion, Reconciliation, source::Fresh};
-use crate::{listen::Others, registry::Registry};
+use super::{PlanDifference, ReconcileReason, Reconciliation, source::FreshStart};
+use crate::{listen::AddressConflictRule, registry::Registry};
 
 const DISKS: &str = "[group.g]\niops-total = 1000\n\
     [disk.a]\nimage = \"memory:1M\"\ngroup = \"g\"\n[disk.b]\nimage = \"memory:2M\"\n";
@@ -22,29 +22,29 @@ fn plan(text: &str) -> DesiredState {
     plan
 }
 
-fn work<'a>(occasion: Occasion, registry: &'a Rc<Registry>, plan: &'a DesiredState) -> Reconciliation<'a> {
+fn work<'a>(occasion: ReconcileReason, registry: &'a Rc<Registry>, plan: &'a DesiredState) -> Reconciliation<'a> {
     Reconciliation::new(occasion, registry, plan, None, RateBudgets::default())
 }
 
 async fn start(registry: &Rc<Registry>, plan: &DesiredState) {
-    let (difference, late) = Difference::from_empty(registry, plan, |_| false).await.expect("new names");
+    let (difference, late) = PlanDifference::from_empty(registry, plan, |_| false).await.expect("new names");
     assert!(late.new_disks.is_empty() && late.new_exports.is_empty());
-    let mut work = work(Occasion::Start, registry, plan);
-    let images = work.open(&difference, &Fresh).await.expect("memory");
-    work.apply(&difference, images, &mut Fresh).await.expect("nothing is missing");
+    let mut work = work(ReconcileReason::Start, registry, plan);
+    let images = work.open(&difference, &FreshStart).await.expect("memory");
+    work.apply(&difference, images, &mut FreshStart).await.expect("nothing is missing");
 }
 
 /// Reports of a reload between two plans, or its error.
 async fn reload(registry: &Rc<Registry>, [before, after]: [&DesiredState; 2]) -> Result<Vec<Value>, String> {
     let difference =
-        Difference::of(registry, Some(before), after).await.map_err(|error| format!("{error:#}"))?;
-    let mut work = work(Occasion::Reload, registry, after);
+        PlanDifference::between(registry, Some(before), after).await.map_err(|error| format!("{error:#}"))?;
+    let mut work = work(ReconcileReason::Reload, registry, after);
     // Every test of a reload also checks its dry run.
-    let dry = work.foresee(&difference).await.map_err(|error| format!("{error:#}"))?;
-    work.reconcile(&difference, &mut Fresh).await.map_err(|error| format!("{error:#}"))?;
-    work.clear(&difference, before).await;
-    assert_eq!(dry, work.told, "a dry run reports what the reload does");
-    Ok(std::mem::take(&mut work.told))
+    let dry = work.dry_run(&difference).await.map_err(|error| format!("{error:#}"))?;
+    work.reconcile(&difference, &mut FreshStart).await.map_err(|error| format!("{error:#}"))?;
+    work.remove_old(&difference, before).await;
+    assert_eq!(dry, work.reports, "a dry run reports what the reload does");
+    Ok(std::mem::take(&mut work.reports))
 }
 
 fn names(registry: &Registry) -> (Vec<String>, Vec<String>) {
@@ -57,7 +57,7 @@ fn on_simulation(test: impl AsyncFnOnce(Rc<Registry>) + 'static) {
 }
 
 #[test]
-fn a_start_lists_the_plan_and_a_reload_of_it_changes_nothing() {
+fn reload_of_the_started_plan_changes_nothing() {
     on_simulation(async |registry| {
         let plan = plan(DISKS);
         start(&registry, &plan).await;
@@ -96,14 +96,14 @@ fn a_step_that_fails_rolls_back_those_before() {
         start(&registry, &before).await;
         // Another disk takes the name while images are opened.
         let after = plan(&format!("{DISKS}[group.h]\niops-total = 9\n[disk.c]\nimage = \"memory:1M\"\n"));
-        let difference = Difference::of(&registry, Some(&before), &after).await.expect("possible");
-        let mut work = work(Occasion::Reload, &registry, &after);
-        let images = work.open(&difference, &Fresh).await.expect("memory");
+        let difference = PlanDifference::between(&registry, Some(&before), &after).await.expect("possible");
+        let mut work = work(ReconcileReason::Reload, &registry, &after);
+        let images = work.open(&difference, &FreshStart).await.expect("memory");
         let taken = plan("[disk.c]\nimage = \"memory:4M\"\n");
         start(&registry, &taken).await;
-        let refused = work.apply(&difference, images, &mut Fresh).await.expect_err("the name is in use");
+        let refused = work.apply(&difference, images, &mut FreshStart).await.expect_err("the name is in use");
         assert!(refused.to_string().contains("has this name already"), "{refused}");
-        work.undo().await;
+        work.roll_back().await;
         let disks = ["a", "b", "c"].map(str::to_owned).to_vec();
         assert_eq!(names(&registry), (disks, vec!["g".to_owned()]));
         assert_eq!(registry.disks.get("c").expect("the other").disk.size_bytes(), 4 << 20);
@@ -111,11 +111,11 @@ fn a_step_that_fails_rolls_back_those_before() {
 }
 
 #[test]
-fn a_start_is_divided_by_disk() {
+fn late_disks_are_a_separate_difference() {
     on_simulation(async |registry| {
         let plan = plan(DISKS);
         let is_late = |disk: &settings::PlacedDisk| disk.name == "a";
-        let (first, late) = Difference::from_empty(&registry, &plan, is_late).await.expect("new names");
+        let (first, late) = PlanDifference::from_empty(&registry, &plan, is_late).await.expect("new names");
         assert_eq!((first.new_disks, late.new_disks), (vec![1], vec![0]));
         assert_eq!((first.new_groups, late.new_groups), (vec![0], Vec::new()));
     });
@@ -126,24 +126,24 @@ fn a_retry_lists_one_disk_of_the_plan() {
     on_simulation(async |registry| {
         start(&registry, &plan("[group.g]\niops-total = 1000\n[disk.b]\nimage = \"memory:2M\"\n")).await;
         let plan = plan(DISKS);
-        let difference = Difference::of_disk(&plan, "a");
+        let difference = PlanDifference::of_disk(&plan, "a");
         let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
-        let mut work = work(Occasion::Retry, &registry, &plan);
-        work.apply(&difference, vec![(0, image)], &mut Fresh).await.expect("all else is there");
+        let mut work = work(ReconcileReason::Retry, &registry, &plan);
+        work.apply(&difference, vec![(0, image)], &mut FreshStart).await.expect("all else is there");
         assert_eq!(names(&registry).0, ["a", "b"]);
     });
 }
 
 #[test]
-fn a_check_finds_what_a_start_is_refused_for() {
+fn check_reports_the_error_of_a_start() {
     on_simulation(async |registry| {
         let plan = plan("[disk.a]\nimage = \"/nowhere/a.raw\"\nformat = \"raw\"\n");
-        let (difference, _) = Difference::from_empty(&registry, &plan, |_| false).await.expect("new names");
-        let mut checking = work(Occasion::Start, &registry, &plan);
-        let checked = checking.look_at_images(&difference, Others::AreInTheWay);
+        let (difference, _) = PlanDifference::from_empty(&registry, &plan, |_| false).await.expect("new names");
+        let mut checking = work(ReconcileReason::Start, &registry, &plan);
+        let checked = checking.check_images(&difference, AddressConflictRule::Rejected);
         let (silent, found) = checked.await.expect("no groups");
         let found: Vec<_> = found.iter().map(|error| format!("{error:#}")).collect();
-        let started = work(Occasion::Start, &registry, &plan).open(&difference, &Fresh).await;
+        let started = work(ReconcileReason::Start, &registry, &plan).open(&difference, &FreshStart).await;
         let started = format!("{:#}", started.map(drop).expect_err("there is no such file"));
         assert_eq!((silent.len(), found), (0, vec![started.clone()]));
         assert!(started.starts_with("weir.toml:4: disk.a.image"), "{started}");

@@ -9,65 +9,65 @@ use settings::DiskConfig;
 
 use super::{
     Reconciliation,
-    seats::{self, Seat},
+    seats::{self, MemberPlacement},
 };
-use crate::{change::Change, registry::RunningDisk, serving::Serving, wanted::Wanted};
+use crate::{change::RegistryChange, registry::RunningDisk, serving::RunningServer, wanted::PlannedExport};
 
 /// Completed step, with what undoing it needs.
-pub(crate) enum Done {
+pub(crate) enum CompletedStep {
     Configured(Rc<RunningDisk>, Box<DiskConfig>),
-    Seated(Vec<Seat>),
+    MembersPlaced(Vec<MemberPlacement>),
     GroupAdded(String),
     DiskAdded(String),
-    ServerAdded(Rc<Serving>),
+    ServerAdded(Rc<RunningServer>),
     /// `gone` is the change to announce if the export cannot be added again.
     ExportRemoved {
-        wanted: Box<Wanted>,
+        wanted: Box<PlannedExport>,
         id: String,
-        gone: Option<Change>,
+        gone: Option<RegistryChange>,
     },
     ExportAdded(String),
 }
 
 impl Reconciliation<'_> {
-    pub(crate) async fn undo(&mut self) {
+    pub(crate) async fn roll_back(&mut self) {
         // Continues after a failed step, to undo as much as possible.
-        while let Some(done) = self.done.pop() {
-            if let Err(error) = self.undo_one(done).await {
+        while let Some(done) = self.completed.pop() {
+            if let Err(error) = self.roll_back_step(done).await {
                 tracing::error!("a step of a reload could not be rolled back: {error:#} (restart weir)");
             }
         }
     }
 
-    async fn undo_one(&self, done: Done) -> anyhow::Result<()> {
+    async fn roll_back_step(&self, done: CompletedStep) -> anyhow::Result<()> {
         match done {
-            Done::Configured(running, before) => configure(&running, &before).await?,
-            Done::Seated(before) => {
-                seats::put(&before)?;
+            CompletedStep::Configured(running, before) => apply_config(&running, &before).await?,
+            CompletedStep::MembersPlaced(before) => {
+                seats::apply_all(&before)?;
                 // The previous state may violate a capacity measured since; it is restored all the
                 // same.
                 if let Err(error) = self.registry.check_devices() {
                     tracing::warn!("{error:#}");
                 }
             }
-            Done::GroupAdded(name) => self.registry.remove_group(&name)?,
-            Done::DiskAdded(name) => self.registry.take_back(&name).await?,
-            Done::ServerAdded(serving) => {
+            CompletedStep::GroupAdded(name) => self.registry.remove_group(&name)?,
+            CompletedStep::DiskAdded(name) => self.registry.remove_incomplete(&name).await?,
+            CompletedStep::ServerAdded(serving) => {
                 self.registry.exports.remove_server(&serving);
                 serving.stop().await;
             }
-            Done::ExportRemoved { wanted, id, gone } => {
+            CompletedStep::ExportRemoved { wanted, id, gone } => {
                 // With its old id, so that clients of the control socket see no change.
-                if let Err(error) = wanted.add_by(self.registry, id).await {
-                    gone.iter().for_each(|gone| self.registry.tell(gone));
+                if let Err(error) = wanted.add_with_id(self.registry, id).await {
+                    gone.iter().for_each(|gone| self.registry.notify(gone));
                     return Err(error);
                 }
             }
             // Nobody was told of it. A client that has connected meanwhile may have requests at
             // storage that does not answer.
-            Done::ExportAdded(id) => {
+            CompletedStep::ExportAdded(id) => {
                 let disk = Arc::clone(&self.registry.exports.get(&id)?.disk.disk);
-                drop(disk.run_unless_unresponsive(self.registry.removal(&id, Removal::Hard)?).await);
+                drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);
             }
         }
         Ok(())
@@ -75,7 +75,7 @@ impl Reconciliation<'_> {
 }
 
 /// Applies all settings of the disk alone. A failure leaves some of them applied.
-pub(super) async fn configure(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
+pub(super) async fn apply_config(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
     let caches = wanted.qcow2.caches;
     running.disk.prefetch().set(wanted.prefetch)?;
     if caches != running.caches.get() {

@@ -32,27 +32,27 @@ use rustix::{
 use settings::RecordingConfig;
 
 use super::{
-    engine::Output,
-    limits::{LimitsByOwner, LimitsInForce},
-    names::Named,
-    sink::{Progress, Sink},
+    engine::RecordingOutput,
+    limits::{LimitsByOwner, OwnerLimits},
+    names::RecordedDiskEntry,
+    sink::{RecordingProgress, RecordingSink},
 };
 
 /// Maximum number of removed disks and groups whose limits the next file ends. Reports draw the
 /// limits of further ones up to the end of the report.
-const MOST_REMOVED: usize = 10_000;
+const MAX_REMOVED_OWNERS: usize = 10_000;
 /// Interval between attempts after a write error.
-const AGAIN: Duration = Duration::from_secs(10);
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Divisor: maximum size of one file, as a part of the limit of all files. Bounds the
 /// loss when the oldest file is removed.
-const PART: u64 = 8;
-const HOUR: u64 = 3600;
+const FILE_SIZE_DIVISOR: u64 = 8;
+const HOUR_SECONDS: u64 = 3600;
 /// Mode of the files; access patterns are not public.
-const MODE: u32 = 0o640;
-const ENDING: &str = "Z.recording";
+const FILE_MODE: u32 = 0o640;
+const FILE_SUFFIX: &str = "Z.recording";
 
 /// Interruption by a write error.
-struct Stopped {
+struct WriteInterruption {
     /// Number of requests that were not recorded.
     lost: u64,
     again: Instant,
@@ -60,17 +60,17 @@ struct Stopped {
     why: String,
 }
 
-pub(super) struct Directory {
+pub(super) struct RecordingDirectory {
     record: RecordingConfig,
     /// Current file and its path.
-    current: Option<(Sink, PathBuf)>,
+    current: Option<(RecordingSink, PathBuf)>,
     /// Device and inode of the current file.
     file: (u64, u64),
     /// Current hour, in hours since 1970.
     hour: u64,
-    stopped: Option<Stopped>,
+    stopped: Option<WriteInterruption>,
     has_ended: bool,
-    progress: Arc<Progress>,
+    progress: Arc<RecordingProgress>,
     /// Lock of the directory; `None` while another daemon has it.
     lock: Option<File>,
     /// Age of each existing file when first seen, and that instant of the monotonic clock.
@@ -82,7 +82,7 @@ pub(super) struct Directory {
     removed: LimitsByOwner,
 }
 
-impl Directory {
+impl RecordingDirectory {
     pub(super) fn new(record: RecordingConfig) -> Self {
         let progress = Arc::default();
         // `hour` 0 makes the first turn prune existing files.
@@ -102,12 +102,12 @@ impl Directory {
         }
     }
 
-    pub(super) fn progress(&self) -> &Arc<Progress> {
+    pub(super) fn progress(&self) -> &Arc<RecordingProgress> {
         &self.progress
     }
 
     /// Sink of the current file; opens a file if necessary. `None` while interrupted.
-    fn sink(&mut self, limits: &LimitsByOwner) -> Option<&mut Sink> {
+    fn open_sink(&mut self, limits: &LimitsByOwner) -> Option<&mut RecordingSink> {
         if self.current.is_none() {
             let now = reactor::real_time();
             if self.stopped.as_ref().is_some_and(|stopped| now < stopped.again) {
@@ -115,7 +115,7 @@ impl Directory {
             }
             match self.open(now, limits) {
                 Ok(opened) => self.current = Some(opened),
-                Err(error) => self.stop(&error, 0),
+                Err(error) => self.interrupt(&error, 0),
             }
         }
         self.current.as_mut().map(|(sink, _)| sink)
@@ -123,19 +123,19 @@ impl Directory {
 
     /// Limits at the start of a file: all in force, including empty ones of disks and groups that
     /// may have had limits in the previous file.
-    fn first_limits(&mut self, limits: &LimitsByOwner) -> Vec<LimitsInForce> {
+    fn first_limits(&mut self, limits: &LimitsByOwner) -> Vec<OwnerLimits> {
         let removed = std::mem::take(&mut self.removed).into_iter();
         let removed = removed.filter(|(owner, _)| !limits.contains_key(owner)).map(|(_, none)| none);
         limits.values().cloned().chain(removed).collect()
     }
 
-    fn open(&mut self, now: Instant, limits: &LimitsByOwner) -> io::Result<(Sink, PathBuf)> {
+    fn open(&mut self, now: Instant, limits: &LimitsByOwner) -> io::Result<(RecordingSink, PathBuf)> {
         self.prune()?;
         let (file, path) = create(&self.record.directory)?;
         self.file = identity(&file.metadata()?);
-        let mut sink = Sink::new(file.into(), now, Arc::clone(&self.progress))?;
+        let mut sink = RecordingSink::new(file.into(), now, Arc::clone(&self.progress))?;
         if let Some(stopped) = &self.stopped {
-            sink.tell_lost(stopped.lost);
+            sink.record_dropped(stopped.lost);
         }
         self.first_limits(limits).iter().for_each(|limits| sink.limits(limits, now));
         Ok((sink, path))
@@ -144,7 +144,7 @@ impl Directory {
     /// Removes files that are too old, and the oldest files above the size limit. Does nothing
     /// while another daemon holds the lock.
     fn prune(&mut self) -> io::Result<()> {
-        if !self.lock() {
+        if !self.try_lock() {
             return Ok(());
         }
         let now = reactor::real_time();
@@ -152,7 +152,7 @@ impl Directory {
         for entry in fs::read_dir(&self.record.directory)? {
             let entry = entry?;
             let name = entry.file_name();
-            if name.to_str().is_some_and(is_ours) {
+            if name.to_str().is_some_and(is_recording_name) {
                 let known = entry.metadata()?;
                 // Not one of weir's files, although it is named like one.
                 if !known.is_file() {
@@ -167,7 +167,7 @@ impl Directory {
         self.ended.retain(|known, _| files.iter().any(|(_, name, _)| name == known));
         self.stuck.retain(|known| files.iter().any(|(_, name, _)| name == known));
         // One part is kept free for the current file, which grows to that size.
-        let mut room = self.record.limit - self.record.limit / PART;
+        let mut room = self.record.limit - self.record.limit / FILE_SIZE_DIVISOR;
         for (age, name, length) in files {
             room = room.saturating_sub(length);
             if age > self.record.keep || room == 0 {
@@ -189,7 +189,7 @@ impl Directory {
     }
 
     /// Tries to lock the directory. True if this daemon has the lock.
-    fn lock(&mut self) -> bool {
+    fn try_lock(&mut self) -> bool {
         if self.lock.is_none() {
             // Ignored: creating the next file reports the error.
             self.lock = lock(&self.record.directory).ok().flatten();
@@ -206,14 +206,14 @@ impl Directory {
     }
 
     /// Records the end of the current file.
-    fn note_end(&mut self, path: &Path) {
+    fn record_end(&mut self, path: &Path) {
         let name = path.file_name().unwrap_or_default().to_owned();
         self.ended.insert(name, (Duration::ZERO, reactor::real_time()));
     }
 
     /// Interrupts the recording after an error; `lost` requests were not recorded.
-    fn stop(&mut self, error: &io::Error, lost: u64) {
-        let again = reactor::real_time() + AGAIN;
+    fn interrupt(&mut self, error: &io::Error, lost: u64) {
+        let again = reactor::real_time() + RETRY_INTERVAL;
         let before = self.stopped.take();
         let why = error.to_string();
         if before.as_ref().is_none_or(|before| before.why != why) {
@@ -225,34 +225,34 @@ impl Directory {
             };
             tracing::warn!("record: {directory}: {why} (nothing is recorded until this is fixed{way})");
         }
-        self.progress.lose(lost);
-        self.stopped = Some(Stopped { lost: before.map_or(0, |before| before.lost) + lost, again, why });
+        self.progress.add_dropped(lost);
+        self.stopped = Some(WriteInterruption { lost: before.map_or(0, |before| before.lost) + lost, again, why });
     }
 
-    fn lose(&mut self, requests: u64) {
+    fn count_dropped(&mut self, requests: u64) {
         match (&mut self.current, &mut self.stopped) {
-            (Some((sink, _)), _) => sink.lose(requests),
+            (Some((sink, _)), _) => sink.drop_requests(requests),
             (None, Some(stopped)) => {
                 stopped.lost += requests;
-                self.progress.lose(requests);
+                self.progress.add_dropped(requests);
             }
-            (None, None) => self.progress.lose(requests),
+            (None, None) => self.progress.add_dropped(requests),
         }
     }
 
     /// True if the current file is still at its path; it or its directory may have been moved or
     /// removed.
-    fn is_there(&self) -> bool {
+    fn is_current_in_place(&self) -> bool {
         let Some((_, path)) = &self.current else { return true };
         fs::symlink_metadata(path).is_ok_and(|there| identity(&there) == self.file)
     }
 
     /// Abandons the current file and retries at once.
-    fn leave(&mut self) {
+    fn abandon_current(&mut self) {
         if let Some((sink, _)) = self.current.take() {
-            self.progress.take_back(sink.unwritten());
+            self.progress.subtract_unwritten(sink.unwritten());
             let gone = io::Error::other("the file that was written was moved or removed");
-            self.stop(&gone, sink.unwritten());
+            self.interrupt(&gone, sink.unwritten());
             if let Some(stopped) = &mut self.stopped {
                 stopped.again = Instant::ZERO;
             }
@@ -260,7 +260,7 @@ impl Directory {
     }
 
     /// Handles errors and the end of the current file after a turn.
-    fn look(&mut self, is_over: bool) {
+    fn handle_turn_result(&mut self, is_over: bool) {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {
             let (sink, path) = self.current.take().expect("it is there");
@@ -269,62 +269,62 @@ impl Directory {
                 let _ = fs::remove_file(path);
             } else {
                 // On failure, readers use the file up to its last complete block.
-                let _ = sink.back_to_whole_blocks();
-                self.note_end(&path);
+                let _ = sink.truncate_to_blocks();
+                self.record_end(&path);
             }
-            self.progress.take_back(sink.unwritten());
-            self.stop(&error, sink.unwritten());
+            self.progress.subtract_unwritten(sink.unwritten());
+            self.interrupt(&error, sink.unwritten());
         } else {
             if !sink.is_empty()
-                && let Some(Stopped { lost, .. }) = self.stopped.take()
+                && let Some(WriteInterruption { lost, .. }) = self.stopped.take()
             {
                 tracing::info!(lost, "record: recording resumes");
             }
             if is_over && let Some((_, path)) = self.current.take() {
-                self.note_end(&path);
+                self.record_end(&path);
             }
         }
     }
 }
 
-impl Output for Directory {
-    fn take(&mut self, finished: &RequestRecord, named: &Named, limits: &LimitsByOwner) {
-        match self.sink(limits) {
+impl RecordingOutput for RecordingDirectory {
+    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, limits: &LimitsByOwner) {
+        match self.open_sink(limits) {
             Some(sink) => sink.take(finished, named),
-            None => self.lose(finished.requests.max(1).into()),
+            None => self.count_dropped(finished.requests.max(1).into()),
         }
     }
 
-    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+    fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
         if let Some((sink, _)) = &mut self.current {
             sink.limits(limits, at);
-        } else if limits.is_none() && self.removed.len() < MOST_REMOVED {
+        } else if limits.is_none() && self.removed.len() < MAX_REMOVED_OWNERS {
             self.removed.insert(limits.key(), limits.clone());
         }
     }
 
     fn turn(&mut self, lost: u64) {
         if lost > 0 {
-            self.lose(lost);
+            self.count_dropped(lost);
         }
-        let hour = seconds(SystemTime::now()) / HOUR;
+        let hour = seconds(SystemTime::now()) / HOUR_SECONDS;
         // By the wall clock, so that files begin at full hours.
         let is_another = std::mem::replace(&mut self.hour, hour) != hour;
-        if !self.is_there() {
-            self.leave();
+        if !self.is_current_in_place() {
+            self.abandon_current();
         }
-        self.lock();
+        self.try_lock();
         if let Some((sink, _)) = &mut self.current {
-            let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / PART;
+            let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / FILE_SIZE_DIVISOR;
             if is_over {
-                sink.cut();
+                sink.encode_block();
             }
             sink.turn();
-            self.look(is_over);
+            self.handle_turn_result(is_over);
         }
         // Also without requests, or an idle daemon would keep old files.
         if is_another && let Err(error) = self.prune() {
-            self.stop(&error, 0);
+            self.interrupt(&error, 0);
         }
     }
 
@@ -367,8 +367,8 @@ fn lock(directory: &Path) -> io::Result<Option<File>> {
 fn create(directory: &Path) -> io::Result<(File, PathBuf)> {
     let mut clock = SystemTime::now();
     loop {
-        let path = directory.join(name(clock));
-        match File::options().write(true).create_new(true).mode(MODE).open(&path) {
+        let path = directory.join(file_name(clock));
+        match File::options().write(true).create_new(true).mode(FILE_MODE).open(&path) {
             Ok(file) => return Ok((file, path)),
             // Another process created the file in the same millisecond.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => clock += Duration::from_millis(1),
@@ -378,15 +378,15 @@ fn create(directory: &Path) -> io::Result<(File, PathBuf)> {
 }
 
 /// File name `2026-11-24T01-00-00.018Z.recording`: sorts by time and is valid on other systems.
-fn name(clock: SystemTime) -> String {
+fn file_name(clock: SystemTime) -> String {
     let since = clock.duration_since(UNIX_EPOCH).unwrap_or_default();
     let date = date(u32::try_from(since.as_secs()).unwrap_or(u32::MAX)).replace(' ', "T").replace(':', "-");
-    format!("{date}.{:03}{ENDING}", since.subsec_millis())
+    format!("{date}.{:03}{FILE_SUFFIX}", since.subsec_millis())
 }
 
-fn is_ours(name: &str) -> bool {
+fn is_recording_name(name: &str) -> bool {
     let pattern = "0000-00-00T00-00-00.000";
-    name.strip_suffix(ENDING).is_some_and(|time| {
+    name.strip_suffix(FILE_SUFFIX).is_some_and(|time| {
         time.len() == pattern.len()
             && time.bytes().zip(pattern.bytes()).all(|(byte, like)| match like {
                 b'0' => byte.is_ascii_digit(),

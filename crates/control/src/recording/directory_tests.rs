@@ -8,22 +8,22 @@ use tempfile::TempDir;
 
 use super::*;
 
-struct World {
+struct RecordingDirectoryTest {
     place: TempDir,
-    directory: Directory,
-    named: Named,
+    directory: RecordingDirectory,
+    named: RecordedDiskEntry,
     limits: LimitsByOwner,
 }
 
-impl World {
+impl RecordingDirectoryTest {
     fn new(place: TempDir) -> Self {
         let record =
             RecordingConfig { keep: Duration::from_secs(7200), limit: 16 << 20, ..RecordingConfig::new(place.path().into()) };
-        let (directory, named) = (Directory::new(record), Named::alone(0, "vm1"));
+        let (directory, named) = (RecordingDirectory::new(record), RecordedDiskEntry::alone(0, "vm1"));
         Self { directory, place, named, limits: LimitsByOwner::new() }
     }
 
-    fn ask(&mut self, requests: u64) {
+    fn record(&mut self, requests: u64) {
         for _ in 0..requests {
             self.directory.take(&read(), &self.named, &self.limits);
         }
@@ -38,8 +38,8 @@ impl World {
     }
 
     /// Numbers of recorded and dropped requests.
-    fn told(&self) -> (u64, u64) {
-        (self.directory.progress.requests(), self.directory.progress.lost())
+    fn counts(&self) -> (u64, u64) {
+        (self.directory.progress.requests(), self.directory.progress.dropped())
     }
 }
 
@@ -59,23 +59,23 @@ fn read() -> RequestRecord {
     }
 }
 
-fn place() -> TempDir {
+fn temporary_directory() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
 #[test]
-fn names_are_in_the_order_of_time_and_nobody_else_s() {
-    let at = |seconds: u64| name(UNIX_EPOCH + Duration::from_millis(seconds * 1000 + 7));
+fn file_names_sort_by_time() {
+    let at = |seconds: u64| file_name(UNIX_EPOCH + Duration::from_millis(seconds * 1000 + 7));
     assert_eq!(at(1_763_949_600), "2025-11-24T02-00-00.007Z.recording");
-    assert!(at(9) < at(10) && is_ours(&at(10)));
+    assert!(at(9) < at(10) && is_recording_name(&at(10)));
     for other in ["day.recording", "2025-11-24T02-00-00.007Z.csv", "2025-11-24T02-00-0x.007Z.recording"] {
-        assert!(!is_ours(other), "{other}");
+        assert!(!is_recording_name(other), "{other}");
     }
 }
 
 #[test]
-fn the_oldest_go_and_what_is_not_ours_stays() {
-    let place = place();
+fn oldest_files_are_removed_and_foreign_files_kept() {
+    let place = temporary_directory();
     let now = SystemTime::now();
     let make = |name: &str, age_seconds: u64, length: u64| {
         let file = File::create(place.path().join(name)).unwrap();
@@ -90,7 +90,7 @@ fn the_oldest_go_and_what_is_not_ours_stays() {
     make("day.recording", 99999, 99 << 20);
     let others = place.path().join("2020-01-01T00-00-00.000Z.recording");
     fs::create_dir(&others).unwrap();
-    let mut world = World::new(place);
+    let mut world = RecordingDirectoryTest::new(place);
     world.directory.turn(0);
     fs::remove_dir(&others).unwrap();
     let left = ["2025-11-24T04-00-00.000Z.recording", "2025-11-24T05-00-00.000Z.recording", "day.recording"];
@@ -98,12 +98,12 @@ fn the_oldest_go_and_what_is_not_ours_stays() {
 }
 
 #[test]
-fn of_two_daemons_the_first_alone_removes_and_the_next_follows() {
-    let mut first = World::new(place());
-    first.ask(1);
+fn only_the_lock_owner_removes_files() {
+    let mut first = RecordingDirectoryTest::new(temporary_directory());
+    first.record(1);
     let path = first.place.path().to_owned();
     assert!(!is_free(&path, None).unwrap() && is_free(&path, Some(&path)).unwrap());
-    let mut second = Directory::new(first.directory.record.clone());
+    let mut second = RecordingDirectory::new(first.directory.record.clone());
     let old = path.join("2025-11-24T02-00-00.000Z.recording");
     let make_old = || {
         let file = File::create(&old).unwrap();
@@ -120,9 +120,9 @@ fn of_two_daemons_the_first_alone_removes_and_the_next_follows() {
 }
 
 #[test]
-fn a_clock_that_is_set_makes_nothing_old() {
-    let mut world = World::new(place());
-    world.ask(5);
+fn setting_the_clock_does_not_age_files() {
+    let mut world = RecordingDirectoryTest::new(temporary_directory());
+    world.record(5);
     world.directory.hour -= 1;
     world.directory.turn(0);
     let written = world.files();
@@ -131,7 +131,7 @@ fn a_clock_that_is_set_makes_nothing_old() {
     let path = world.place.path().join(&written[0]);
     let before = SystemTime::now() - Duration::from_secs(3 * 86400);
     File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
-    world.ask(1);
+    world.record(1);
     assert_eq!(world.files().len(), 2);
     // A file that has existed for longer than the limit is removed all the same.
     let name = path.file_name().unwrap();
@@ -142,51 +142,51 @@ fn a_clock_that_is_set_makes_nothing_old() {
 }
 
 #[test]
-fn an_hour_has_a_file_once_something_is_asked() {
-    let mut world = World::new(place());
+fn file_of_an_hour_is_created_by_its_first_request() {
+    let mut world = RecordingDirectoryTest::new(temporary_directory());
     world.directory.turn(0);
     assert_eq!(world.files(), [""; 0]);
-    world.ask(5);
-    world.ask(5);
+    world.record(5);
+    world.record(5);
     assert_eq!(world.files().len(), 1);
     world.directory.hour -= 1;
     world.directory.turn(0);
     assert!(world.directory.current.is_none());
-    world.ask(1);
+    world.record(1);
     world.directory.end();
     world.directory.turn(0);
     assert!(world.directory.has_ended());
-    assert_eq!((world.files().len(), world.told()), (2, (11, 0)));
+    assert_eq!((world.files().len(), world.counts()), (2, (11, 0)));
 }
 
 #[test]
-fn what_cannot_be_written_is_lost_until_it_can() {
-    let mut world = World::new(place());
+fn unwritable_requests_are_dropped_and_counted() {
+    let mut world = RecordingDirectoryTest::new(temporary_directory());
     fs::remove_dir(world.place.path()).unwrap();
-    world.ask(3);
-    assert_eq!(world.told(), (0, 3));
+    world.record(3);
+    assert_eq!(world.counts(), (0, 3));
     fs::create_dir(world.place.path()).unwrap();
     // No attempt until the retry interval has passed.
-    world.ask(4);
-    assert_eq!((world.told(), world.files().len()), ((0, 7), 0));
+    world.record(4);
+    assert_eq!((world.counts(), world.files().len()), ((0, 7), 0));
     world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
-    world.ask(1);
+    world.record(1);
     // The dropped requests are counted in the file's first block.
     assert_eq!(world.directory.stopped.as_ref().unwrap().lost, 7);
     world.directory.end();
     world.directory.turn(0);
     assert!(world.directory.stopped.is_none());
-    assert_eq!((world.told(), world.files().len()), ((1, 7), 1));
+    assert_eq!((world.counts(), world.files().len()), ((1, 7), 1));
 }
 
 #[test]
-fn a_block_that_did_not_fit_is_removed_again_and_counted() {
-    let mut world = World::new(place());
+fn partial_block_is_truncated_and_counted() {
+    let mut world = RecordingDirectoryTest::new(temporary_directory());
     // The first turn begins an hour.
     world.directory.turn(0);
-    world.ask(5);
+    world.record(5);
     let (sink, _) = world.directory.current.as_mut().unwrap();
-    sink.cut();
+    sink.encode_block();
     world.directory.turn(0);
     let path = world.place.path().join(&world.files()[0]);
     let whole = fs::read(&path).unwrap();
@@ -194,38 +194,38 @@ fn a_block_that_did_not_fit_is_removed_again_and_counted() {
         world.directory.take(&read(), &world.named, &LimitsByOwner::new());
     }
     // Half a block is written, then the disk is full.
-    world.directory.current.as_mut().unwrap().0.tear();
+    world.directory.current.as_mut().unwrap().0.tear_block();
     assert!(fs::metadata(&path).unwrap().len() > whole.len() as u64);
-    world.directory.look(false);
-    assert_eq!((fs::read(&path).unwrap(), world.told()), (whole, (5, 3)));
+    world.directory.handle_turn_result(false);
+    assert_eq!((fs::read(&path).unwrap(), world.counts()), (whole, (5, 3)));
 }
 
 #[test]
-fn a_file_that_was_taken_away_is_followed_by_another() {
-    let mut world = World::new(place());
-    world.ask(1);
+fn removed_file_is_replaced() {
+    let mut world = RecordingDirectoryTest::new(temporary_directory());
+    world.record(1);
     let [first] = world.files().try_into().unwrap();
     fs::remove_file(world.place.path().join(&first)).unwrap();
-    world.ask(1);
-    world.ask(1);
+    world.record(1);
+    world.record(1);
     assert_eq!(world.files().len(), 1, "of the same name, where no millisecond has passed");
     // In a new directory of the same name.
     let (moved, path) = (world.place.path().with_extension("moved"), world.place.path().to_owned());
     fs::rename(&path, &moved).unwrap();
-    world.ask(1);
+    world.record(1);
     assert!(!path.exists());
     fs::create_dir(&path).unwrap();
     world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
-    world.ask(1);
-    world.ask(1);
+    world.record(1);
+    world.record(1);
     assert_eq!(world.files().len(), 1);
-    assert!(world.told().1 > 0, "{:?}", world.told());
+    assert!(world.counts().1 > 0, "{:?}", world.counts());
     fs::remove_dir_all(moved).unwrap();
 }
 
 #[test]
-fn a_place_that_cannot_be_is_refused() {
-    let place = place();
+fn unusable_directory_is_rejected() {
+    let place = temporary_directory();
     File::create(place.path().join("file")).unwrap();
     assert_eq!(check(&place.path().join("file")).unwrap_err().kind(), ErrorKind::NotADirectory);
     assert_eq!(check(&place.path().join("nowhere")).unwrap_err().kind(), ErrorKind::NotFound);
@@ -233,8 +233,8 @@ fn a_place_that_cannot_be_is_refused() {
 
 #[test]
 fn a_file_begins_with_the_limits_in_force_and_ends_those_of_removed_owners() {
-    let mut world = World::new(place());
-    let group = LimitsInForce::of_group_with;
+    let mut world = RecordingDirectoryTest::new(temporary_directory());
+    let group = OwnerLimits::of_group_with;
     for limits in [group("gold", 0), group("silver", 200)] {
         world.limits.insert(limits.key(), limits);
     }

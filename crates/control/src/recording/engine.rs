@@ -12,8 +12,8 @@ use block::recorder::{Collector, RequestRecord};
 use policy::time::Instant;
 
 use super::{
-    limits::{LimitKey, LimitsByOwner, LimitsInForce},
-    names::Named,
+    limits::{LimitKey, LimitsByOwner, OwnerLimits},
+    names::RecordedDiskEntry,
 };
 
 /// Interval between collections: a third of the time in which half a million requests per second
@@ -22,24 +22,24 @@ const INTERVAL: Duration = Duration::from_millis(20);
 
 /// Recording thread; ends when dropped. The sinks then write their buffered records.
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct RecordingEngine {
     /// `None` only during the drop.
-    orders: Option<Sender<Order>>,
+    orders: Option<Sender<EngineMessage>>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Dropped when the sink has ended, with or without an error.
-pub(super) type Ended = async_channel::Sender<Infallible>;
+pub(super) type EndSignal = async_channel::Sender<Infallible>;
 
 /// Destination of a recording.
-pub(super) trait Output: Send {
+pub(super) trait RecordingOutput: Send {
     /// Adds a request of a recorded disk. `limits` are those in force, with which a new file
     /// begins.
-    fn take(&mut self, finished: &RequestRecord, named: &Named, limits: &LimitsByOwner);
+    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, limits: &LimitsByOwner);
 
     /// Adds limits in force from an instant on. Called first for each recorded disk and its
     /// ancestor groups, then for each change.
-    fn limits(&mut self, _limits: &LimitsInForce, _at: Instant) {}
+    fn limits(&mut self, _limits: &OwnerLimits, _at: Instant) {}
 
     /// Called after each collection; `lost` is the number of requests of its disks whose records
     /// were dropped.
@@ -53,64 +53,64 @@ pub(super) trait Output: Send {
 }
 
 /// Message from the main thread.
-enum Order {
-    Add(u64, Box<dyn Output>, Ended),
+enum EngineMessage {
+    Add(u64, Box<dyn RecordingOutput>, EndSignal),
     End(u64),
     /// Disks, with the limits in force from that instant on.
-    Know(Vec<(Named, Vec<u64>)>, Instant),
+    UpdateDisks(Vec<(RecordedDiskEntry, Vec<u64>)>, Instant),
     /// Limits in force from that instant on.
-    Limits(Box<LimitsInForce>, Instant),
+    Limits(Box<OwnerLimits>, Instant),
     /// A disk or group was removed at that instant.
     Remove(LimitKey, Instant),
-    Hear(Ended),
+    Confirm(EndSignal),
 }
 
-impl Engine {
+impl RecordingEngine {
     pub(super) fn start() -> io::Result<Self> {
         // A process has one collector, as the workers write to one set of rings.
         let collector = Collector::begin().ok_or_else(|| io::Error::other("something records already"))?;
         let (orders, receiver) = mpsc::channel();
-        let work = Work { collector, disks: Vec::new(), sinks: Vec::new() };
+        let work = EngineThread { collector, disks: Vec::new(), sinks: Vec::new() };
         let thread = Builder::new().name("weir-record".to_owned()).spawn(move || work.run(&receiver))?;
         Ok(Self { orders: Some(orders), thread: Some(thread) })
     }
 
-    pub(super) fn add(&self, id: u64, output: Box<dyn Output>, ended: Ended) {
-        self.order(Order::Add(id, output, ended));
+    pub(super) fn add(&self, id: u64, output: Box<dyn RecordingOutput>, ended: EndSignal) {
+        self.send(EngineMessage::Add(id, output, ended));
     }
 
     /// Ends a sink once it has written everything.
     pub(super) fn end(&self, id: u64) {
-        self.order(Order::End(id));
+        self.send(EngineMessage::End(id));
     }
 
     /// Updates disks, each with the ids of its sinks. Changed limits are in force from `at` on.
-    pub(super) fn know(&self, disks: Vec<(Named, Vec<u64>)>, at: Instant) {
-        self.order(Order::Know(disks, at));
+    pub(super) fn update_disks(&self, disks: Vec<(RecordedDiskEntry, Vec<u64>)>, at: Instant) {
+        self.send(EngineMessage::UpdateDisks(disks, at));
     }
 
     /// Changes limits for the sinks that have the disk or group.
-    pub(super) fn change_limits(&self, limits: LimitsInForce, at: Instant) {
-        self.order(Order::Limits(limits.into(), at));
+    pub(super) fn change_limits(&self, limits: OwnerLimits, at: Instant) {
+        self.send(EngineMessage::Limits(limits.into(), at));
     }
 
     /// Ends the limits of a disk or group for the sinks that have it.
     pub(super) fn remove(&self, owner: LimitKey, at: Instant) {
-        self.order(Order::Remove(owner, at));
+        self.send(EngineMessage::Remove(owner, at));
     }
 
     /// Drops `heard` after all earlier orders are executed.
-    pub(super) fn hear(&self, heard: Ended) {
-        self.order(Order::Hear(heard));
+    pub(super) fn confirm(&self, heard: EndSignal) {
+        self.send(EngineMessage::Confirm(heard));
     }
 
-    fn order(&self, order: Order) {
+    fn send(&self, order: EngineMessage) {
         // The receiver lives until this engine is dropped.
         let _ = self.orders.as_ref().map(|orders| orders.send(order));
     }
 }
 
-impl Drop for Engine {
+impl Drop for RecordingEngine {
     fn drop(&mut self) {
         self.orders = None;
         // Joined: there is only one collector, and the next engine needs it.
@@ -118,28 +118,28 @@ impl Drop for Engine {
     }
 }
 
-struct Work {
+struct EngineThread {
     collector: Collector,
     /// Disks by number, without hashing per request. Removed disks stay, as records of theirs may
     /// still arrive.
-    disks: Vec<Option<(Named, Vec<u64>)>>,
+    disks: Vec<Option<(RecordedDiskEntry, Vec<u64>)>>,
     /// Few, hence a list.
-    sinks: Vec<Sink>,
+    sinks: Vec<EngineSink>,
 }
 
-struct Sink {
+struct EngineSink {
     id: u64,
-    output: Box<dyn Output>,
+    output: Box<dyn RecordingOutput>,
     /// Dropped requests that its output has not received yet.
-    lost: u64,
+    dropped: u64,
     /// Limits that its output has received.
     limits: LimitsByOwner,
     /// Signals the end by its drop.
-    _ended: Ended,
+    _ended: EndSignal,
 }
 
-impl Sink {
-    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+impl EngineSink {
+    fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
         let key = limits.key();
         if self.limits.get(&key) != Some(limits) {
             self.output.limits(limits, at);
@@ -150,62 +150,62 @@ impl Sink {
     fn remove(&mut self, owner: &LimitKey, at: Instant) {
         let before = self.limits.remove(owner);
         if before.is_some_and(|before| !before.is_none()) {
-            self.output.limits(&LimitsInForce::removed(owner.clone()), at);
+            self.output.limits(&OwnerLimits::removed(owner.clone()), at);
         }
     }
 }
 
-impl Work {
-    fn run(mut self, orders: &Receiver<Order>) {
+impl EngineThread {
+    fn run(mut self, orders: &Receiver<EngineMessage>) {
         loop {
             match orders.recv_timeout(INTERVAL) {
-                Ok(order) => self.obey(order),
-                Err(RecvTimeoutError::Timeout) => self.take(),
+                Ok(order) => self.handle(order),
+                Err(RecvTimeoutError::Timeout) => self.collect(),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        self.take();
+        self.collect();
         self.sinks.iter_mut().for_each(|sink| sink.output.end());
-        self.write();
+        self.turn_sinks();
     }
 
     // In each case records are collected before the state that they refer to changes.
-    fn obey(&mut self, order: Order) {
+    fn handle(&mut self, order: EngineMessage) {
         match order {
-            Order::Add(id, output, ended) => {
+            EngineMessage::Add(id, output, ended) => {
                 let limits = LimitsByOwner::new();
-                self.sinks.push(Sink { id, output, lost: 0, limits, _ended: ended });
+                self.sinks.push(EngineSink { id, output, dropped: 0, limits, _ended: ended });
             }
-            Order::End(id) => {
-                self.take();
+            EngineMessage::End(id) => {
+                self.collect();
                 if let Some(sink) = self.sinks.iter_mut().find(|sink| sink.id == id) {
                     sink.output.end();
                 }
-                self.write();
+                self.turn_sinks();
             }
-            Order::Limits(limits, at) => {
-                change(&mut self.sinks, &limits, at);
+            EngineMessage::Limits(limits, at) => {
+                change_limits_of(&mut self.sinks, &limits, at);
             }
-            Order::Remove(owner, at) => {
+            EngineMessage::Remove(owner, at) => {
                 self.sinks.iter_mut().for_each(|sink| sink.remove(&owner, at));
             }
-            Order::Know(disks, at) => {
+            EngineMessage::UpdateDisks(disks, at) => {
                 let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
                 self.disks.resize_with(self.disks.len().max(most.unwrap_or(0)), || None);
                 // Disks produce records as soon as they have a number: new disks may already have
                 // some.
-                let is_new = |named: &Named| self.disks[named.number as usize].is_none();
+                let is_new = |named: &RecordedDiskEntry| self.disks[named.number as usize].is_none();
                 let (new, known): (Vec<_>, Vec<_>) = disks.into_iter().partition(|(named, _)| is_new(named));
-                self.put(new, at);
+                self.store(new, at);
                 // Earlier records of known disks belong to their previous names and limits.
-                self.take();
-                self.put(known, at);
+                self.collect();
+                self.store(known, at);
             }
-            Order::Hear(heard) => drop(heard),
+            EngineMessage::Confirm(heard) => drop(heard),
         }
     }
 
-    fn put(&mut self, disks: Vec<(Named, Vec<u64>)>, at: Instant) {
+    fn store(&mut self, disks: Vec<(RecordedDiskEntry, Vec<u64>)>, at: Instant) {
         for (named, sinks) in disks {
             for sink in self.sinks.iter_mut().filter(|sink| sinks.contains(&sink.id)) {
                 named.in_force.iter().for_each(|limits| sink.limits(limits, at));
@@ -215,7 +215,7 @@ impl Work {
         }
     }
 
-    fn take(&mut self) {
+    fn collect(&mut self) {
         let Self { collector, disks, sinks, .. } = self;
         let have_lost = collector.take(|finished: &RequestRecord| {
             let Some(Some((named, of))) = disks.get(finished.disk as usize) else { return };
@@ -224,31 +224,31 @@ impl Work {
             }
         });
         if have_lost {
-            share(disks, sinks);
+            distribute_dropped(disks, sinks);
         }
-        self.write();
+        self.turn_sinks();
     }
 
-    fn write(&mut self) {
-        self.sinks.iter_mut().for_each(|sink| sink.output.turn(std::mem::take(&mut sink.lost)));
+    fn turn_sinks(&mut self) {
+        self.sinks.iter_mut().for_each(|sink| sink.output.turn(std::mem::take(&mut sink.dropped)));
         // Dropping the sink signals its end.
         self.sinks.retain_mut(|sink| !sink.output.has_ended());
     }
 }
 
 /// Changes limits for the sinks that have their owner.
-fn change(sinks: &mut [Sink], limits: &LimitsInForce, at: Instant) {
+fn change_limits_of(sinks: &mut [EngineSink], limits: &OwnerLimits, at: Instant) {
     let key = limits.key();
     let having = sinks.iter_mut().filter(|sink| sink.limits.contains_key(&key));
     having.for_each(|sink| sink.limits(limits, at));
 }
 
 /// Adds the dropped requests of each disk to its sinks.
-fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
+fn distribute_dropped(disks: &[Option<(RecordedDiskEntry, Vec<u64>)>], sinks: &mut [EngineSink]) {
     for (named, of) in disks.iter().flatten() {
         // Taken once per disk and added to each of its sinks.
         let lost = named.lost.take();
-        sinks.iter_mut().filter(|sink| of.contains(&sink.id)).for_each(|sink| sink.lost += lost);
+        sinks.iter_mut().filter(|sink| of.contains(&sink.id)).for_each(|sink| sink.dropped += lost);
     }
 }
 
@@ -260,10 +260,10 @@ mod tests {
 
     use super::*;
 
-    struct Nothing;
+    struct NullOutput;
 
-    impl Output for Nothing {
-        fn take(&mut self, _: &RequestRecord, _: &Named, _: &LimitsByOwner) {}
+    impl RecordingOutput for NullOutput {
+        fn take(&mut self, _: &RequestRecord, _: &RecordedDiskEntry, _: &LimitsByOwner) {}
         fn turn(&mut self, _: u64) {}
         fn end(&mut self) {}
         fn has_ended(&mut self) -> bool {
@@ -273,11 +273,11 @@ mod tests {
 
     /// Stores the limits that it receives, with times in milliseconds.
     #[derive(Clone, Default)]
-    struct Kept(Arc<Mutex<Vec<(u64, LimitsInForce)>>>);
+    struct CollectedLimits(Arc<Mutex<Vec<(u64, OwnerLimits)>>>);
 
-    impl Output for Kept {
-        fn take(&mut self, _: &RequestRecord, _: &Named, _: &LimitsByOwner) {}
-        fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+    impl RecordingOutput for CollectedLimits {
+        fn take(&mut self, _: &RequestRecord, _: &RecordedDiskEntry, _: &LimitsByOwner) {}
+        fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
             self.0.lock().unwrap().push((at.as_nanos() / 1_000_000, limits.clone()));
         }
         fn turn(&mut self, _: u64) {}
@@ -288,19 +288,19 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_receives_each_change_of_the_limits_that_it_has_once() {
-        let kept = Kept::default();
+    fn sink_receives_each_limit_change_once() {
+        let kept = CollectedLimits::default();
         let output = Box::new(kept.clone());
         let (ended, limits) = (async_channel::bounded(1).0, LimitsByOwner::new());
-        let mut sinks = [Sink { id: 1, output, lost: 0, limits, _ended: ended }];
+        let mut sinks = [EngineSink { id: 1, output, dropped: 0, limits, _ended: ended }];
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
-        let gold = |iops| LimitsInForce::of_group_with("gold", iops);
+        let gold = |iops| OwnerLimits::of_group_with("gold", iops);
         sinks[0].limits(&gold(100), at(1));
         // Sent again for each disk of the group.
         sinks[0].limits(&gold(100), at(2));
-        change(&mut sinks, &gold(200), at(3));
-        change(&mut sinks, &gold(200), at(4));
-        change(&mut sinks, &LimitsInForce::of_group_with("silver", 5), at(5));
+        change_limits_of(&mut sinks, &gold(200), at(3));
+        change_limits_of(&mut sinks, &gold(200), at(4));
+        change_limits_of(&mut sinks, &OwnerLimits::of_group_with("silver", 5), at(5));
         // Ends only the limits of an owner that has some.
         let group = |name: &str| (LimitOwner::Group, name.into());
         sinks[0].limits(&gold(0), at(6));
@@ -315,24 +315,24 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_has_lost_what_its_own_disks_have() {
-        let sink = |id| Sink {
+    fn dropped_records_count_for_the_disks_sinks() {
+        let sink = |id| EngineSink {
             id,
-            output: Box::new(Nothing),
-            lost: 0,
+            output: Box::new(NullOutput),
+            dropped: 0,
             limits: LimitsByOwner::new(),
             _ended: async_channel::bounded(1).0,
         };
         let mut sinks = [sink(1), sink(2), sink(3)];
         let disk = |number, of: &[u64], lost| {
-            let named = Named::alone(number, "a disk");
+            let named = RecordedDiskEntry::alone(number, "a disk");
             named.lost.add(lost);
             Some((named, of.to_vec()))
         };
         let disks = [disk(0, &[1, 3], 5), None, disk(2, &[3], 7), disk(3, &[], 9)];
         for _ in 0..2 {
-            share(&disks, &mut sinks);
+            distribute_dropped(&disks, &mut sinks);
         }
-        assert_eq!(sinks.map(|sink| sink.lost), [5, 0, 12]);
+        assert_eq!(sinks.map(|sink| sink.dropped), [5, 0, 12]);
     }
 }

@@ -10,11 +10,11 @@ use recording::{LimitChange, LimitOwner};
 pub(super) type LimitKey = (LimitOwner, Arc<str>);
 
 /// Limits in force, by disk and group of a recording.
-pub(super) type LimitsByOwner = HashMap<LimitKey, LimitsInForce>;
+pub(super) type LimitsByOwner = HashMap<LimitKey, OwnerLimits>;
 
 /// Limits of a disk or group, and its parent group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct LimitsInForce {
+pub(super) struct OwnerLimits {
     owner: LimitOwner,
     name: Arc<str>,
     group: Option<Arc<str>>,
@@ -22,7 +22,7 @@ pub(super) struct LimitsInForce {
     watermark: Watermark,
 }
 
-impl LimitsInForce {
+impl OwnerLimits {
     /// Own limits of a disk.
     pub(super) fn of_disk(disk: &Disk) -> Self {
         let settings = disk.throttle().settings();
@@ -77,7 +77,7 @@ impl LimitsInForce {
 }
 
 #[cfg(test)]
-impl LimitsInForce {
+impl OwnerLimits {
     /// Group with a limit of `iops-total`.
     pub(super) fn of_group_with(name: &str, iops: u64) -> Self {
         let mut limits = Limits::default();

@@ -17,18 +17,18 @@ use ::recording::{RequestOp, CompletedRequest};
 use block::recorder::{RequestRecord, DiskOperation};
 use policy::time::{Duration, Instant};
 
-use super::{engine::Output, limits::LimitsByOwner, names::Named};
+use super::{engine::RecordingOutput, limits::LimitsByOwner, names::RecordedDiskEntry};
 
 /// Maximum age of returned requests.
-pub(crate) const LONGEST: Duration = Duration::from_secs(600);
+pub(crate) const MAX_AGE: Duration = Duration::from_secs(600);
 /// Requests per allocation.
-const CHUNK: usize = 256;
+const CHUNK_REQUESTS: usize = 256;
 /// Maximum number of full chunks of all disks: 1.5 million requests of 32 bytes.
-const MOST_CHUNKS: usize = 6144;
+const MAX_CHUNKS: usize = 6144;
 
 /// Completed request in 32 bytes.
 #[derive(Clone, Copy, Debug)]
-struct Kept {
+struct RecentRequest {
     arrived: Instant,
     wait_ns: u64,
     /// Service time, saturating at four seconds.
@@ -40,51 +40,51 @@ struct Kept {
     operation: DiskOperation,
 }
 
-type Chunk = Arc<[Kept]>;
+type RecentChunk = Arc<[RecentRequest]>;
 
 /// Recent requests, shared by the recording thread and the readers.
 #[derive(Debug, Default)]
-pub struct Recent(Mutex<All>);
+pub struct RecentRequests(Mutex<RecentState>);
 
 #[derive(Debug, Default)]
-struct All {
-    disks: HashMap<Arc<str>, VecDeque<Chunk>>,
+struct RecentState {
+    disks: HashMap<Arc<str>, VecDeque<RecentChunk>>,
     /// Disk of each full chunk, the oldest first.
     order: VecDeque<Arc<str>>,
     /// Chunk of each disk that is not full yet.
-    open: HashMap<Arc<str>, Vec<Kept>>,
+    open: HashMap<Arc<str>, Vec<RecentRequest>>,
     /// Time of the last loss, or of the recording's start; records before it are incomplete.
-    lost: Option<Instant>,
+    incomplete_until: Option<Instant>,
 }
 
-impl Recent {
-    fn all(&self) -> MutexGuard<'_, All> {
+impl RecentRequests {
+    fn lock(&self) -> MutexGuard<'_, RecentState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the latest requests of these disks, at most `most` in total, and the instant from
     /// which on they are complete.
-    pub fn tell(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<CompletedRequest>>) {
+    pub fn latest(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<CompletedRequest>>) {
         // Under the lock only references are copied; the requests are copied after it.
         let (lost, kept): (_, Vec<_>) = {
-            let all = self.all();
+            let all = self.lock();
             let of = |disk: &Arc<str>| {
-                let whole: Vec<Chunk> = all.disks.get(disk).into_iter().flatten().cloned().collect();
+                let whole: Vec<RecentChunk> = all.disks.get(disk).into_iter().flatten().cloned().collect();
                 (whole, all.open.get(disk).cloned().unwrap_or_default())
             };
-            (all.lost, disks.iter().map(of).collect())
+            (all.incomplete_until, disks.iter().map(of).collect())
         };
-        let least = Instant::from_nanos(now.as_nanos().saturating_sub(LONGEST.as_nanos() as u64));
+        let least = Instant::from_nanos(now.as_nanos().saturating_sub(MAX_AGE.as_nanos() as u64));
         let mut since = least.max(lost.unwrap_or(least));
-        let each = |(whole, open): &(Vec<Chunk>, Vec<Kept>)| -> Vec<Kept> {
+        let each = |(whole, open): &(Vec<RecentChunk>, Vec<RecentRequest>)| -> Vec<RecentRequest> {
             whole.iter().flat_map(|chunk| chunk.iter()).chain(open).copied().collect()
         };
-        let mut kept: Vec<Vec<Kept>> = kept.iter().map(each).collect();
+        let mut kept: Vec<Vec<RecentRequest>> = kept.iter().map(each).collect();
         let arrivals = kept.iter().flatten().map(|kept| (kept.arrived, kept.requests));
         let arrivals: Vec<_> = arrivals.filter(|(at, _)| *at >= since).collect();
         since = first_of_latest(arrivals, most).unwrap_or(since);
         kept.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
-        (since, kept.into_iter().map(|kept| kept.iter().flat_map(Kept::past).collect()).collect())
+        (since, kept.into_iter().map(|kept| kept.iter().flat_map(RecentRequest::expanded).collect()).collect())
     }
 }
 
@@ -111,7 +111,7 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Ins
     within.last().or_else(|| arrivals.first()).map(|(at, _)| *at)
 }
 
-impl Kept {
+impl RecentRequest {
     fn of(finished: &RequestRecord) -> Self {
         let &RequestRecord { arrived, admitted, ended, length, requests, operation, .. } = finished;
         let requests = u16::try_from(requests.max(1)).unwrap_or(u16::MAX);
@@ -128,7 +128,7 @@ impl Kept {
     }
 
     /// Expands merged requests; each arrived separately, and all completed together.
-    fn past(&self) -> impl Iterator<Item = CompletedRequest> {
+    fn expanded(&self) -> impl Iterator<Item = CompletedRequest> {
         let op = match self.operation {
             DiskOperation::Read => RequestOp::Read,
             DiskOperation::Write => RequestOp::Write,
@@ -147,26 +147,26 @@ impl Kept {
     }
 }
 
-impl All {
-    fn add(&mut self, disk: &Arc<str>, kept: Kept) {
+impl RecentState {
+    fn add(&mut self, disk: &Arc<str>, kept: RecentRequest) {
         // No `entry` here: it would clone the name for every request.
         let open = match self.open.get_mut(disk) {
             Some(open) => open,
-            None => self.open.entry(Arc::clone(disk)).or_insert_with(|| Vec::with_capacity(CHUNK)),
+            None => self.open.entry(Arc::clone(disk)).or_insert_with(|| Vec::with_capacity(CHUNK_REQUESTS)),
         };
         open.push(kept);
-        if open.len() < CHUNK {
+        if open.len() < CHUNK_REQUESTS {
             return;
         }
-        let chunk: Chunk = open.as_slice().into();
+        let chunk: RecentChunk = open.as_slice().into();
         // Keeps the allocation for the next chunk.
         open.clear();
         self.disks.entry(Arc::clone(disk)).or_default().push_back(chunk);
         self.order.push_back(Arc::clone(disk));
-        if self.order.len() > MOST_CHUNKS
+        if self.order.len() > MAX_CHUNKS
             && let Some(newest) = self.drop_oldest()
         {
-            self.lose(newest);
+            self.mark_incomplete(newest);
         }
     }
 
@@ -178,71 +178,71 @@ impl All {
         if chunks.is_empty() {
             self.disks.remove(&disk);
         }
-        newest(&chunk)
+        newest_arrival(&chunk)
     }
 
     /// Marks requests until this instant as incomplete.
-    fn lose(&mut self, until: Instant) {
-        self.lost = Some(self.lost.map_or(until, |before| before.max(until)));
+    fn mark_incomplete(&mut self, until: Instant) {
+        self.incomplete_until = Some(self.incomplete_until.map_or(until, |before| before.max(until)));
     }
 
     /// Drops chunks that are too old to be returned.
-    fn forget(&mut self, before: Instant) {
+    fn drop_older(&mut self, before: Instant) {
         while let Some(disk) = self.order.front() {
             let oldest = self.disks.get(disk).and_then(|chunks| chunks.front());
-            if oldest.and_then(|chunk| newest(chunk)).is_some_and(|newest| newest >= before) {
+            if oldest.and_then(|chunk| newest_arrival(chunk)).is_some_and(|newest| newest >= before) {
                 break;
             }
             self.drop_oldest();
         }
-        self.open.retain(|_, open| newest(open).is_some_and(|newest| newest >= before));
+        self.open.retain(|_, open| newest_arrival(open).is_some_and(|newest| newest >= before));
     }
 }
 
-fn newest(chunk: &[Kept]) -> Option<Instant> {
+fn newest_arrival(chunk: &[RecentRequest]) -> Option<Instant> {
     chunk.iter().map(|kept| kept.arrived).max()
 }
 
 /// Output of the engine that fills a [`Recent`].
-pub(super) struct Keeping {
-    recent: Arc<Recent>,
+pub(super) struct RecentOutput {
+    recent: Arc<RecentRequests>,
     /// Requests since the last turn.
-    new: Vec<(Arc<str>, Kept)>,
+    new: Vec<(Arc<str>, RecentRequest)>,
     forgot: Instant,
     has_ended: bool,
 }
 
-impl Keeping {
+impl RecentOutput {
     /// Interval between removals of old chunks.
-    const PAUSE: Duration = Duration::from_secs(1);
+    const REMOVAL_INTERVAL: Duration = Duration::from_secs(1);
 
-    pub(super) fn new(recent: Arc<Recent>, now: Instant) -> Self {
-        recent.all().lose(now);
+    pub(super) fn new(recent: Arc<RecentRequests>, now: Instant) -> Self {
+        recent.lock().mark_incomplete(now);
         Self { recent, new: Vec::new(), forgot: now, has_ended: false }
     }
 
     fn turn_at(&mut self, lost: u64, now: Instant) {
-        if lost == 0 && self.new.is_empty() && now.nanos_since(self.forgot) < Self::PAUSE.as_nanos() as u64 {
+        if lost == 0 && self.new.is_empty() && now.nanos_since(self.forgot) < Self::REMOVAL_INTERVAL.as_nanos() as u64 {
             return;
         }
-        let mut all = self.recent.all();
+        let mut all = self.recent.lock();
         for (disk, kept) in self.new.drain(..) {
             all.add(&disk, kept);
         }
         if lost > 0 {
-            all.lose(now);
+            all.mark_incomplete(now);
         }
-        if now.nanos_since(self.forgot) >= Self::PAUSE.as_nanos() as u64 {
-            all.forget(Instant::from_nanos(now.as_nanos().saturating_sub(LONGEST.as_nanos() as u64)));
+        if now.nanos_since(self.forgot) >= Self::REMOVAL_INTERVAL.as_nanos() as u64 {
+            all.drop_older(Instant::from_nanos(now.as_nanos().saturating_sub(MAX_AGE.as_nanos() as u64)));
             self.forgot = now;
         }
     }
 }
 
-impl Output for Keeping {
-    fn take(&mut self, finished: &RequestRecord, named: &Named, _: &LimitsByOwner) {
+impl RecordingOutput for RecentOutput {
+    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
         if !finished.has_failed {
-            self.new.push((Arc::clone(&named.name), Kept::of(finished)));
+            self.new.push((Arc::clone(&named.name), RecentRequest::of(finished)));
         }
     }
 
@@ -282,21 +282,21 @@ mod tests {
         }
     }
 
-    fn keeping() -> (Arc<Recent>, Keeping) {
-        let recent = Arc::<Recent>::default();
-        (Arc::clone(&recent), Keeping::new(recent, at(0)))
+    fn keeping() -> (Arc<RecentRequests>, RecentOutput) {
+        let recent = Arc::<RecentRequests>::default();
+        (Arc::clone(&recent), RecentOutput::new(recent, at(0)))
     }
 
     #[test]
-    fn what_was_asked_is_told_as_it_was() {
+    fn recent_requests_are_returned_unchanged() {
         let (recent, mut keeping) = keeping();
-        let (a, b) = (Named::alone(0, "a"), Named::alone(1, "b"));
+        let (a, b) = (RecordedDiskEntry::alone(0, "a"), RecordedDiskEntry::alone(1, "b"));
         for ms in 1..=600 {
             keeping.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
         }
         keeping.take(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
         keeping.turn_at(0, at(700));
-        let (since, past) = recent.tell(&["a".into(), "b".into(), "c".into()], at(700), 1000);
+        let (since, past) = recent.latest(&["a".into(), "b".into(), "c".into()], at(700), 1000);
         assert_eq!((since, [past[0].len(), past[1].len(), past[2].len()]), (at(0), [400, 200, 0]));
         let first = CompletedRequest {
             arrived_ns: 1_000_000,
@@ -307,53 +307,53 @@ mod tests {
         };
         assert_eq!(past[0][0], first);
         // The latest of both disks together.
-        let (since, past) = recent.tell(&["a".into(), "b".into()], at(700), 30);
+        let (since, past) = recent.latest(&["a".into(), "b".into()], at(700), 30);
         assert_eq!((since, past[0].len(), past[1].len()), (at(571), 20, 10));
     }
 
     #[test]
-    fn what_was_merged_is_told_one_by_one() {
+    fn merged_requests_are_expanded() {
         let (recent, mut keeping) = keeping();
-        let a = Named::alone(0, "a");
+        let a = RecordedDiskEntry::alone(0, "a");
         for ms in 1..=100 {
             keeping.take(&RequestRecord { length: 8 * 4096, requests: 8, ..read(ms) }, &a, &LimitsByOwner::new());
         }
         keeping.turn_at(0, at(200));
-        let (since, past) = recent.tell(&["a".into()], at(200), 10_000);
+        let (since, past) = recent.latest(&["a".into()], at(200), 10_000);
         assert_eq!((since, past[0].len()), (at(0), 800));
         assert!(past[0].iter().all(|past| past.length == 4096 && past.service_ns == 2_000_000));
         // From the latest 20: two batches of eight; with a bound below one batch, that batch.
         for (most, from, told) in [(20, 99, 16), (3, 100, 8)] {
-            let (since, past) = recent.tell(&["a".into()], at(200), most);
+            let (since, past) = recent.latest(&["a".into()], at(200), most);
             assert_eq!((since, past[0].len()), (at(from), told), "{most}");
         }
     }
 
     #[test]
-    fn of_what_is_too_old_or_lost_nothing_is_told() {
+    fn old_and_incomplete_periods_are_excluded() {
         let (recent, mut keeping) = keeping();
-        let a = Named::alone(0, "a");
-        let longest_ms = LONGEST.as_millis() as u64;
+        let a = RecordedDiskEntry::alone(0, "a");
+        let longest_ms = MAX_AGE.as_millis() as u64;
         for ms in (0..3000).chain(longest_ms..longest_ms + 100) {
             keeping.take(&read(ms), &a, &LimitsByOwner::new());
         }
         keeping.turn_at(0, at(longest_ms + 2000));
-        let (since, past) = recent.tell(&["a".into()], at(longest_ms + 2000), usize::MAX);
+        let (since, past) = recent.latest(&["a".into()], at(longest_ms + 2000), usize::MAX);
         assert_eq!((since, past[0].len()), (at(2000), 1100));
         keeping.turn_at(5, at(longest_ms + 2001));
-        let (since, past) = recent.tell(&["a".into()], at(longest_ms + 2002), usize::MAX);
+        let (since, past) = recent.latest(&["a".into()], at(longest_ms + 2002), usize::MAX);
         assert_eq!((since, past[0].len()), (at(longest_ms + 2001), 0));
         keeping.turn_at(0, at(2 * longest_ms + 3000));
-        let all = recent.all();
+        let all = recent.lock();
         assert!(all.disks.is_empty() && all.order.is_empty() && all.open.is_empty());
     }
 
     #[test]
-    fn there_is_one_bound_for_all_disks() {
-        assert_eq!(size_of::<Kept>(), 32);
+    fn all_disks_share_one_bound() {
+        assert_eq!(size_of::<RecentRequest>(), 32);
         let (recent, mut keeping) = keeping();
-        let disks = ["a", "b"].map(|name| Named::alone(0, name));
-        let most = MOST_CHUNKS * CHUNK;
+        let disks = ["a", "b"].map(|name| RecordedDiskEntry::alone(0, name));
+        let most = MAX_CHUNKS * CHUNK_REQUESTS;
         for number in 0..most + most / 2 {
             keeping.take(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
             if number % 10_000 == 0 {
@@ -362,10 +362,10 @@ mod tests {
         }
         let now = at((most + most / 2) as u64 / 8);
         keeping.turn_at(0, now);
-        assert_eq!(recent.all().order.len(), MOST_CHUNKS);
-        let (since, past) = recent.tell(&["a".into(), "b".into()], now, usize::MAX);
+        assert_eq!(recent.lock().order.len(), MAX_CHUNKS);
+        let (since, past) = recent.latest(&["a".into(), "b".into()], now, usize::MAX);
         let all = past[0].len() + past[1].len();
-        assert!(since > at(0) && all <= most && all > most - 4 * CHUNK, "{all}");
+        assert!(since > at(0) && all <= most && all > most - 4 * CHUNK_REQUESTS, "{all}");
         assert!(past[0].len().abs_diff(past[1].len()) <= 8);
     }
 }

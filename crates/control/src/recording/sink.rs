@@ -20,33 +20,33 @@ use policy::time::{Duration, Instant};
 use recording::{RecordingEntry, LimitChange, RequestOp, RecordedTimes, RecordingWriter};
 
 use super::{
-    engine::Output,
-    limits::{LimitKey, LimitsByOwner, LimitsInForce},
-    names::Named,
+    engine::RecordingOutput,
+    limits::{LimitKey, LimitsByOwner, OwnerLimits},
+    names::RecordedDiskEntry,
 };
 
 /// Maximum number of buffered bytes: some seconds of half a million requests per second.
-const MOST_BEHIND: usize = 32 << 20;
+const MAX_BUFFERED_BYTES: usize = 32 << 20;
 /// Maximum age of a block when it is written; bounds the loss if the daemon is killed.
-const BLOCK: Duration = Duration::from_secs(1);
+const MAX_BLOCK_AGE: Duration = Duration::from_secs(1);
 /// Time limit for a reader to receive the rest after the end.
-const TO_END: Duration = Duration::from_secs(10);
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Counters of a recording, readable during and after it.
 #[derive(Debug, Default)]
-pub struct Progress {
+pub struct RecordingProgress {
     requests: AtomicU64,
     lost: AtomicU64,
     bytes: AtomicU64,
     error: Mutex<Option<String>>,
 }
 
-impl Progress {
+impl RecordingProgress {
     pub fn requests(&self) -> u64 {
         self.requests.load(Relaxed)
     }
 
-    pub fn lost(&self) -> u64 {
+    pub fn dropped(&self) -> u64 {
         self.lost.load(Relaxed)
     }
 
@@ -61,12 +61,12 @@ impl Progress {
     }
 
     /// Subtracts requests that were counted as recorded but not written.
-    pub(super) fn take_back(&self, requests: u64) {
+    pub(super) fn subtract_unwritten(&self, requests: u64) {
         self.requests.fetch_sub(requests, Relaxed);
     }
 
     /// Adds dropped requests.
-    pub(super) fn lose(&self, requests: u64) {
+    pub(super) fn add_dropped(&self, requests: u64) {
         self.lost.fetch_add(requests, Relaxed);
     }
 
@@ -79,8 +79,8 @@ impl Progress {
     }
 }
 
-pub(super) struct Sink {
-    writer: RecordingWriter<Behind>,
+pub(super) struct RecordingSink {
+    writer: RecordingWriter<BufferedFile>,
     began: Instant,
     block_began: Instant,
     ends_by: Option<Instant>,
@@ -90,17 +90,17 @@ pub(super) struct Sink {
     unwritten: u64,
     is_empty: bool,
     error: Option<io::Error>,
-    progress: Arc<Progress>,
+    progress: Arc<RecordingProgress>,
 }
 
-impl Sink {
+impl RecordingSink {
     /// Sink whose time 0 is `now`.
-    pub(super) fn new(file: OwnedFd, now: Instant, progress: Arc<Progress>) -> io::Result<Self> {
+    pub(super) fn new(file: OwnedFd, now: Instant, progress: Arc<RecordingProgress>) -> io::Result<Self> {
         // A regular file never returns EAGAIN; a pipe with a slow reader must not block the thread.
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let behind = Behind { file: file.into(), waiting: VecDeque::new(), written: 0, whole: 0 };
+        let behind = BufferedFile { file: file.into(), waiting: VecDeque::new(), written: 0, whole: 0 };
         let writer = RecordingWriter::new(behind, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
         let (ends_by, error) = (None, None);
         Ok(Self {
@@ -138,29 +138,29 @@ impl Sink {
 
     /// Truncates a regular file to its last complete block; a partial block would end it for
     /// readers.
-    pub(super) fn back_to_whole_blocks(&self) -> io::Result<()> {
-        let Behind { file, whole, .. } = self.writer.output();
+    pub(super) fn truncate_to_blocks(&self) -> io::Result<()> {
+        let BufferedFile { file, whole, .. } = self.writer.output();
         file.set_len(*whole)
     }
 
     /// Counts dropped requests, and records their number in the file.
-    pub(super) fn lose(&mut self, requests: u64) {
-        self.progress.lose(requests);
-        self.tell_lost(requests);
+    pub(super) fn drop_requests(&mut self, requests: u64) {
+        self.progress.add_dropped(requests);
+        self.record_dropped(requests);
     }
 
     /// Records a number of dropped requests in the file.
-    pub(super) fn tell_lost(&mut self, requests: u64) {
+    pub(super) fn record_dropped(&mut self, requests: u64) {
         self.writer.add_lost(requests);
     }
 
-    pub(super) fn take(&mut self, finished: &RequestRecord, named: &Named) {
+    pub(super) fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry) {
         let parts = u64::from(finished.requests.max(1));
-        if self.error.is_some() || self.writer.output().waiting.len() > MOST_BEHIND {
-            return self.lose(parts);
+        if self.error.is_some() || self.writer.output().waiting.len() > MAX_BUFFERED_BYTES {
+            return self.drop_requests(parts);
         }
         let nanos = |from: Instant, to: Instant| to.nanos_since(from);
-        let limit = finished.throttle_cause.and_then(|held| named.limit(held));
+        let limit = finished.throttle_cause.and_then(|held| named.cause_name(held));
         let length = finished.length / parts;
         let times = RecordedTimes {
             wait_ns: nanos(finished.arrived, finished.admitted),
@@ -180,14 +180,14 @@ impl Sink {
             };
             // Merged requests are recorded separately, with equal times.
             let written = self.writer.push(entry, || &named.name, || limit.map_or("", |(_, name)| name));
-            self.note(written);
+            self.record_error(written);
         }
         self.unwritten += parts;
         self.progress.requests.fetch_add(parts, Relaxed);
     }
 
     /// Adds limits that are in force from an instant on.
-    pub(super) fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+    pub(super) fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
         let change = limits.change(at.nanos_since(self.began));
         self.withheld.insert(limits.key(), change);
         self.write_limits();
@@ -195,32 +195,32 @@ impl Sink {
 
     /// Passes withheld limits to the writer, if the buffer has space.
     fn write_limits(&mut self) {
-        if self.error.is_some() || self.writer.output().waiting.len() > MOST_BEHIND {
+        if self.error.is_some() || self.writer.output().waiting.len() > MAX_BUFFERED_BYTES {
             return;
         }
         for (_, change) in std::mem::take(&mut self.withheld) {
             let written = self.writer.change_limits(change);
-            self.note(written);
+            self.record_error(written);
         }
     }
 
     /// Encodes the current block.
-    pub(super) fn cut(&mut self) {
+    pub(super) fn encode_block(&mut self) {
         self.block_began = reactor::real_time();
         let written = self.writer.end_block();
-        self.note(written);
+        self.record_error(written);
     }
 
     /// Encodes a block that is due, and writes as much as the file accepts.
     pub(super) fn turn(&mut self) {
         self.write_limits();
         let age = reactor::real_time().nanos_since(self.block_began);
-        if age >= u64::try_from(BLOCK.as_nanos()).unwrap_or(u64::MAX) {
-            self.cut();
+        if age >= u64::try_from(MAX_BLOCK_AGE.as_nanos()).unwrap_or(u64::MAX) {
+            self.encode_block();
         }
         if self.error.is_none() {
-            let written = self.writer.output_mut().catch_up(&self.progress);
-            self.note(written);
+            let written = self.writer.output_mut().write_pending(&self.progress);
+            self.record_error(written);
         }
         // The file ends with a complete block at this point.
         if self.writer.is_block_empty() && self.writer.output().waiting.is_empty() && self.error.is_none() {
@@ -231,7 +231,7 @@ impl Sink {
         }
     }
 
-    fn note(&mut self, written: io::Result<()>) {
+    fn record_error(&mut self, written: io::Result<()>) {
         if let Err(error) = written {
             self.error.get_or_insert(error);
         }
@@ -239,31 +239,31 @@ impl Sink {
 }
 
 /// Recording that a client reads while it is made.
-impl Output for Sink {
-    fn take(&mut self, finished: &RequestRecord, named: &Named, _: &LimitsByOwner) {
+impl RecordingOutput for RecordingSink {
+    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
         self.take(finished, named);
     }
 
-    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+    fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
         self.limits(limits, at);
     }
 
     fn turn(&mut self, lost: u64) {
         if lost > 0 {
-            self.lose(lost);
+            self.drop_requests(lost);
         }
         self.turn();
     }
 
     fn end(&mut self) {
-        self.cut();
-        self.ends_by = Some(reactor::real_time() + TO_END);
+        self.encode_block();
+        self.ends_by = Some(reactor::real_time() + END_TIMEOUT);
     }
 
     fn has_ended(&mut self) -> bool {
         let is_whole = self.writer.output().waiting.is_empty();
         if !is_whole && self.ends_by.is_some_and(|by| reactor::real_time() >= by) {
-            self.note(Err(io::Error::other("its reader has not read all of it")));
+            self.record_error(Err(io::Error::other("its reader has not read all of it")));
         }
         if let Some(error) = &self.error {
             self.progress.fail(error);
@@ -273,7 +273,7 @@ impl Output for Sink {
 }
 
 /// File with a buffer of the bytes that it has not accepted yet.
-struct Behind {
+struct BufferedFile {
     file: std::fs::File,
     waiting: VecDeque<u8>,
     written: u64,
@@ -281,8 +281,8 @@ struct Behind {
     whole: u64,
 }
 
-impl Behind {
-    fn catch_up(&mut self, progress: &Progress) -> io::Result<()> {
+impl BufferedFile {
+    fn write_pending(&mut self, progress: &RecordingProgress) -> io::Result<()> {
         while !self.waiting.is_empty() {
             // The contiguous part; the loop continues with the second.
             let (first, _) = self.waiting.as_slices();
@@ -302,7 +302,7 @@ impl Behind {
     }
 }
 
-impl Write for Behind {
+impl Write for BufferedFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.waiting.extend(bytes);
         Ok(bytes.len())
@@ -324,16 +324,16 @@ fn op(operation: DiskOperation) -> RequestOp {
 }
 
 #[cfg(test)]
-impl Sink {
+impl RecordingSink {
     /// Writes half of the pending bytes and then fails, as on a full disk.
-    pub(super) fn tear(&mut self) {
-        self.cut();
+    pub(super) fn tear_block(&mut self) {
+        self.encode_block();
         let behind = self.writer.output_mut();
         let half = behind.waiting.len() / 2;
         assert!(half > 0, "there is a block to be written");
         let part: Vec<u8> = behind.waiting.drain(..half).collect();
         behind.file.write_all(&part).expect("there is room");
-        self.note(Err(ErrorKind::StorageFull.into()));
+        self.record_error(Err(ErrorKind::StorageFull.into()));
     }
 }
 
@@ -346,15 +346,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reader_that_does_not_read_costs_requests_and_bounded_memory() {
+    fn slow_reader_drops_requests_in_bounded_memory() {
         let (reader, writer) = pipe().unwrap();
-        let progress = Arc::<Progress>::default();
-        let mut sink = Sink::new(writer, Instant::ZERO, Arc::clone(&progress)).unwrap();
-        let named = Named::alone(0, "vm1");
+        let progress = Arc::<RecordingProgress>::default();
+        let mut sink = RecordingSink::new(writer, Instant::ZERO, Arc::clone(&progress)).unwrap();
+        let named = RecordedDiskEntry::alone(0, "vm1");
         let mut place = 1_u64;
         let mut asked = 0;
         // Fills the pipe, then the buffer.
-        while progress.lost() < 1000 {
+        while progress.dropped() < 1000 {
             // Knuth's MMIX generator, so that the data do not compress.
             place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = |nanos: u64| Instant::from_nanos(asked * 1000 + nanos % 1_000_000);
@@ -375,16 +375,16 @@ mod tests {
             );
             asked += 1;
             if asked % 10_000 == 0 {
-                Output::turn(&mut sink, 0);
+                RecordingOutput::turn(&mut sink, 0);
             }
         }
-        assert!(sink.writer.output().waiting.capacity() < 3 * MOST_BEHIND);
-        assert_eq!(progress.requests() + progress.lost(), asked);
+        assert!(sink.writer.output().waiting.capacity() < 3 * MAX_BUFFERED_BYTES);
+        assert_eq!(progress.requests() + progress.dropped(), asked);
         // A reader that reads at last receives everything that was kept.
         let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());
         sink.end();
         while !sink.has_ended() {
-            Output::turn(&mut sink, 0);
+            RecordingOutput::turn(&mut sink, 0);
         }
         drop(sink);
         assert_eq!((read.join().unwrap() as u64, progress.error()), (progress.bytes(), None));

@@ -10,15 +10,15 @@ use std::{cell::RefCell, collections::BTreeMap};
 
 /// Entries sorted by name.
 #[derive(Debug)]
-pub(super) struct ByName<T>(RefCell<BTreeMap<String, T>>);
+pub(super) struct NameMap<T>(RefCell<BTreeMap<String, T>>);
 
-impl<T> Default for ByName<T> {
+impl<T> Default for NameMap<T> {
     fn default() -> Self {
         Self(RefCell::default())
     }
 }
 
-impl<T: Clone> ByName<T> {
+impl<T: Clone> NameMap<T> {
     pub(super) fn get(&self, name: &str) -> Option<T> {
         self.0.borrow().get(name).cloned()
     }
@@ -69,7 +69,7 @@ pub(crate) mod visits {
     }
 
     /// Visits since the last call.
-    pub(crate) fn take() -> u64 {
+    pub(crate) fn take_count() -> u64 {
         VISITS.take()
     }
 }

@@ -10,23 +10,23 @@ use std::{
 
 use block::disk::Disk;
 
-use super::{ByName, Refused, RunningDisk};
-use crate::unopened::{Reserved, Unopened};
+use super::{NameMap, RegistryError, RunningDisk};
+use crate::unopened::{Reserved, UnavailableDiskEntry};
 
 /// All disks of a daemon.
 #[derive(Default)]
-pub struct Disks {
-    listed: ByName<Rc<RunningDisk>>,
+pub struct DiskRegistry {
+    listed: NameMap<Rc<RunningDisk>>,
     /// Names of the nodes below disks.
-    below: RefCell<BTreeSet<String>>,
+    lower_node_names: RefCell<BTreeSet<String>>,
     /// Removed disks that are being closed.
     closing: RefCell<Vec<String>>,
     /// Disks that are being migrated to or from another host. Their names are reserved.
-    pub(crate) moving: RefCell<BTreeSet<String>>,
+    pub(crate) migrating: RefCell<BTreeSet<String>>,
     /// Disks of the config whose storage did not answer yet.
-    pub unavailable: RefCell<BTreeMap<String, Rc<Unopened>>>,
+    pub unavailable: RefCell<BTreeMap<String, Rc<UnavailableDiskEntry>>>,
     /// Disks that are being added: see [`Registry::arrival`](super::Registry::arrival).
-    pub(super) arriving: RefCell<BTreeSet<String>>,
+    pub(super) incomplete: RefCell<BTreeSet<String>>,
     /// Tasks that report failures and size changes of each listed disk.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
     /// True if a disk stopped at an error and no resume followed.
@@ -34,19 +34,19 @@ pub struct Disks {
 }
 
 /// Marks a disk as being closed while it exists.
-struct Closing<'a> {
+struct ClosingDisk<'a> {
     all: &'a RefCell<Vec<String>>,
     name: &'a str,
 }
 
-impl<'a> Closing<'a> {
+impl<'a> ClosingDisk<'a> {
     fn begin(all: &'a RefCell<Vec<String>>, name: &'a str) -> Self {
         all.borrow_mut().push(name.to_owned());
         Self { all, name }
     }
 }
 
-impl Drop for Closing<'_> {
+impl Drop for ClosingDisk<'_> {
     fn drop(&mut self) {
         let mut all = self.all.borrow_mut();
         // Only one entry: a disk that was added and removed again has a second one of the same
@@ -57,18 +57,18 @@ impl Drop for Closing<'_> {
     }
 }
 
-impl Disks {
+impl DiskRegistry {
     pub(super) fn insert(&self, name: String, disk: Rc<RunningDisk>, watches: Vec<reactor::JoinHandle<()>>) {
         self.watches.borrow_mut().insert(name.clone(), watches);
         // Names of nodes are unique across all disks, as in QEMU.
-        self.below.borrow_mut().extend(disk.below.iter().map(|node| node.name.clone()));
+        self.lower_node_names.borrow_mut().extend(disk.lower_nodes.iter().map(|node| node.name.clone()));
         self.listed.insert(name, disk);
     }
 
     pub(super) fn remove(&self, name: &str) {
         if let Some(disk) = self.listed.remove(name) {
-            for node in &disk.below {
-                self.below.borrow_mut().remove(&node.name);
+            for node in &disk.lower_nodes {
+                self.lower_node_names.borrow_mut().remove(&node.name);
             }
         }
         self.watches.borrow_mut().remove(name);
@@ -81,13 +81,13 @@ impl Disks {
 
     /// True if the name belongs to a disk, open or not, or to a node below one.
     pub(super) fn has_name(&self, name: &str) -> bool {
-        let is_moving = self.moving.borrow().contains(name);
-        self.listed.contains(name) || is_moving || self.is_below(name) || self.is_unavailable(name)
+        let is_moving = self.migrating.borrow().contains(name);
+        self.listed.contains(name) || is_moving || self.is_lower_node(name) || self.is_unavailable(name)
     }
 
     /// Marks a removed disk as being closed until the returned value is dropped.
-    pub(super) fn closing<'a>(&'a self, name: &'a str) -> impl Drop + 'a {
-        Closing::begin(&self.closing, name)
+    pub(super) fn mark_closing<'a>(&'a self, name: &'a str) -> impl Drop + 'a {
+        ClosingDisk::begin(&self.closing, name)
     }
 
     pub(crate) fn block_disks(&self) -> Vec<Arc<Disk>> {
@@ -103,25 +103,25 @@ impl Disks {
     ///
     /// # Errors
     /// There is none, or it is not open.
-    pub fn get(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+    pub fn get(&self, name: &str) -> Result<Rc<RunningDisk>, RegistryError> {
         self.listed.get(name).ok_or_else(|| match self.is_unavailable(name) {
-            true => Refused::NotOpen(name.to_owned()),
-            false => Refused::NoDisk(name.to_owned()),
+            true => RegistryError::NotOpen(name.to_owned()),
+            false => RegistryError::UnknownDisk(name.to_owned()),
         })
     }
 
     /// True if an unlisted disk is still being closed or migrated.
     pub fn has_unlisted(&self) -> bool {
-        !self.closing.borrow().is_empty() || !self.moving.borrow().is_empty()
+        !self.closing.borrow().is_empty() || !self.migrating.borrow().is_empty()
     }
 
     /// Name and operation of an unlisted disk: removed and still being closed, being migrated, or
     /// still incomplete.
-    pub(crate) fn in_between(&self) -> Option<(String, &'static str)> {
+    pub(crate) fn unlisted_operation(&self) -> Option<(String, &'static str)> {
         let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
         let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
-        let moving = || first(&self.moving).map(|name| (name, "moved"));
-        closing.or_else(moving).or_else(|| first(&self.arriving).map(|name| (name, "added")))
+        let moving = || first(&self.migrating).map(|name| (name, "moved"));
+        closing.or_else(moving).or_else(|| first(&self.incomplete).map(|name| (name, "added")))
     }
 
     /// True if a disk has stopped at an error.
@@ -147,12 +147,12 @@ impl Disks {
         member.map(|(name, _)| name.clone())
     }
 
-    pub(crate) fn is_below(&self, name: &str) -> bool {
-        self.below.borrow().contains(name)
+    pub(crate) fn is_lower_node(&self, name: &str) -> bool {
+        self.lower_node_names.borrow().contains(name)
     }
 
     /// True if the disk is incomplete and may still be rolled back.
-    pub(crate) fn is_arriving(&self, name: &str) -> bool {
-        self.arriving.borrow().contains(name)
+    pub(crate) fn is_incomplete(&self, name: &str) -> bool {
+        self.incomplete.borrow().contains(name)
     }
 }

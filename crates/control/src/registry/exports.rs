@@ -12,47 +12,47 @@ use export::nbd;
 use reactor::ReactorWorker;
 use settings::{ListenEndpoint, SocketAccess, TlsConfig};
 
-use super::{ByName, Refused};
+use super::{NameMap, RegistryError};
 use crate::{
-    doors::Entrance,
-    exports::{Door, RunningExport},
-    listen::Inherited,
+    doors::ExportEndpoint,
+    exports::{RunningEndpoint, RunningExport},
+    listen::InheritedSockets,
     running::RunningDisk,
-    serving::Serving,
+    serving::RunningServer,
 };
 
 /// Parameters of endpoints and servers that are added at run time.
-pub(crate) struct DoorTerms {
+pub(crate) struct EndpointParameters {
     pub(crate) workers: Rc<Vec<ReactorWorker>>,
     /// Owner and mode of sockets.
     pub(crate) access: SocketAccess,
     /// Limits of servers that are added later.
     pub(crate) nbd: nbd::NbdServerTerms,
     /// Sockets that were passed to the daemon.
-    pub(crate) inherited: RefCell<Inherited>,
+    pub(crate) inherited: RefCell<InheritedSockets>,
     /// TLS mode of the daemon's own servers.
     pub(crate) tls: TlsConfig,
 }
 
 /// All exports and NBD servers of a daemon.
 #[derive(Default)]
-pub struct Exports {
-    listed: ByName<Rc<RunningExport>>,
+pub struct ExportRegistry {
+    listed: NameMap<Rc<RunningExport>>,
     /// Ids of each disk's exports, by the disk's name.
     of_disks: RefCell<BTreeMap<String, BTreeSet<String>>>,
     /// The export whose endpoint is this path, for endpoints of one export alone.
     endpoints: RefCell<BTreeMap<PathBuf, String>>,
     /// Endpoints that open once the old process has released them, by the ids of their exports.
-    pub awaited: RefCell<BTreeMap<String, settings::ExportTarget>>,
-    servers: RefCell<Vec<Rc<Serving>>>,
+    pub awaited_endpoints: RefCell<BTreeMap<String, settings::ExportTarget>>,
+    servers: RefCell<Vec<Rc<RunningServer>>>,
     /// The first server of each endpoint.
-    servers_at: RefCell<HashMap<ListenEndpoint, Rc<Serving>>>,
+    servers_at: RefCell<HashMap<ListenEndpoint, Rc<RunningServer>>>,
     /// Parameters of endpoints; set by [`Exports::let_doors`].
-    door_terms: OnceCell<DoorTerms>,
+    endpoint_parameters: OnceCell<EndpointParameters>,
 }
 
-impl Exports {
-    pub(super) fn insert_server(&self, serving: &Rc<Serving>) {
+impl ExportRegistry {
+    pub(super) fn insert_server(&self, serving: &Rc<RunningServer>) {
         self.servers.borrow_mut().push(Rc::clone(serving));
         let mut servers_at = self.servers_at.borrow_mut();
         servers_at.entry(serving.endpoint.clone()).or_insert_with(|| Rc::clone(serving));
@@ -67,27 +67,27 @@ impl Exports {
     }
 
     /// All NBD servers.
-    pub fn servers(&self) -> Vec<Rc<Serving>> {
+    pub fn servers(&self) -> Vec<Rc<RunningServer>> {
         self.servers.borrow().clone()
     }
 
     /// Returns the server of an endpoint.
-    pub(crate) fn server_at(&self, endpoint: &ListenEndpoint) -> Option<Rc<Serving>> {
+    pub(crate) fn server_at(&self, endpoint: &ListenEndpoint) -> Option<Rc<RunningServer>> {
         self.servers_at.borrow().get(endpoint).cloned()
     }
 
     /// Servers for exports without an explicit address; excludes servers of specific disks.
-    pub(crate) fn standard_servers(&self) -> Vec<Rc<Serving>> {
+    pub(crate) fn default_servers(&self) -> Vec<Rc<RunningServer>> {
         let mut servers = self.servers();
-        servers.retain(|serving| serving.standard.get().is_some());
+        servers.retain(|serving| serving.default_for_disks.get().is_some());
         servers
     }
 
     /// Servers that have exports of this disk only.
-    pub(crate) fn servers_of(&self, disk: &str) -> Vec<Rc<Serving>> {
-        let mut servers: Vec<Rc<Serving>> = Vec::new();
+    pub(crate) fn servers_of_disk_only(&self, disk: &str) -> Vec<Rc<RunningServer>> {
+        let mut servers: Vec<Rc<RunningServer>> = Vec::new();
         for export in self.of_disk(disk) {
-            if let Door::Nbd(at, _) = &export.door
+            if let RunningEndpoint::Nbd(at, _) = &export.endpoint
                 && !servers.iter().any(|known| Rc::ptr_eq(known, at))
             {
                 servers.push(Rc::clone(at));
@@ -98,7 +98,7 @@ impl Exports {
         }
         // Visits all exports, so only disks with NBD exports pay for it.
         for export in self.all() {
-            if let Door::Nbd(at, _) = &export.door
+            if let RunningEndpoint::Nbd(at, _) = &export.endpoint
                 && **export.disk.disk.name() != *disk
             {
                 servers.retain(|serving| !Rc::ptr_eq(serving, at));
@@ -108,7 +108,7 @@ impl Exports {
     }
 
     /// Removes a server from the list. The caller stops it.
-    pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
+    pub(crate) fn remove_server(&self, serving: &Rc<RunningServer>) {
         let (mut servers, mut servers_at) = (self.servers.borrow_mut(), self.servers_at.borrow_mut());
         servers.retain(|known| !Rc::ptr_eq(known, serving));
         servers_at.remove(&serving.endpoint);
@@ -117,31 +117,31 @@ impl Exports {
         servers_at.extend(next.map(|next| (next.endpoint.clone(), Rc::clone(next))));
     }
 
-    pub(crate) fn has_some_at(&self, serving: &Rc<Serving>) -> bool {
+    pub(crate) fn has_export_at(&self, serving: &Rc<RunningServer>) -> bool {
         let is_there =
-            |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
+            |export: &Rc<RunningExport>| matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, serving));
         self.listed.any(is_there)
     }
 
     /// Number of connected clients of all exports.
     pub fn connections(&self) -> usize {
         let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
-        nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
+        nbd + self.own_endpoints().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
     }
 
     /// Endpoints of single exports.
-    pub fn entrances(&self) -> Vec<Rc<Entrance>> {
-        let entrance = |export: &Rc<RunningExport>| match &export.door {
-            Door::Own(entrance) => Some(Rc::clone(entrance)),
-            Door::Nbd(..) => None,
+    pub fn own_endpoints(&self) -> Vec<Rc<ExportEndpoint>> {
+        let entrance = |export: &Rc<RunningExport>| match &export.endpoint {
+            RunningEndpoint::Separate(entrance) => Some(Rc::clone(entrance)),
+            RunningEndpoint::Nbd(..) => None,
         };
         self.listed.all().iter().filter_map(entrance).collect()
     }
 
     /// Notifies the clients of single-disk endpoints that the disk's size may have changed.
-    pub(super) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
+    pub(super) fn refresh_size(&self, disk: &Rc<RunningDisk>) {
         for export in self.of_disk(disk.disk.name()) {
-            if let Door::Own(entrance) = &export.door {
+            if let RunningEndpoint::Separate(entrance) = &export.endpoint {
                 entrance.server.look_at_size();
             }
         }
@@ -152,13 +152,13 @@ impl Exports {
         self.listed.all()
     }
 
-    pub(crate) fn get(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
-        self.listed.get(id).ok_or_else(|| Refused::NoExport(id.to_owned()))
+    pub(crate) fn get(&self, id: &str) -> Result<Rc<RunningExport>, RegistryError> {
+        self.listed.get(id).ok_or_else(|| RegistryError::UnknownExport(id.to_owned()))
     }
 
     /// True if an export with this id exists or is planned.
     pub(crate) fn has_id(&self, id: &str) -> bool {
-        self.listed.contains(id) || self.awaited.borrow().contains_key(id)
+        self.listed.contains(id) || self.awaited_endpoints.borrow().contains_key(id)
     }
 
     /// Returns the id, or if it is in use, the id with the address appended.
@@ -167,30 +167,30 @@ impl Exports {
     }
 
     /// Sets the workers that run queues, the owner and mode of sockets, and the limits of servers.
-    pub fn let_doors(
+    pub fn set_endpoint_parameters(
         &self,
         workers: &Rc<Vec<ReactorWorker>>,
         access: &SocketAccess,
         nbd: nbd::NbdServerTerms,
-        inherited: Inherited,
+        inherited: InheritedSockets,
         tls: &TlsConfig,
     ) {
         let (workers, access, tls) = (Rc::clone(workers), access.clone(), tls.clone());
         let inherited = RefCell::new(inherited);
-        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited, tls });
+        let _ = self.endpoint_parameters.set(EndpointParameters { workers, access, nbd, inherited, tls });
     }
 
     /// Parameters set by [`Exports::let_doors`].
     ///
     /// # Errors
     /// They are not set yet.
-    pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
-        self.door_terms.get().context("the daemon has not started yet")
+    pub(crate) fn endpoint_parameters(&self) -> anyhow::Result<&EndpointParameters> {
+        self.endpoint_parameters.get().context("the daemon has not started yet")
     }
 
     /// Fails if another export listens at this path. Probing the socket, as at a start, would
     /// connect to this daemon itself.
-    pub(super) fn check_socket(&self, door: &settings::ExportTarget) -> anyhow::Result<()> {
+    pub(super) fn check_path_free(&self, door: &settings::ExportTarget) -> anyhow::Result<()> {
         let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
         let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.listed.get(id));
         match there.filter(|export| !export.is_ending()) {
@@ -211,7 +211,7 @@ impl Exports {
 
     pub(super) fn insert(&self, export: RunningExport) {
         let (id, disk) = (export.id.clone(), export.disk.disk.name().to_string());
-        if let Some(path) = export.own_path() {
+        if let Some(path) = export.endpoint_path() {
             self.endpoints.borrow_mut().insert(path, id.clone());
         }
         self.of_disks.borrow_mut().entry(disk).or_default().insert(id.clone());
@@ -220,7 +220,7 @@ impl Exports {
 
     pub(super) fn remove(&self, export: &RunningExport) {
         let RunningExport { id, disk, .. } = export;
-        if let Some(path) = export.own_path() {
+        if let Some(path) = export.endpoint_path() {
             let mut endpoints = self.endpoints.borrow_mut();
             // A newer export may use the path by now.
             if endpoints.get(&path) == Some(id) {

@@ -8,20 +8,20 @@ use std::{
 
 use block::layer::throttle::ThrottleGroup;
 
-use super::{ByName, Refused};
-use crate::left_out::LeftOut;
+use super::{NameMap, RegistryError};
+use crate::left_out::UnmetReservationEntry;
 
 /// All groups of a daemon.
 #[derive(Default)]
-pub struct Groups {
-    listed: ByName<Arc<ThrottleGroup>>,
+pub struct GroupRegistry {
+    listed: NameMap<Arc<ThrottleGroup>>,
     /// Groups that clients of the control socket added; they are in no config file.
     pub(crate) added: RefCell<BTreeSet<String>>,
     /// Unmet reservations, by the name of their disk or group.
-    pub unmet: RefCell<BTreeMap<String, LeftOut>>,
+    pub unmet: RefCell<BTreeMap<String, UnmetReservationEntry>>,
 }
 
-impl Groups {
+impl GroupRegistry {
     pub(super) fn insert(&self, group: &Arc<ThrottleGroup>) {
         self.listed.insert(group.name().to_owned(), Arc::clone(group));
     }
@@ -49,7 +49,7 @@ impl Groups {
     ///
     /// # Errors
     /// There is none.
-    pub fn get(&self, name: &str) -> Result<Arc<ThrottleGroup>, Refused> {
-        self.listed.get(name).ok_or_else(|| Refused::NoGroup(name.to_owned()))
+    pub fn get(&self, name: &str) -> Result<Arc<ThrottleGroup>, RegistryError> {
+        self.listed.get(name).ok_or_else(|| RegistryError::UnknownGroup(name.to_owned()))
     }
 }

@@ -9,7 +9,7 @@ use super::Registry;
 const REMEDY: &str = "export one disk twice, or make both read-only";
 
 /// Error: a disk of this daemon has the image open.
-pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
+pub(crate) fn held_error(disk: &str, image: String) -> OpenError {
     let why = format!("in use by the disk {disk:?}");
     OpenError {
         image,
@@ -24,24 +24,24 @@ pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
 
 impl Registry {
     /// Adds to an error the disk of this daemon that has locked the file, if there is one.
-    pub(crate) fn naming_holder(&self, error: OpenError) -> OpenError {
-        self.naming_holder_or(error, [])
+    pub(crate) fn with_holder(&self, error: OpenError) -> OpenError {
+        self.with_holder_among(error, [])
     }
 
     /// As [`Registry::naming_holder`], for an error that may be an [`OpenError`]. `others` are
     /// images that are not listed yet, with the names of their disks.
-    pub(crate) fn naming_holder_of<'a>(
+    pub(crate) fn with_holder_if_lock_error<'a>(
         &self,
         error: anyhow::Error,
         others: impl IntoIterator<Item = (&'a str, &'a Image)>,
     ) -> anyhow::Error {
         match error.downcast::<OpenError>() {
-            Ok(error) => self.naming_holder_or(error, others).into(),
+            Ok(error) => self.with_holder_among(error, others).into(),
             Err(error) => error,
         }
     }
 
-    fn naming_holder_or<'a>(
+    fn with_holder_among<'a>(
         &self,
         error: OpenError,
         others: impl IntoIterator<Item = (&'a str, &'a Image)>,
@@ -58,7 +58,7 @@ impl Registry {
         match listed.or_else(other) {
             Some(disk) => {
                 let OpenError { image, holder, locked, .. } = error;
-                OpenError { holder, locked, ..held_by(&disk, image) }
+                OpenError { holder, locked, ..held_error(&disk, image) }
             }
             None => error,
         }

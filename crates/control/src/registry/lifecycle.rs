@@ -9,20 +9,20 @@ use std::{
 use policy::time::{Duration, Instant};
 use reactor::operation::{self, Fd};
 
-use super::Ender;
-use crate::{listen::Listening, turns::Turns};
+use super::DaemonEndRequest;
+use crate::{listen::ListeningSocket, turns::ReloadMutex};
 
 /// Phases of a daemon's life.
 pub struct Lifecycle {
     started: Instant,
     /// Lock of changes by the config file; one runs at a time.
-    pub turns: Turns,
+    pub reload_lock: ReloadMutex,
     /// A new process is about to continue: the running state must not change.
-    pub leaving: Cell<bool>,
+    pub is_upgrading: Cell<bool>,
     /// The daemon ends.
-    pub ending: Cell<bool>,
+    pub is_ending: Cell<bool>,
     /// The daemon starts: see [`Registry::keep_clients_out`](super::Registry::keep_clients_out).
-    pub(super) keeps_out: Cell<bool>,
+    pub(super) delays_clients: Cell<bool>,
     /// The daemon ends once the last client has disconnected.
     pub ends_when_idle: Cell<bool>,
     /// A device of this host was removed externally, and its export with it.
@@ -34,31 +34,31 @@ pub struct Lifecycle {
     /// Control sockets, by path.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     /// Sockets of HTTP services, by the names that both processes of an upgrade use.
-    pub told: RefCell<Vec<(String, Vec<Listening>)>>,
-    pub(crate) ender: Ender,
+    pub http_sockets: RefCell<Vec<(String, Vec<ListeningSocket>)>>,
+    pub(crate) request_end: DaemonEndRequest,
 }
 
 impl Lifecycle {
-    pub(super) fn new(ender: Ender) -> Self {
+    pub(super) fn new(ender: DaemonEndRequest) -> Self {
         Self {
             started: reactor::now(),
-            turns: Turns::default(),
-            leaving: Cell::new(false),
-            ending: Cell::new(false),
-            keeps_out: Cell::new(false),
+            reload_lock: ReloadMutex::default(),
+            is_upgrading: Cell::new(false),
+            is_ending: Cell::new(false),
+            delays_clients: Cell::new(false),
             ends_when_idle: Cell::new(false),
             lost_device: Cell::new(false),
             watchdog: Cell::new(None),
             is_control_closed: Cell::new(false),
             control: RefCell::default(),
-            told: RefCell::default(),
-            ender,
+            http_sockets: RefCell::default(),
+            request_end: ender,
         }
     }
 
     /// Stops or resumes accepting clients of the control sockets. If two processes wait for clients
     /// of one socket, the kernel wakes only one of them.
-    pub(crate) fn close_control(&self, is_closed: bool) {
+    pub(crate) fn set_control_closed(&self, is_closed: bool) {
         self.is_control_closed.set(is_closed);
         if is_closed {
             // Cancels pending accepts, which would still take the next client.

@@ -10,17 +10,17 @@ use image::secret::{LONGEST_SECRET, Secret};
 use policy::access::NameRules;
 use reactor::memory::MemoryBudget;
 
-use super::Refused;
-use crate::fdsets::Sets;
+use super::RegistryError;
+use crate::fdsets::DescriptorSets;
 
 /// Maximum number of objects of all kinds.
-const MOST_OBJECTS: usize = 1024;
+const MAX_OBJECTS: usize = 1024;
 /// Bytes charged for an object in addition to its content, for its id and list entry.
-const BYTES_BESIDE: u64 = 512;
+const OVERHEAD_BYTES: u64 = 512;
 /// Bytes charged for TLS credentials: OpenSSL's context with a certificate chain.
-const BYTES_OF_CREDENTIALS: u64 = 64 << 10;
+const CREDENTIALS_BYTES: u64 = 64 << 10;
 /// Maximum content of an object in bytes: the longest secret; rules have the same bound.
-const MOST_BYTES: usize = LONGEST_SECRET;
+const MAX_OBJECT_BYTES: usize = LONGEST_SECRET;
 
 /// Object of one kind.
 #[derive(Clone)]
@@ -35,7 +35,7 @@ impl NamedObject {
     fn bytes(&self) -> usize {
         match self {
             Self::Secret(secret) => secret.expose().len(),
-            Self::Credentials(_) => BYTES_OF_CREDENTIALS as usize,
+            Self::Credentials(_) => CREDENTIALS_BYTES as usize,
             Self::Names(NameRules { rules, .. }) => {
                 rules.iter().map(|rule| size_of_val(rule) + rule.pattern.len()).sum()
             }
@@ -44,12 +44,12 @@ impl NamedObject {
 }
 
 /// Object with its charge to the memory budget, which its drop returns.
-struct KeptObject {
+struct ChargedObject {
     object: NamedObject,
     charged: u64,
 }
 
-impl Drop for KeptObject {
+impl Drop for ChargedObject {
     fn drop(&mut self) {
         // Cannot fail: lowering a reservation always succeeds.
         let _ = MemoryBudget::process().reserve("objects", self.charged, 0);
@@ -58,31 +58,31 @@ impl Drop for KeptObject {
 
 /// All objects of a daemon by id, and the descriptor sets that clients passed.
 #[derive(Default)]
-pub(crate) struct Objects {
-    listed: RefCell<BTreeMap<String, KeptObject>>,
-    pub(crate) descriptors: Sets,
+pub(crate) struct ObjectRegistry {
+    listed: RefCell<BTreeMap<String, ChargedObject>>,
+    pub(crate) descriptors: DescriptorSets,
 }
 
-impl Objects {
+impl ObjectRegistry {
     /// # Errors
     /// The id is in use, the object is too large, or a bound is reached.
-    pub(crate) fn add(&self, id: &str, object: NamedObject) -> Result<(), Refused> {
+    pub(crate) fn add(&self, id: &str, object: NamedObject) -> Result<(), RegistryError> {
         let mut objects = self.listed.borrow_mut();
         // Checked before the charge: a rejected object must not stay charged.
         if objects.contains_key(id) {
-            return Err(Refused::NameTaken(id.to_owned()));
+            return Err(RegistryError::NameTaken(id.to_owned()));
         }
         let bytes = object.bytes();
-        if bytes > MOST_BYTES {
-            return Err(Refused::ObjectTooLarge { id: id.to_owned(), bytes, most: MOST_BYTES });
+        if bytes > MAX_OBJECT_BYTES {
+            return Err(RegistryError::ObjectTooLarge { id: id.to_owned(), bytes, most: MAX_OBJECT_BYTES });
         }
-        if objects.len() >= MOST_OBJECTS {
-            return Err(Refused::TooManyObjects { id: id.to_owned(), most: MOST_OBJECTS });
+        if objects.len() >= MAX_OBJECTS {
+            return Err(RegistryError::TooManyObjects { id: id.to_owned(), most: MAX_OBJECTS });
         }
-        let charged = bytes as u64 + BYTES_BESIDE;
+        let charged = bytes as u64 + OVERHEAD_BYTES;
         let reserved = MemoryBudget::process().reserve("objects", 0, charged);
-        reserved.map_err(|error| Refused::NoMemory { id: id.to_owned(), error })?;
-        objects.insert(id.to_owned(), KeptObject { object, charged });
+        reserved.map_err(|error| RegistryError::NoMemory { id: id.to_owned(), error })?;
+        objects.insert(id.to_owned(), ChargedObject { object, charged });
         Ok(())
     }
 
@@ -99,10 +99,10 @@ impl Objects {
         self.listed.borrow().get(id).map(|kept| kept.object.clone())
     }
 
-    pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
+    pub(crate) fn secret(&self, id: &str) -> Result<Secret, RegistryError> {
         match self.get(id) {
             Some(NamedObject::Secret(secret)) => Ok(secret),
-            _ => Err(Refused::NoSecret(id.to_owned())),
+            _ => Err(RegistryError::UnknownSecret(id.to_owned())),
         }
     }
 
@@ -136,18 +136,18 @@ mod tests {
     }
 
     #[test]
-    fn objects_have_bounds_and_are_charged() {
+    fn objects_are_bounded_and_charged() {
         reactor::sim::run(1, async {
-            let objects = Objects::default();
+            let objects = ObjectRegistry::default();
             let refused = objects.add("large", secret(900 << 10)).expect_err("above 64 KiB");
             assert!(refused.to_string().contains("921600 bytes; an object has at most 65536"), "{refused}");
             let rules = NameRules::any_of((0..10_000).map(|number| format!("name{number}")));
             objects.add("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
             // Other tests of this process use the budget as well, so only a lower bound holds.
-            for number in 0..MOST_OBJECTS {
+            for number in 0..MAX_OBJECTS {
                 objects.add(&format!("s{number}"), secret(1000)).expect("within the bounds");
             }
-            let charged = MOST_OBJECTS as u64 * (1000 + BYTES_BESIDE);
+            let charged = MAX_OBJECTS as u64 * (1000 + OVERHEAD_BYTES);
             assert!(MemoryBudget::process().usage().reserved >= charged);
             let refused = objects.add("more", secret(1)).expect_err("one too many");
             assert!(refused.to_string().contains("1024 are there already"), "{refused}");

@@ -6,17 +6,17 @@ use reactor::memory::OutOfBudget;
 /// Reason of a refusal. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages name variants and fields")]
-pub enum Refused {
+pub enum RegistryError {
     #[error("disk {0}: there is none of this name (`weir status` lists them)")]
-    NoDisk(String),
+    UnknownDisk(String),
     #[error("disk {0}: its image is not open yet (`weir status` tells since when, and why)")]
     NotOpen(String),
     #[error("group {0}: there is none of this name (`weir status` lists them)")]
-    NoGroup(String),
+    UnknownGroup(String),
     #[error("export {0}: there is none with this id (`weir status` lists them)")]
-    NoExport(String),
+    UnknownExport(String),
     #[error("secret {0}: there is none of this name (`object-add` makes one)")]
-    NoSecret(String),
+    UnknownSecret(String),
     #[error("object {id}: it has {bytes} bytes; an object has at most {most} (make it smaller)")]
     ObjectTooLarge { id: String, bytes: usize, most: usize },
     #[error("object {id}: {most} are there already (`object-del` removes one)")]

@@ -10,25 +10,25 @@ use policy::time::Duration;
 use storage::rbd::ResizeNotifier;
 
 use super::Registry;
-use crate::change::Change;
+use crate::change::RegistryChange;
 
 /// Notifies all exports of a disk after any change of its size, including one by a write beyond the
 /// end of its file.
-pub(super) async fn tell_sizes(registry: Weak<Registry>, disk: String, resized: Arc<Event>) {
+pub(super) async fn watch_size(registry: Weak<Registry>, disk: String, resized: Arc<Event>) {
     let mut next = resized.listen();
     loop {
         next.await;
         next = resized.listen();
         let Some(registry) = registry.upgrade() else { return };
         if let Ok(running) = registry.disks.get(&disk) {
-            registry.exports.look_at_size(&running);
+            registry.exports.refresh_size(&running);
         }
     }
 }
 
 /// Probes the size of an image after each notification of its cluster, and also at intervals if the
 /// cluster sends none.
-pub(super) async fn look_at_changes(
+pub(super) async fn watch_image_changes(
     registry: Weak<Registry>,
     disk: String,
     bell: Arc<ResizeNotifier>,
@@ -51,13 +51,13 @@ pub(super) async fn look_at_changes(
 
 /// Reports immediately that a disk stopped. Of other failures, reports the last in each second, as
 /// QEMU does: clients control their rate.
-pub(super) async fn tell_failures(registry: Weak<Registry>, disk: String, failures: Arc<Failures>) {
+pub(super) async fn watch_failures(registry: Weak<Registry>, disk: String, failures: Arc<Failures>) {
     let mut failure = failures.next(false).await;
     loop {
         let Some(registry) = registry.upgrade() else { return };
-        registry.tell(&Change::Failed { disk: disk.clone(), failure });
+        registry.notify(&RegistryChange::Failed { disk: disk.clone(), failure });
         if failure.stops && failures.stopped_by().is_some() && !registry.disks.stopped.replace(true) {
-            registry.tell(&Change::Stopped);
+            registry.notify(&RegistryChange::Stopped);
         }
         // Not held during the wait: it would keep the registry alive.
         drop(registry);

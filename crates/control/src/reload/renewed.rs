@@ -9,17 +9,17 @@ use export::nbd;
 use serde_json::Value;
 use settings::DesiredState;
 
-use crate::{assemble, loaded::Loaded, reconcile::applied, registry::Registry};
+use crate::{assemble, loaded::LoadedConfig, reconcile::applied, registry::Registry};
 
 /// Credentials that were read again.
-pub(super) struct Renewed {
+pub(super) struct RenewedCredentials {
     tls: Option<nbd::NbdServerTls>,
     etcd: Option<EtcdCredentials>,
     /// Errors of files that could not be read again.
     kept: Vec<String>,
 }
 
-impl Renewed {
+impl RenewedCredentials {
     /// # Errors
     /// A file is invalid. Missing permission is no error: the daemon has given up rights since its
     /// start, and keeps the old credentials.
@@ -27,7 +27,7 @@ impl Renewed {
         let (tls, cluster) = (plan.process.tls.clone(), plan.process.cluster.clone());
         let reading = reactor::run_blocking(move || {
             let mut kept = Vec::new();
-            let tls = unless_forbidden(assemble::credentials(&tls), &mut kept)?.flatten();
+            let tls = unless_forbidden(assemble::read_tls_credentials(&tls), &mut kept)?.flatten();
             let mut etcd = None;
             if let Some(cluster) = cluster {
                 let read = EtcdCredentials::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
@@ -39,12 +39,12 @@ impl Renewed {
     }
 
     /// Reports for the client of the reload.
-    pub(super) fn told(&self) -> impl Iterator<Item = Value> {
-        self.kept.iter().map(|why| applied::not_read(why))
+    pub(super) fn reports(&self) -> impl Iterator<Item = Value> {
+        self.kept.iter().map(|why| applied::credentials_report(why))
     }
 
     /// Puts the credentials in force.
-    pub(super) fn settle(self, registry: &Registry, loaded: &Loaded) {
+    pub(super) fn apply(self, registry: &Registry, loaded: &LoadedConfig) {
         if let (Some(before), Some(tls)) = (&loaded.tls, self.tls) {
             // Shared with all servers, which use the new keys for later handshakes.
             before.keys.renew(tls.keys);

@@ -8,56 +8,56 @@ use serde_json::Value;
 use settings::{PlacedDisk, DesiredState};
 
 use crate::{
-    assemble::Assembly,
-    loaded::Loaded,
+    assemble::DiskAssembly,
+    loaded::LoadedConfig,
     looking,
-    opening::{Opened, Opening, Silent, State, Trial},
-    reconcile::{applied, check_secrets, difference},
+    opening::{ImageOpenTask, ImageOpenRequest, UnavailableImage, UnavailableImageState, ImageOpenAttempt},
+    reconcile::{applied, check_secret_files, difference},
     registry::Registry,
 };
 
 /// Unavailable disks of the new config.
-pub(super) struct Said {
+pub(super) struct UnavailablePlan {
     /// The plan including the unavailable disks.
     pub(super) plan: Rc<DesiredState>,
     /// Those that are to be opened in another way than so far, with the first attempt.
-    openings: BTreeMap<String, (Opening, Option<Opened>)>,
+    openings: BTreeMap<String, (ImageOpenRequest, Option<ImageOpenTask>)>,
 }
 
 /// Leaves those out that the file still has.
 ///
 /// # Errors
 /// One that is to be opened in another way cannot be.
-pub(super) async fn leave_out(
+pub(super) async fn exclude_unavailable(
     registry: &Registry,
-    loaded: &Loaded,
+    loaded: &LoadedConfig,
     plan: &mut DesiredState,
     is_dry_run: bool,
-) -> anyhow::Result<Said> {
-    let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
-    let mut assembly = Assembly::new(registry.image_root().cloned(), loaded.budgets.clone());
+) -> anyhow::Result<UnavailablePlan> {
+    let mut said = UnavailablePlan { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
+    let mut assembly = DiskAssembly::new(registry.image_root().cloned(), loaded.budgets.clone());
     let (mut out, mut trials) = (Vec::new(), Vec::new());
-    for before in registry.unopened_disks() {
+    for before in registry.unavailable_configs() {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
         // Other keys take effect when the disk is listed, without opening the image anew.
-        if !difference::fixed(&before, planned).is_empty() {
+        if !difference::fixed_differences(&before, planned).is_empty() {
             let place = || planned.origin("image").to_string();
             registry.check_image(&planned.image).await.with_context(place)?;
-            check_secrets(planned).await?;
-            let looked = is_dry_run.then(|| looking::alone(planned));
-            let opening = assembly.opening(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
-            trials.push((before.name.clone(), place(), opening.clone(), Trial::begin(opening, false)));
+            check_secret_files(planned).await?;
+            let looked = is_dry_run.then(|| looking::trial_config(planned));
+            let opening = assembly.open_request(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
+            trials.push((before.name.clone(), place(), opening.clone(), ImageOpenAttempt::begin(opening, false)));
         }
         out.push(before.name.clone());
     }
     for (name, place, opening, trial) in trials {
         let opened = match trial.outcome().await {
             Ok(opened) => {
-                let opened = opened.map_err(|error| registry.naming_holder_of(error, []));
+                let opened = opened.map_err(|error| registry.with_holder_if_lock_error(error, []));
                 let image = opened.context(place)?;
                 Some(reactor::spawn_joinable(async { Ok(image) }))
             }
-            Err(Silent { state: State::Trying(opened), .. }) => Some(opened),
+            Err(UnavailableImage { state: UnavailableImageState::Opening(opened), .. }) => Some(opened),
             Err(_) => None,
         };
         said.openings.insert(name, (opening, opened));
@@ -66,27 +66,27 @@ pub(super) async fn leave_out(
     Ok(said)
 }
 
-impl Said {
+impl UnavailablePlan {
     fn has(&self, disk: &str) -> bool {
         self.plan.disks.iter().any(|planned| planned.name == disk)
     }
 
     /// Reports: each unavailable disk is still not open, or removed.
-    pub(super) fn told(&self, registry: &Registry) -> Vec<Value> {
+    pub(super) fn reports(&self, registry: &Registry) -> Vec<Value> {
         let tell = |disk: PlacedDisk| {
-            applied::listed("disk", &disk.name, if self.has(&disk.name) { "unavailable" } else { "removed" })
+            applied::object_report("disk", &disk.name, if self.has(&disk.name) { "unavailable" } else { "removed" })
         };
-        registry.unopened_disks().into_iter().map(tell).collect()
+        registry.unavailable_configs().into_iter().map(tell).collect()
     }
 
     /// Puts the new config in force; returns the plan with all disks.
-    pub(super) fn settle(mut self, registry: &Rc<Registry>) -> Rc<DesiredState> {
-        for disk in registry.unopened_disks() {
+    pub(super) fn apply(mut self, registry: &Rc<Registry>) -> Rc<DesiredState> {
+        for disk in registry.unavailable_configs() {
             let name = &disk.name;
             if self.has(name) {
-                registry.plan_unopened(name, Rc::clone(&self.plan), self.openings.remove(name));
+                registry.replan_unavailable(name, Rc::clone(&self.plan), self.openings.remove(name));
             } else {
-                registry.give_up_unopened(name);
+                registry.abandon_unavailable(name);
             }
         }
         self.plan

@@ -19,41 +19,41 @@ use block::layer::throttle::ThrottleGroup;
 use serde_json::{Map, Value, json};
 use settings::{ExportTarget as Own, VhostUserSocket};
 
-use super::told::{AddedDisk, AddedExport, AddedGroup, OfferedDevice, Origin};
+use super::told::{AddedDiskState, AddedExportState, AddedGroupState, OfferedDevice, ObjectOrigin};
 use crate::{
-    reconcile::applied::{self, Named, of_throttle},
-    registry::{NewExport, Registry, RunningDisk, RunningExport},
-    serving::{Added, Serving},
+    reconcile::applied::{self, NamedValue, throttle_values},
+    registry::{NewNbdExport, Registry, RunningDisk, RunningExport},
+    serving::{AddedServer, RunningServer},
     wanted,
 };
 
 /// Creation and current settings of a disk.
-pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
-    let nodes = running.told.as_deref().unwrap_or_default();
+pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState> {
+    let nodes = running.creation_commands.as_deref().unwrap_or_default();
     // A disk of the config has neither commands nor the flag.
-    if nodes.is_empty() && !running.added {
-        return Origin::Config;
+    if nodes.is_empty() && !running.is_added {
+        return ObjectOrigin::Config;
     }
     if running.config.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
-        return Origin::Bound("its file was passed to the old process by add-fd".to_owned());
+        return ObjectOrigin::NotTransferable("its file was passed to the old process by add-fd".to_owned());
     }
     if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config.qcow2.secrets.is_empty() {
-        return Origin::Bound("only the old process has its passphrase".to_owned());
+        return ObjectOrigin::NotTransferable("only the old process has its passphrase".to_owned());
     }
-    let keys = running.added.then(|| running.keys_of_upgrade());
-    if running.added && running.below.is_empty() {
-        return Origin::Added(AddedDisk { keys, ..AddedDisk::default() });
+    let keys = running.is_added.then(|| running.transferred_keys());
+    if running.is_added && running.lower_nodes.is_empty() {
+        return ObjectOrigin::Added(AddedDiskState { keys, ..AddedDiskState::default() });
     }
-    let bottom = running.below.last().filter(|_| running.added).map(|node| node.name.clone());
-    let nodes = nodes.iter().cloned().map(with_whole_paths).collect();
+    let bottom = running.lower_nodes.last().filter(|_| running.is_added).map(|node| node.name.clone());
+    let nodes = nodes.iter().cloned().map(with_absolute_paths).collect();
     let values =
-        applied::of_disk(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
-    let settings = settings(running.disk.name(), values);
-    Origin::Added(AddedDisk { nodes, settings, keys, bottom })
+        applied::disk_values(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
+    let settings = set_arguments(running.disk.name(), values);
+    ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, bottom })
 }
 
 /// Added groups, parents first.
-pub(super) fn groups(registry: &Registry) -> Vec<AddedGroup> {
+pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
     let depth = |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
     let added = registry.groups.added.borrow();
     let mut groups = registry.groups.all();
@@ -63,24 +63,24 @@ pub(super) fn groups(registry: &Registry) -> Vec<AddedGroup> {
     let tell = |group: Arc<ThrottleGroup>| {
         let parent = group.parent().map(|parent| parent.name().to_owned());
         // The parent is set when the group is created.
-        let throttled = of_throttle(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
-        AddedGroup { name: group.name().to_owned(), parent, settings: settings(group.name(), throttled) }
+        let throttled = throttle_values(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
+        AddedGroupState { name: group.name().to_owned(), parent, settings: set_arguments(group.name(), throttled) }
     };
     groups.into_iter().map(tell).collect()
 }
 
 /// Arguments of `x-weir-set` for these settings; a size without a value is 0 there.
-fn settings(name: &str, values: impl IntoIterator<Item = Named>) -> Map<String, Value> {
+fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Map<String, Value> {
     let value = |value: Value| if value.is_null() { json!(0) } else { value };
     let values = values.into_iter().map(|(key, said)| (key.to_owned(), value(said)));
     values.chain([("name".to_owned(), json!(name))]).collect()
 }
 
 /// Makes paths absolute: the new process may run in another directory.
-fn with_whole_paths(mut node: Map<String, Value>) -> Map<String, Value> {
+fn with_absolute_paths(mut node: Map<String, Value>) -> Map<String, Value> {
     for (key, value) in &mut node {
         match value {
-            Value::Object(inner) => *inner = with_whole_paths(std::mem::take(inner)),
+            Value::Object(inner) => *inner = with_absolute_paths(std::mem::take(inner)),
             Value::String(path) if matches!(key.as_str(), "filename" | "path") => {
                 let whole = std::path::absolute(&*path)
                     .ok()
@@ -94,29 +94,29 @@ fn with_whole_paths(mut node: Map<String, Value>) -> Map<String, Value> {
 }
 
 /// Origin of a server, with its maximum number of clients.
-pub(super) fn server(serving: &Serving) -> Origin<usize> {
+pub(super) fn server_origin(serving: &RunningServer) -> ObjectOrigin<usize> {
     match serving.added.get() {
-        None => Origin::Config,
-        Some(Added { max_connections, has_objects: false }) => Origin::Added(max_connections),
-        Some(_) => Origin::Bound("only the old process has its TLS objects".to_owned()),
+        None => ObjectOrigin::Config,
+        Some(AddedServer { max_connections, has_objects: false }) => ObjectOrigin::Added(max_connections),
+        Some(_) => ObjectOrigin::NotTransferable("only the old process has its TLS objects".to_owned()),
     }
 }
 
 /// Origin of an NBD export.
-pub(super) fn export(export: &RunningExport) -> Origin<AddedExport> {
-    match &export.new {
-        Some(NewExport { id, description, access, .. }) if export.added.get() => Origin::Added(AddedExport {
+pub(super) fn export_origin(export: &RunningExport) -> ObjectOrigin<AddedExportState> {
+    match &export.nbd_parameters {
+        Some(NewNbdExport { id, description, access, .. }) if export.is_added.get() => ObjectOrigin::Added(AddedExportState {
             id: id.clone(),
             description: description.clone(),
             access: access.into(),
         }),
-        _ => Origin::Config,
+        _ => ObjectOrigin::Config,
     }
 }
 
 /// Origin of an export with a separate endpoint.
-pub(super) fn door(export: &RunningExport) -> Origin<String> {
-    let Some(door) = export.said.as_ref().filter(|_| export.added.get()) else { return Origin::Config };
+pub(super) fn endpoint_origin(export: &RunningExport) -> ObjectOrigin<String> {
+    let Some(door) = export.endpoint_config.as_ref().filter(|_| export.is_added.get()) else { return ObjectOrigin::Config };
     let whole = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut door = door.clone();
     match &mut door {
@@ -128,10 +128,10 @@ pub(super) fn door(export: &RunningExport) -> Origin<String> {
         Own::Fuse(fuse) => fuse.file = whole(&fuse.file),
         Own::Ublk(_) | Own::NbdDevice(_) => {}
     }
-    Origin::Added(door.to_string())
+    ObjectOrigin::Added(door.to_string())
 }
 
-pub(super) fn read_door(kind: &str, text: &str) -> anyhow::Result<Own> {
+pub(super) fn parse_endpoint(kind: &str, text: &str) -> anyhow::Result<Own> {
     let read = match kind {
         "ublk" => text.parse().map(Own::Ublk),
         "fuse" => text.parse().map(Own::Fuse),
@@ -142,11 +142,11 @@ pub(super) fn read_door(kind: &str, text: &str) -> anyhow::Result<Own> {
 }
 
 /// Planned export for an added device of the host.
-pub(super) fn device(offered: &OfferedDevice, text: &str) -> anyhow::Result<wanted::Wanted> {
-    let door = read_door(&offered.kind, text)?;
-    Ok(wanted::Wanted {
+pub(super) fn planned_device(offered: &OfferedDevice, text: &str) -> anyhow::Result<wanted::PlannedExport> {
+    let door = parse_endpoint(&offered.kind, text)?;
+    Ok(wanted::PlannedExport {
         disk: offered.disk.clone(),
         read_only: offered.read_only,
-        way: wanted::Way::Own(door),
+        way: wanted::PlannedEndpoint::Separate(door),
     })
 }

@@ -15,26 +15,26 @@ use settings::ListenEndpoint;
 use storage::PassedFiles;
 
 use super::{
-    added::read_door,
-    newcomer::{Newcomer, export, machine},
-    told::{AddedDisk, AddedExport, OfferedDevice, OfferedExport, OfferedMachine, Origin},
+    added::parse_endpoint,
+    newcomer::{NewProcess, find_export, find_vhost_user},
+    told::{AddedDiskState, AddedExportState, OfferedDevice, OfferedExport, OfferedVhostUser, ObjectOrigin},
 };
 use crate::{
     adding::{self, NewDisk},
     bitmaps,
-    reconcile::source::Source as _,
-    registry::{NewExport, Registry},
-    serving::{Added, Serving},
+    reconcile::source::StartSource as _,
+    registry::{NewNbdExport, Registry},
+    serving::{AddedServer, RunningServer},
 };
 
-impl Newcomer {
+impl NewProcess {
     /// Adds the old process's added objects that are not in this config; returns their names.
     /// `perform` executes a command of the control socket, `add_disk` adds a disk from these nodes
     /// and passed files.
     ///
     /// # Errors
     /// An object cannot be added.
-    pub async fn have_added(
+    pub async fn add_transferred(
         &mut self,
         registry: &Rc<Registry>,
         workers: &Rc<Vec<ReactorWorker>>,
@@ -50,7 +50,7 @@ impl Newcomer {
             let named =
                 || format!("group {}: it was added at run time, and cannot be added here", group.name);
             let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-            let made = adding::make_group(registry, &group.name, GroupSettings::default(), parent.as_ref());
+            let made = adding::add_group_object(registry, &group.name, GroupSettings::default(), parent.as_ref());
             made.await.with_context(named)?;
             registry.groups.added.borrow_mut().insert(group.name.clone());
             let set = perform("x-weir-set", group.settings.clone()).await;
@@ -59,7 +59,7 @@ impl Newcomer {
         }
         for at in 0..self.offer.servers.len() {
             let address = self.offer.servers[at].endpoint.clone();
-            let Origin::Added(max_connections) = self.offer.servers[at].origin else { continue };
+            let ObjectOrigin::Added(max_connections) = self.offer.servers[at].origin else { continue };
             // A server of the new config has already taken the sockets.
             if self.sockets[at].is_empty() {
                 continue;
@@ -69,17 +69,17 @@ impl Newcomer {
                 None => ListenEndpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
             };
             let listeners = self.listeners(&endpoint)?.context("a server came without its sockets")?;
-            let standard = registry.exports.door_terms()?.nbd.clone();
+            let standard = registry.exports.endpoint_parameters()?.nbd.clone();
             let server = nbd::NbdServer::new(None, nbd::NbdServerTerms { max_connections, ..standard });
-            let serving = Serving::new(server, endpoint, listeners, workers);
+            let serving = RunningServer::new(server, endpoint, listeners, workers);
             // Not a standard server: later disks without explicit exports must not appear there.
-            serving.added.set(Some(Added { max_connections, has_objects: false }));
-            serving.standard.set(Some(false));
+            serving.added.set(Some(AddedServer { max_connections, has_objects: false }));
+            serving.default_for_disks.set(Some(false));
             registry.add_server(&serving);
             had.push(format!("server {address}"));
         }
         for offered in &self.offer.disks {
-            let Origin::Added(AddedDisk { nodes, settings, keys, bottom }) = &offered.origin else {
+            let ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, bottom }) = &offered.origin else {
                 continue;
             };
             if registry.disks.get(&offered.name).is_ok() {
@@ -92,7 +92,7 @@ impl Newcomer {
                 let name = bottom.as_ref().unwrap_or(&offered.name).clone();
                 let exports = Some(Vec::new());
                 let new = NewDisk { name, keys, exports, sockets: Vec::new() };
-                new.add_again(registry, self.passed.clone()).await.with_context(named)?;
+                new.add_transferred(registry, self.passed.clone()).await.with_context(named)?;
             }
             if keys.is_none() || !nodes.is_empty() {
                 let made = add_disk(nodes, self.passed.clone()).await;
@@ -103,23 +103,23 @@ impl Newcomer {
             had.push(format!("disk {}", offered.name));
         }
         for offered in &self.offer.exports {
-            let Origin::Added(told) = &offered.origin else { continue };
+            let ObjectOrigin::Added(told) = &offered.origin else { continue };
             // Exports of the new config are already there.
-            if export(registry, &offered.endpoint, &offered.name).is_none() {
+            if find_export(registry, &offered.endpoint, &offered.name).is_none() {
                 let named =
                     || format!("export {}: it was added at run time, and cannot be added here", told.id);
                 had.push(add_export(registry, offered, told).await.with_context(named)?);
             }
         }
         for offered in &self.offer.machines {
-            let Origin::Added(text) = &offered.origin else { continue };
-            if machine(registry, offered).is_none() {
+            let ObjectOrigin::Added(text) = &offered.origin else { continue };
+            if find_vhost_user(registry, offered).is_none() {
                 let named =
                     || format!("export {}: it was added at run time, and cannot be added here", offered.id);
-                had.push(add_machine(registry, offered, text).await.with_context(named)?);
+                had.push(add_vhost_user(registry, offered, text).await.with_context(named)?);
             }
         }
-        for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.have_added(registry)? {
+        for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.plan_added(registry)? {
             had.push(format!(
                 "export {id} ({kind} of disk {disk}{})",
                 if read_only { ", read-only" } else { "" }
@@ -132,37 +132,37 @@ impl Newcomer {
 async fn add_export(
     registry: &Rc<Registry>,
     offered: &OfferedExport,
-    told: &AddedExport,
+    told: &AddedExportState,
 ) -> anyhow::Result<String> {
     let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
     let serving =
-        registry.exports.servers().into_iter().find(|serving| super::name(&serving.endpoint) == *endpoint);
+        registry.exports.servers().into_iter().find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
     let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
     let id = registry.exports.free_id(&told.id, &serving.address());
     let running = registry.disks.get(disk)?;
-    let new = NewExport {
+    let new = NewNbdExport {
         id: id.clone(),
         name: name.clone(),
         description: told.description.clone(),
-        access: told.access.access()?,
+        access: told.access.to_access()?,
         disk: disk.clone(),
         read_only: *read_only,
-        bitmaps: bitmaps::of_image(&running, bitmaps).await?,
+        bitmaps: bitmaps::find_bitmaps(&running, bitmaps).await?,
     };
     registry.add_export(&serving, new)?;
-    registry.exports.get(&id)?.added.set(true);
+    registry.exports.get(&id)?.is_added.set(true);
     Ok(format!("export {id}"))
 }
 
-async fn add_machine(
+async fn add_vhost_user(
     registry: &Rc<Registry>,
-    offered: &OfferedMachine,
+    offered: &OfferedVhostUser,
     text: &str,
 ) -> anyhow::Result<String> {
-    let OfferedMachine { id, disk, read_only, .. } = offered;
-    let door = read_door("vhost-user-blk", text)?;
+    let OfferedVhostUser { id, disk, read_only, .. } = offered;
+    let door = parse_endpoint("vhost-user-blk", text)?;
     let id = registry.exports.free_id(id, &door.address());
-    registry.add_door(id.clone(), registry.disks.get(disk)?, *read_only, &door, None).await?;
-    registry.exports.get(&id)?.added.set(true);
+    registry.add_endpoint(id.clone(), registry.disks.get(disk)?, *read_only, &door, None).await?;
+    registry.exports.get(&id)?.is_added.set(true);
     Ok(format!("export {id}"))
 }

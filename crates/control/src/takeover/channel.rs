@@ -35,38 +35,38 @@ use rustix::net::{
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Maximum bytes of JSON: a thousand for each of a hundred thousand clients.
-const MOST_TEXT: u64 = 128 << 20;
+const MAX_JSON_BYTES: u64 = 128 << 20;
 /// Maximum bytes that clients have sent and no server has parsed.
-const MOST_BYTES: u64 = 16 << 30;
-const MOST_DESCRIPTORS: u64 = 1 << 20;
+const MAX_BYTES: u64 = 16 << 30;
+const MAX_DESCRIPTORS: u64 = 1 << 20;
 /// Descriptors per message; the kernel allows 253 (SCM_MAX_FD).
-const AT_ONCE: usize = 250;
+const DESCRIPTORS_PER_MESSAGE: usize = 250;
 
 /// One end of the connection.
 #[derive(Debug)]
-pub(super) struct Channel(UnixStream);
+pub(super) struct UpgradeChannel(UnixStream);
 
 /// Bytes and descriptors of a message.
 #[derive(Debug, Default)]
-pub(super) struct Luggage {
+pub(super) struct MessageAttachments {
     pub(super) bytes: Vec<u8>,
     pub(super) descriptors: Vec<OwnedFd>,
 }
 
-impl Luggage {
+impl MessageAttachments {
     /// Starts taking them out, in the order of the message.
-    pub(super) fn pieces(&mut self) -> Pieces<'_> {
-        Pieces { bytes: &self.bytes, descriptors: self.descriptors.drain(..) }
+    pub(super) fn pieces(&mut self) -> AttachmentReader<'_> {
+        AttachmentReader { bytes: &self.bytes, descriptors: self.descriptors.drain(..) }
     }
 }
 
 /// Remaining bytes and descriptors of a message.
-pub(super) struct Pieces<'a> {
+pub(super) struct AttachmentReader<'a> {
     bytes: &'a [u8],
     descriptors: std::vec::Drain<'a, OwnedFd>,
 }
 
-impl<'a> Pieces<'a> {
+impl<'a> AttachmentReader<'a> {
     /// Takes the next bytes.
     pub(super) fn bytes(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
         let (own, rest) = self.bytes.split_at_checked(count).context("fewer bytes arrived than announced")?;
@@ -111,13 +111,13 @@ pub(super) fn check_listener(socket: &UnixStream, user: Option<&str>) -> anyhow:
     Ok(())
 }
 
-impl From<Channel> for OwnedFd {
-    fn from(channel: Channel) -> Self {
+impl From<UpgradeChannel> for OwnedFd {
+    fn from(channel: UpgradeChannel) -> Self {
         channel.0.into()
     }
 }
 
-impl Channel {
+impl UpgradeChannel {
     /// Creates a channel and the descriptor of its other end.
     pub(super) fn pair() -> io::Result<(Self, OwnedFd)> {
         let (here, there) = UnixStream::pair()?;
@@ -125,7 +125,7 @@ impl Channel {
     }
 
     /// Channel over a socket that a peer passed; fails if the peer is of another user.
-    pub(super) fn passed(socket: OwnedFd) -> anyhow::Result<Self> {
+    pub(super) fn from_passed(socket: OwnedFd) -> anyhow::Result<Self> {
         // Any descriptor may be passed, so its type is checked first.
         let kind = getsockopt(&socket, SockType).context("what came is no socket")?;
         ensure!(kind == socket::SockType::Stream, "what came is no stream socket");
@@ -138,7 +138,7 @@ impl Channel {
     }
 
     /// Duplicates this end.
-    pub(super) fn again(&self) -> io::Result<Self> {
+    pub(super) fn try_clone(&self) -> io::Result<Self> {
         self.0.try_clone().map(Self)
     }
 
@@ -148,7 +148,7 @@ impl Channel {
     }
 
     /// Sends a message, on another thread.
-    pub(super) async fn say<T: Serialize + Send + 'static>(
+    pub(super) async fn send_in_background<T: Serialize + Send + 'static>(
         self,
         message: T,
         bytes: Vec<u8>,
@@ -162,15 +162,15 @@ impl Channel {
     }
 
     /// Sends a message on this thread.
-    pub(super) fn say_now<T: Serialize>(&self, message: &T) -> anyhow::Result<()> {
+    pub(super) fn send_now<T: Serialize>(&self, message: &T) -> anyhow::Result<()> {
         self.send(message, &[], &[])
     }
 
     /// Receives a message on another thread; fails after `patience`.
-    pub(super) async fn hear<T: DeserializeOwned + Send + 'static>(
+    pub(super) async fn receive_in_background<T: DeserializeOwned + Send + 'static>(
         self,
         patience: Duration,
-    ) -> anyhow::Result<(Self, T, Luggage)> {
+    ) -> anyhow::Result<(Self, T, MessageAttachments)> {
         reactor::run_blocking(move || {
             let (message, luggage) = self.receive(patience)?;
             Ok((self, message, luggage))
@@ -179,22 +179,22 @@ impl Channel {
     }
 
     /// Receives a message on this thread; fails after `patience`.
-    pub(super) fn hear_now<T: DeserializeOwned>(
+    pub(super) fn receive_now<T: DeserializeOwned>(
         self,
         patience: Duration,
-    ) -> anyhow::Result<(Self, T, Luggage)> {
+    ) -> anyhow::Result<(Self, T, MessageAttachments)> {
         let (message, luggage) = self.receive(patience)?;
         Ok((self, message, luggage))
     }
 
     /// As [`Channel::hear`]. After a failure the peer cannot have sent the message: either it is
     /// received here, or sending it fails there.
-    pub(super) async fn hear_or_close<T: DeserializeOwned + Send + 'static>(
+    pub(super) async fn receive_or_close<T: DeserializeOwned + Send + 'static>(
         self,
         patience: Duration,
-    ) -> anyhow::Result<(Self, T, Luggage)> {
+    ) -> anyhow::Result<(Self, T, MessageAttachments)> {
         reactor::run_blocking(move || {
-            let (message, luggage) = self.receive_or(patience, AtLast::Close)?;
+            let (message, luggage) = self.receive_or(patience, DeadlineAction::Close)?;
             Ok((self, message, luggage))
         })
         .await
@@ -213,41 +213,41 @@ impl Channel {
         let text = serde_json::to_vec(message)?;
         let mut socket = &self.0;
         // A timeout for each write; a peer that reads slowly but steadily is tolerated.
-        socket.set_write_timeout(Some(PATIENCE))?;
+        socket.set_write_timeout(Some(SEND_TIMEOUT))?;
         for number in [text.len(), bytes.len(), descriptors.len()] {
             socket.write_all(&(number as u64).to_le_bytes())?;
         }
         socket.write_all(&text)?;
         socket.write_all(bytes)?;
         // One byte for each batch: SCM_RIGHTS needs at least one byte of data (unix(7)).
-        for some in descriptors.chunks(AT_ONCE) {
+        for some in descriptors.chunks(DESCRIPTORS_PER_MESSAGE) {
             send_with(socket, b".", some)?;
         }
         Ok(())
     }
 
-    fn receive<T: DeserializeOwned>(&self, patience: Duration) -> anyhow::Result<(T, Luggage)> {
-        self.receive_or(patience, AtLast::GiveUp)
+    fn receive<T: DeserializeOwned>(&self, patience: Duration) -> anyhow::Result<(T, MessageAttachments)> {
+        self.receive_or(patience, DeadlineAction::Fail)
     }
 
     fn receive_or<T: DeserializeOwned>(
         &self,
         patience: Duration,
-        at_last: AtLast,
-    ) -> anyhow::Result<(T, Luggage)> {
+        at_last: DeadlineAction,
+    ) -> anyhow::Result<(T, MessageAttachments)> {
         let until =
-            Until { socket: &self.0, end: Cell::new(Instant::now() + patience), at_last: Cell::new(at_last) };
-        let [text, bytes, count] = [until.number()?, until.number()?, until.number()?];
+            DeadlineReader { socket: &self.0, end: Cell::new(Instant::now() + patience), at_last: Cell::new(at_last) };
+        let [text, bytes, count] = [until.read_number()?, until.read_number()?, until.read_number()?];
         ensure!(
-            text <= MOST_TEXT && bytes <= MOST_BYTES && count <= MOST_DESCRIPTORS,
+            text <= MAX_JSON_BYTES && bytes <= MAX_BYTES && count <= MAX_DESCRIPTORS,
             "the peer sent an invalid message"
         );
-        let text = until.exactly(text)?;
-        let bytes = until.exactly(bytes)?;
+        let text = until.read_bytes(text)?;
+        let bytes = until.read_bytes(bytes)?;
         let mut descriptors = Vec::new();
         while (descriptors.len() as u64) < count {
-            let expected = (count - descriptors.len() as u64).min(AT_ONCE as u64) as usize;
-            let some = until.some_descriptors()?;
+            let expected = (count - descriptors.len() as u64).min(DESCRIPTORS_PER_MESSAGE as u64) as usize;
+            let some = until.read_descriptors()?;
             // The kernel drops descriptors beyond this process's limit without an error.
             ensure!(
                 some.len() >= expected,
@@ -258,31 +258,31 @@ impl Channel {
             descriptors.extend(some);
         }
         let message = serde_json::from_slice(&text).context("the message of the peer cannot be parsed")?;
-        Ok((message, Luggage { bytes, descriptors }))
+        Ok((message, MessageAttachments { bytes, descriptors }))
     }
 }
 
 /// Receives one message with a deadline for all of it: a peer that sends single bytes must not
 /// extend the wait.
-struct Until<'a> {
+struct DeadlineReader<'a> {
     socket: &'a UnixStream,
     end: Cell<Instant>,
-    at_last: Cell<AtLast>,
+    at_last: Cell<DeadlineAction>,
 }
 
 /// Action at the deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AtLast {
-    GiveUp,
+enum DeadlineAction {
+    Fail,
     /// Shuts the connection down, so that the peer can send no more, then reads the data already in
     /// the receive queue: it may hold the rest of a partially read message.
     Close,
 }
 
-impl io::Read for &Until<'_> {
+impl io::Read for &DeadlineReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
-            self.wait_no_longer()?;
+            self.set_remaining_timeout()?;
             let mut socket = self.socket;
             match socket.read(buffer) {
                 // Timed out: `wait_no_longer` decides whether that is final.
@@ -293,45 +293,45 @@ impl io::Read for &Until<'_> {
     }
 }
 
-impl Until<'_> {
-    fn wait_no_longer(&self) -> io::Result<()> {
+impl DeadlineReader<'_> {
+    fn set_remaining_timeout(&self) -> io::Result<()> {
         // Recomputed before every system call, so that the deadline covers the whole message.
         let mut left = self.end.get().saturating_duration_since(Instant::now());
         if left.is_zero() {
-            if self.at_last.replace(AtLast::GiveUp) == AtLast::GiveUp {
+            if self.at_last.replace(DeadlineAction::Fail) == DeadlineAction::Fail {
                 return Err(ErrorKind::WouldBlock.into());
             }
             // Data that has arrived remains readable after a shutdown of a Unix socket.
             self.socket.shutdown(Shutdown::Both)?;
             // For the data in the receive queue; no more can arrive.
-            left = PATIENCE;
+            left = SEND_TIMEOUT;
             self.end.set(Instant::now() + left);
         }
         self.socket.set_read_timeout(Some(left))
     }
 
-    fn number(&self) -> io::Result<u64> {
+    fn read_number(&self) -> io::Result<u64> {
         let mut number = [0; 8];
         let mut reader = self;
-        reader.read_exact(&mut number).map_err(plain)?;
+        reader.read_exact(&mut number).map_err(readable_error)?;
         Ok(u64::from_le_bytes(number))
     }
 
     /// Reads `count` bytes. Allocates as they arrive: `count` is not trusted.
-    fn exactly(&self, count: u64) -> io::Result<Vec<u8>> {
+    fn read_bytes(&self, count: u64) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        self.take(count).read_to_end(&mut bytes).map_err(plain)?;
+        self.take(count).read_to_end(&mut bytes).map_err(readable_error)?;
         if bytes.len() as u64 == count { Ok(bytes) } else { Err(ErrorKind::UnexpectedEof.into()) }
     }
 
-    fn some_descriptors(&self) -> anyhow::Result<Vec<OwnedFd>> {
-        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+    fn read_descriptors(&self) -> anyhow::Result<Vec<OwnedFd>> {
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_PER_MESSAGE))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut byte = [0];
         let flags = RecvFlags::CMSG_CLOEXEC;
-        self.wait_no_longer().map_err(plain)?;
+        self.set_remaining_timeout().map_err(readable_error)?;
         let received = recvmsg(self.socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
-            .map_err(|errno| plain(errno.into()))?;
+            .map_err(|errno| readable_error(errno.into()))?;
         ensure!(received.bytes == 1, "the peer disconnected while sending descriptors");
         let some = control.drain().flat_map(|message| match message {
             RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
@@ -344,17 +344,17 @@ impl Until<'_> {
 /// Sends bytes, with up to 250 descriptors on the first; returns the number of bytes sent.
 pub(super) fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[OwnedFd]) -> anyhow::Result<usize> {
     let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(OwnedFd::as_fd).collect();
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_PER_MESSAGE))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     ensure!(control.push(SendAncillaryMessage::ScmRights(&descriptors)), "too many descriptors at once");
     Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
 }
 
 /// Time limit for the peer to read a message.
-const PATIENCE: Duration = Duration::from_secs(5);
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Error for users: the kernel reports a timeout as EAGAIN.
-fn plain(error: io::Error) -> io::Error {
+fn readable_error(error: io::Error) -> io::Error {
     match error.kind() {
         ErrorKind::WouldBlock => io::Error::new(ErrorKind::TimedOut, "no answer in time"),
         ErrorKind::UnexpectedEof => {
@@ -370,9 +370,9 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> (Channel, Channel) {
+    fn pair() -> (UpgradeChannel, UpgradeChannel) {
         let (one, other) = UnixStream::pair().unwrap();
-        (Channel(one), Channel(other))
+        (UpgradeChannel(one), UpgradeChannel(other))
     }
 
     #[test]
@@ -385,18 +385,18 @@ mod tests {
             one.send(&"hello", &[7; 300_000], &descriptors).unwrap();
             one.send(&[1, 2], &[], &[]).unwrap();
         });
-        let (text, luggage): (String, _) = other.receive(PATIENCE).unwrap();
+        let (text, luggage): (String, _) = other.receive(SEND_TIMEOUT).unwrap();
         assert_eq!((text.as_str(), luggage.bytes), ("hello", vec![7; 300_000]));
         assert_eq!(luggage.descriptors.len(), 600);
         File::from(luggage.descriptors.into_iter().next_back().unwrap()).write_all(b"x").unwrap();
         assert_eq!((&file).stream_position().unwrap(), 1, "the same open file");
-        let (numbers, _): (Vec<u32>, _) = other.receive(PATIENCE).unwrap();
+        let (numbers, _): (Vec<u32>, _) = other.receive(SEND_TIMEOUT).unwrap();
         assert_eq!(numbers, [1, 2]);
         sending.join().unwrap();
     }
 
     #[test]
-    fn what_was_said_in_time_is_heard_wherever_the_time_was_up() {
+    fn message_sent_in_time_is_received_after_the_deadline() {
         const OVER: Duration = Duration::ZERO;
         let text = serde_json::to_vec("yours").unwrap();
         let message = [[text.len() as u64, 0, 0].map(u64::to_le_bytes).concat(), text].concat();
@@ -404,30 +404,30 @@ mod tests {
         for read in 0..message.len() {
             let (one, other) = pair();
             one.send(&"yours", &[], &[]).unwrap();
-            let until = Until {
+            let until = DeadlineReader {
                 socket: &other.0,
-                end: Cell::new(Instant::now() + PATIENCE),
-                at_last: Cell::new(AtLast::Close),
+                end: Cell::new(Instant::now() + SEND_TIMEOUT),
+                at_last: Cell::new(DeadlineAction::Close),
             };
-            assert_eq!(until.exactly(read as u64).unwrap(), message[..read]);
+            assert_eq!(until.read_bytes(read as u64).unwrap(), message[..read]);
             until.end.set(Instant::now() + OVER);
-            assert_eq!(until.exactly((message.len() - read) as u64).unwrap(), message[read..]);
+            assert_eq!(until.read_bytes((message.len() - read) as u64).unwrap(), message[read..]);
             one.send(&"more", &[], &[]).unwrap_err();
         }
         // After a partial message the rest cannot be sent.
         let (one, other) = pair();
         (&one.0).write_all(&message[..9]).unwrap();
-        other.receive_or::<String>(OVER, AtLast::Close).unwrap_err();
+        other.receive_or::<String>(OVER, DeadlineAction::Close).unwrap_err();
         (&one.0).write_all(&message[9..]).unwrap_err();
     }
 
     #[test]
-    fn whoever_goes_says_nonsense_or_nothing_is_given_up() {
+    fn closed_invalid_and_silent_peers_are_errors() {
         let said = |bytes: &[u8]| {
             let (one, other) = pair();
             (&one.0).write_all(bytes).unwrap();
             drop(one);
-            format!("{:#}", other.receive::<String>(PATIENCE).unwrap_err())
+            format!("{:#}", other.receive::<String>(SEND_TIMEOUT).unwrap_err())
         };
         assert_eq!(said(b""), "the peer has closed the connection");
         assert_eq!(said(&[0; 23]), "the peer has closed the connection");
@@ -443,8 +443,8 @@ mod tests {
         let (slow, other) = pair();
         let slow = std::thread::spawn(move || while (&slow.0).write_all(&[1]).is_ok() {});
         let end = Instant::now() + Duration::from_millis(50);
-        let until = Until { socket: &other.0, end: Cell::new(end), at_last: Cell::new(AtLast::GiveUp) };
-        let late = until.exactly(u64::MAX).unwrap_err();
+        let until = DeadlineReader { socket: &other.0, end: Cell::new(end), at_last: Cell::new(DeadlineAction::Fail) };
+        let late = until.read_bytes(u64::MAX).unwrap_err();
         assert_eq!(late.to_string(), "no answer in time");
         drop(other);
         slow.join().unwrap();

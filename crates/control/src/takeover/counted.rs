@@ -19,26 +19,26 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{
-    events::{Deliveries, Event, Kind},
+    events::{DeliveryCounters, RecordedEvent, Kind},
     registry::{Registry, RunningExport},
 };
 
 /// Counters of a disk.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct OfDisk {
+pub(super) struct DiskCounterState {
     /// Reads, writes, bytes of both, merged requests.
     totals: [u64; 5],
     /// Errors of reads, writes, flushes, discards.
     errors: [u64; 4],
-    throttle: OfThrottle,
+    throttle: ThrottleCounterState,
     /// In the order of [`prefetch::Stats`].
     read_ahead: [u64; 9],
     /// `None` if no client reads measures.
-    measures: Option<OfMeasures>,
+    measures: Option<MeasuresState>,
 }
 
-impl OfDisk {
+impl DiskCounterState {
     pub(super) fn of(disk: &Disk) -> Self {
         let DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests } = disk.totals();
         let totals = [reads, writes, read_bytes, written_bytes, merged_requests];
@@ -47,26 +47,26 @@ impl OfDisk {
             totals,
             errors: [reads, writes, flushes, discards],
             throttle: disk.throttle().counters().into(),
-            read_ahead: told(&disk.prefetch().stats()),
+            read_ahead: prefetch_numbers(&disk.prefetch().stats()),
             measures: disk.measures_snapshot().map(Into::into),
         }
     }
 
-    pub(super) fn count_on(self, disk: &Disk) {
+    pub(super) fn add_to(self, disk: &Disk) {
         let Self { totals, errors, throttle, read_ahead, measures } = self;
         let [reads, writes, read_bytes, written_bytes, merged_requests] = totals;
         disk.add_totals(&DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests });
         let [reads, writes, flushes, discards] = errors;
         disk.failures().add_errors(Errors { reads, writes, flushes, discards });
         disk.throttle().add_counters(&throttle.into());
-        disk.prefetch().add_stats(&heard(read_ahead));
+        disk.prefetch().add_stats(&prefetch_stats(read_ahead));
         if let Some(measures) = measures {
             Measures::count_on(disk.measure(), &measures.into());
         }
     }
 }
 
-fn told(stats: &prefetch::PrefetchStats) -> [u64; 9] {
+fn prefetch_numbers(stats: &prefetch::PrefetchStats) -> [u64; 9] {
     let prefetch::PrefetchStats {
         hits,
         partial_hits,
@@ -84,7 +84,7 @@ fn told(stats: &prefetch::PrefetchStats) -> [u64; 9] {
     [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes]
 }
 
-fn heard(told: [u64; 9]) -> prefetch::PrefetchStats {
+fn prefetch_stats(told: [u64; 9]) -> prefetch::PrefetchStats {
     let [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes] =
         told;
     prefetch::PrefetchStats {
@@ -104,7 +104,7 @@ fn heard(told: [u64; 9]) -> prefetch::PrefetchStats {
 /// Counters of the throttle layer for a disk or group.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct OfThrottle {
+pub(super) struct ThrottleCounterState {
     /// By direction: requests, bytes, throttled requests, nanoseconds of waiting.
     passed: [[u64; 4]; 2],
     limited_ns: u64,
@@ -114,17 +114,17 @@ pub(super) struct OfThrottle {
     longest_wait_ns: u64,
 }
 
-impl OfThrottle {
+impl ThrottleCounterState {
     pub(super) fn of(group: &ThrottleGroup) -> Self {
         group.counters().into()
     }
 
-    pub(super) fn count_on(self, group: &ThrottleGroup) {
+    pub(super) fn add_to(self, group: &ThrottleGroup) {
         group.add_counters(&self.into());
     }
 }
 
-impl From<throttle::CumulativeStats> for OfThrottle {
+impl From<throttle::CumulativeStats> for ThrottleCounterState {
     fn from(counted: throttle::CumulativeStats) -> Self {
         let throttle::CumulativeStats { passed, limited_ns, kept, waits, longest_wait_ns } = counted;
         let numbers =
@@ -134,9 +134,9 @@ impl From<throttle::CumulativeStats> for OfThrottle {
     }
 }
 
-impl From<OfThrottle> for throttle::CumulativeStats {
-    fn from(told: OfThrottle) -> Self {
-        let OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns } = told;
+impl From<ThrottleCounterState> for throttle::CumulativeStats {
+    fn from(told: ThrottleCounterState) -> Self {
+        let ThrottleCounterState { passed, limited_ns, kept, waits, longest_wait_ns } = told;
         let counters = |[requests, bytes, throttled, waited_ns]: [u64; 4]| AdmissionCounters {
             requests,
             bytes,
@@ -151,9 +151,9 @@ impl From<OfThrottle> for throttle::CumulativeStats {
 /// Latencies of a disk, and its time by throttle cause.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct OfMeasures {
-    latency: [OfSpread; 3],
-    waits: [OfSpread; 2],
+struct MeasuresState {
+    latency: [HistogramState; 3],
+    waits: [HistogramState; 2],
     waiting_ns: [u64; 2],
     held_ns: [[[u64; 2]; 6]; 3],
 }
@@ -161,26 +161,26 @@ struct OfMeasures {
 /// Nonempty buckets of a histogram, and the sum of all values in nanoseconds.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct OfSpread {
+struct HistogramState {
     counts: BTreeMap<u16, u64>,
     sum_ns: u64,
 }
 
-impl From<MeasuresSnapshot> for OfMeasures {
+impl From<MeasuresSnapshot> for MeasuresState {
     fn from(measured: MeasuresSnapshot) -> Self {
         let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
         let spread = |spread: HistogramSnapshot| {
             let counts = (0..).zip(spread.counts().iter().copied()).filter(|(_, count)| *count > 0);
-            OfSpread { counts: counts.collect(), sum_ns: spread.sum_ns }
+            HistogramState { counts: counts.collect(), sum_ns: spread.sum_ns }
         };
         Self { latency: latency.map(spread), waits: waits.map(spread), waiting_ns, held_ns }
     }
 }
 
-impl From<OfMeasures> for MeasuresSnapshot {
-    fn from(told: OfMeasures) -> Self {
-        let OfMeasures { latency, waits, waiting_ns, held_ns } = told;
-        let spread = |OfSpread { counts, sum_ns }: OfSpread| {
+impl From<MeasuresState> for MeasuresSnapshot {
+    fn from(told: MeasuresState) -> Self {
+        let MeasuresState { latency, waits, waiting_ns, held_ns } = told;
+        let spread = |HistogramState { counts, sum_ns }: HistogramState| {
             let mut all = vec![0; counts.last_key_value().map_or(0, |(last, _)| usize::from(*last) + 1)];
             counts.into_iter().for_each(|(place, count)| all[usize::from(place)] = count);
             HistogramSnapshot::new(all, sum_ns)
@@ -192,7 +192,7 @@ impl From<OfMeasures> for MeasuresSnapshot {
 /// Counters of the daemon: servers, endpoints and events.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct OfDaemon {
+pub(super) struct DaemonCounterState {
     /// By endpoint: clients rejected by network, number of connections, name and export.
     servers: BTreeMap<String, [u64; 4]>,
     /// By export id: requests, kicks, calls, copies, copied bytes.
@@ -205,21 +205,21 @@ pub(super) struct OfDaemon {
     deliveries: Option<[u64; 3]>,
 }
 
-impl OfDaemon {
+impl DaemonCounterState {
     pub(super) fn of(registry: &Registry) -> Self {
         let servers = registry.exports.servers().into_iter().map(|serving| {
             let RejectedClientCounts { networks, connections, names, exports } = serving.server.rejected_counts();
-            (super::name(&serving.endpoint), [networks, connections, names, exports])
+            (super::endpoint_name(&serving.endpoint), [networks, connections, names, exports])
         });
         let doors = registry.exports.all().into_iter().filter_map(|export| {
             let ExportCounters { requests, kicks, calls, copies, copied_bytes, .. } =
-                export.entrance()?.server.counters();
+                export.own_endpoint()?.server.counters();
             let [kicks, calls, copies, copied] =
                 [kicks, calls, copies, copied_bytes].map(|count| count.unwrap_or(0));
             Some((export.id.clone(), [requests?, kicks, calls, copies, copied]))
         });
         let counts = registry.events.counts().into_iter();
-        let deliveries = registry.deliveries.get().map(|counts| counts.numbers());
+        let deliveries = registry.deliveries.get().map(|counts| counts.counts());
         Self {
             servers: servers.collect(),
             doors: doors.collect(),
@@ -231,10 +231,10 @@ impl OfDaemon {
     }
 
     /// Adds all counters except those of endpoints: see [`OfDaemon::count_on_at`].
-    pub(super) fn count_on(&mut self, registry: &Registry) {
+    pub(super) fn add_to(&mut self, registry: &Registry) {
         for serving in registry.exports.servers() {
             if let Some([networks, connections, names, exports]) =
-                self.servers.remove(&super::name(&serving.endpoint))
+                self.servers.remove(&super::endpoint_name(&serving.endpoint))
             {
                 serving.server.add_counts(RejectedClientCounts { networks, connections, names, exports });
             }
@@ -242,16 +242,16 @@ impl OfDaemon {
         let counts = std::mem::take(&mut self.event_counts);
         // Event types that this version does not know are dropped.
         let counts = counts.iter().filter_map(|(name, counts)| Some((Kind::named(name)?, *counts)));
-        let events = self.events.drain(..).filter_map(|told| Event::from_json(&told));
-        registry.events.go_on_from(events.collect(), counts);
+        let events = self.events.drain(..).filter_map(|told| RecordedEvent::from_json(&told));
+        registry.events.merge_transferred(events.collect(), counts);
         if let Some(deliveries) = self.deliveries.take() {
-            registry.deliveries.get_or_init(Rc::<Deliveries>::default).count_on(deliveries);
+            registry.deliveries.get_or_init(Rc::<DeliveryCounters>::default).add_counts(deliveries);
         }
     }
 
     /// Adds the counters of an export's endpoint, which the old process had under the id `called`.
-    pub(super) fn count_on_at(&mut self, called: &str, export: &RunningExport) {
-        if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.entrance()) {
+    pub(super) fn add_to_endpoint(&mut self, called: &str, export: &RunningExport) {
+        if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.own_endpoint()) {
             let [requests, kicks, calls, copies, copied_bytes] = told.map(Some);
             let before =
                 ExportCounters { requests, kicks, calls, copies, copied_bytes, ..ExportCounters::default() };
@@ -265,11 +265,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::takeover::there_and_back;
+    use crate::takeover::round_trip;
 
     proptest! {
         #[test]
-        fn what_was_measured_comes_back(
+        fn measures_round_trip(
             spreads in proptest::collection::vec(
                 (proptest::collection::vec(prop_oneof![Just(0), any::<u64>()], 0..200), any::<u64>()),
                 5,
@@ -285,26 +285,26 @@ mod tests {
             };
             let (latency, waits) = ([0, 1, 2].map(spread), [3, 4].map(spread));
             let measured = MeasuresSnapshot { latency, waits, waiting_ns, held_ns };
-            let told = there_and_back(&OfMeasures::from(measured.clone()));
+            let told = round_trip(&MeasuresState::from(measured.clone()));
             prop_assert_eq!(MeasuresSnapshot::from(told), measured);
         }
 
         #[test]
-        fn what_passed_comes_back(
+        fn throttle_counters_round_trip(
             passed: [[u64; 4]; 2],
             limited_ns: u64,
             kept: Option<[u64; 2]>,
             waits: Vec<(u16, u32)>,
             longest_wait_ns: u64,
         ) {
-            let counted = throttle::CumulativeStats::from(OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns });
-            let told = there_and_back(&OfThrottle::from(counted.clone()));
+            let counted = throttle::CumulativeStats::from(ThrottleCounterState { passed, limited_ns, kept, waits, longest_wait_ns });
+            let told = round_trip(&ThrottleCounterState::from(counted.clone()));
             prop_assert_eq!(throttle::CumulativeStats::from(told), counted);
         }
 
         #[test]
-        fn what_was_read_ahead_comes_back(counts: [u64; 9]) {
-            prop_assert_eq!(told(&heard(counts)), counts);
+        fn prefetch_counters_round_trip(counts: [u64; 9]) {
+            prop_assert_eq!(prefetch_numbers(&prefetch_stats(counts)), counts);
         }
     }
 }

@@ -24,65 +24,65 @@ use export::{
 
 use super::{
     added,
-    channel::Pieces,
-    remedied,
-    told::{OfferedDevice, Origin, StandingConnection, StandingDevice, StandingKind},
+    channel::AttachmentReader,
+    missing_text,
+    told::{OfferedDevice, ObjectOrigin, NbdDeviceSocketState, HostDeviceState, HostDeviceKind},
 };
 use crate::{
-    doors::{Host, Taken},
+    doors::{HostEndpoint, TransferredEndpoint},
     registry::{Registry, RunningExport},
-    wanted::{Wanted, Way},
+    wanted::{PlannedExport, PlannedEndpoint},
 };
 
 /// Description of a device before the quiesce.
 ///
 /// # Errors
 /// It cannot be transferred.
-pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<OfferedDevice> {
+pub(super) fn describe_device(export: &RunningExport, host: &HostEndpoint) -> anyhow::Result<OfferedDevice> {
     let id = &export.id;
-    if let Host::Ublk(server) = host {
+    if let HostEndpoint::Ublk(server) = host {
         ensure!(
             server.survives(),
             "export {id}: this kernel's ublk devices end with their process (restart weir)"
         );
     }
-    let said = export.said.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
+    let said = export.endpoint_config.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
     Ok(OfferedDevice {
         id: id.clone(),
         kind: said.type_name().to_owned(),
         address: said.address(),
         disk: export.disk.disk.name().to_string(),
         read_only: export.read_only,
-        origin: added::door(export),
+        origin: added::endpoint_origin(export),
     })
 }
 
 /// State of a quiesced device. Appends its bytes and descriptors to those of the message.
-pub(super) fn standing(
+pub(super) fn quiesced_state(
     id: &str,
-    host: &Host,
+    host: &HostEndpoint,
     bytes: &mut Vec<u8>,
     descriptors: &mut Vec<OwnedFd>,
-) -> anyhow::Result<Option<StandingDevice>> {
+) -> anyhow::Result<Option<HostDeviceState>> {
     let kind = match host {
-        Host::Ublk(_) => return Ok(None),
-        Host::NbdDevice(server) => {
+        HostEndpoint::Ublk(_) => return Ok(None),
+        HostEndpoint::NbdDevice(server) => {
             let kernel_client::QuiescedNbdDevice { number, connections } = server.quiesced_state();
             let mut standing = Vec::new();
             for QuiescedNbdSocket { socket, bytes: received, skip } in connections {
                 descriptors.push(socket.as_fd().try_clone_to_owned()?);
-                standing.push(StandingConnection { received: received.len(), skip });
+                standing.push(NbdDeviceSocketState { received: received.len(), skip });
                 bytes.extend(received);
             }
-            StandingKind::NbdDevice { number, connections: standing }
+            HostDeviceKind::NbdDevice { number, connections: standing }
         }
-        Host::Fuse(server) => {
+        HostEndpoint::Fuse(server) => {
             let Some(fuse::QuiescedFuseFile { mount, standing }) = server.quiesced_state()? else { return Ok(None) };
             let FuseFileState { owner, modified, openers, file_bytes, messages } = standing;
             descriptors.push(mount.device);
             let has_watcher = mount.watcher.is_some();
             descriptors.extend(mount.watcher);
-            let kind = StandingKind::Fuse {
+            let kind = HostDeviceKind::Fuse {
                 path: mount.path,
                 by_helper: mount.by_helper,
                 mount: mount.number,
@@ -99,20 +99,20 @@ pub(super) fn standing(
             kind
         }
     };
-    Ok(Some(StandingDevice { id: id.to_owned(), kind }))
+    Ok(Some(HostDeviceState { id: id.to_owned(), kind }))
 }
 
 /// Devices to take over, each with its planned export in this config.
-pub(super) struct Awaited(RefCell<Vec<(OfferedDevice, Option<Wanted>)>>);
+pub(super) struct AwaitedDevices(RefCell<Vec<(OfferedDevice, Option<PlannedExport>)>>);
 
-impl Awaited {
+impl AwaitedDevices {
     pub(super) fn new(offered: Vec<OfferedDevice>) -> Self {
         Self(RefCell::new(offered.into_iter().map(|device| (device, None)).collect()))
     }
 
     /// True if the old process has this export, so that it is opened later.
-    pub(super) fn puts_off(&self, wanted: &Wanted, registry: &Registry) -> bool {
-        let Way::Own(door) = &wanted.way else { return false };
+    pub(super) fn claim(&self, wanted: &PlannedExport, registry: &Registry) -> bool {
+        let PlannedEndpoint::Separate(door) = &wanted.way else { return false };
         let mut awaited = self.0.borrow_mut();
         let found = awaited.iter_mut().find(|(offered, by)| {
             by.is_none()
@@ -122,7 +122,7 @@ impl Awaited {
         });
         let Some((offered, by)) = found else { return false };
         *by = Some(wanted.clone());
-        registry.exports.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+        registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), door.clone());
         true
     }
 
@@ -130,16 +130,16 @@ impl Awaited {
     ///
     /// # Errors
     /// A device cannot be opened here.
-    pub(super) fn have_added(&self, registry: &Registry) -> anyhow::Result<Vec<OfferedDevice>> {
+    pub(super) fn plan_added(&self, registry: &Registry) -> anyhow::Result<Vec<OfferedDevice>> {
         let mut had = Vec::new();
         for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
-            let Origin::Added(text) = &offered.origin else { continue };
+            let ObjectOrigin::Added(text) = &offered.origin else { continue };
             let named =
                 || format!("export {}: it was added at run time, and cannot be added here", offered.id);
-            let wanted = added::device(offered, text).with_context(named)?;
-            let Way::Own(door) = &wanted.way else { continue };
+            let wanted = added::planned_device(offered, text).with_context(named)?;
+            let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
             registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door)).with_context(named)?;
-            registry.exports.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+            registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), door.clone());
             *by = Some(wanted);
             had.push(offered.clone());
         }
@@ -153,7 +153,7 @@ impl Awaited {
 
     /// Fails if this config lacks a device. `may_come` exempts devices that follow later, by
     /// whether they were added, and by disk.
-    pub(super) fn check(
+    pub(super) fn check_complete(
         &self,
         registry: &Registry,
         may_come: impl Fn(bool, &str) -> bool,
@@ -165,7 +165,7 @@ impl Awaited {
             let wanted = wanted.as_ref();
             let wanted = wanted.with_context(|| {
                 let what = format!("export {id}: {address} runs, and is not in this config");
-                remedied(what, origin, registry)
+                missing_text(what, origin, registry)
             })?;
             ensure!(
                 wanted.is_read_only(registry)? == *read_only,
@@ -176,28 +176,28 @@ impl Awaited {
     }
 
     /// Opens the transferred devices except ublk; they do not serve yet.
-    pub(super) async fn take_up(
+    pub(super) async fn open_transferred(
         &self,
-        standing: Vec<StandingDevice>,
-        pieces: &mut Pieces<'_>,
+        standing: Vec<HostDeviceState>,
+        pieces: &mut AttachmentReader<'_>,
         registry: &Rc<Registry>,
     ) -> anyhow::Result<()> {
-        for StandingDevice { id, kind } in standing {
+        for HostDeviceState { id, kind } in standing {
             // Only offered devices: the old process may not add one at this point.
             let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
-            let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
-            registry.exports.awaited.borrow_mut().remove(&id);
+            let taken = transferred_endpoint(kind, pieces).with_context(|| format!("export {id}"))?;
+            registry.exports.awaited_endpoints.borrow_mut().remove(&id);
             let (wanted, is_added) = wanted;
-            let opened = wanted.add_as(registry, id.clone(), taken).await;
+            let opened = wanted.add_transferred(registry, id.clone(), taken).await;
             opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
-            registry.exports.get(&id)?.added.set(is_added);
+            registry.exports.get(&id)?.is_added.set(is_added);
         }
         // Devices without state were unmounted in the meantime.
-        self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
+        self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK_KIND);
         let left = self.0.borrow();
         let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
         // Frees the ids of the devices that were unmounted.
-        registry.exports.awaited.borrow_mut().retain(|id, _| is_left(id));
+        registry.exports.awaited_endpoints.borrow_mut().retain(|id, _| is_left(id));
         Ok(())
     }
 
@@ -205,13 +205,13 @@ impl Awaited {
     pub(super) async fn recover(self, registry: &Rc<Registry>) -> usize {
         let mut recovered = 0;
         for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
-            registry.exports.awaited.borrow_mut().remove(&id);
+            registry.exports.awaited_endpoints.borrow_mut().remove(&id);
             let Some(wanted) = wanted else { continue };
-            match wanted.add_as(registry, id.clone(), Taken::Ublk).await {
+            match wanted.add_transferred(registry, id.clone(), TransferredEndpoint::Ublk).await {
                 Ok(_) => {
                     recovered += 1;
                     if let Ok(export) = registry.exports.get(&id) {
-                        export.added.set(origin.is_added());
+                        export.is_added.set(origin.is_added());
                     }
                 }
                 Err(error) => {
@@ -224,28 +224,28 @@ impl Awaited {
     }
 
     /// Takes the planned export of a device, and whether it was added.
-    fn take(&self, id: &str) -> Option<(Wanted, bool)> {
+    fn take(&self, id: &str) -> Option<(PlannedExport, bool)> {
         let mut awaited = self.0.borrow_mut();
-        let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK)?;
+        let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK_KIND)?;
         let (offered, wanted) = awaited.remove(at);
         Some((wanted?, offered.origin.is_added()))
     }
 }
 
-const UBLK: &str = "ublk";
+const UBLK_KIND: &str = "ublk";
 
-fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
+fn transferred_endpoint(kind: HostDeviceKind, pieces: &mut AttachmentReader<'_>) -> anyhow::Result<TransferredEndpoint> {
     Ok(match kind {
-        StandingKind::NbdDevice { number, connections } => {
+        HostDeviceKind::NbdDevice { number, connections } => {
             ensure!(!connections.is_empty(), "it came without its sockets");
             let mut rested = Vec::new();
-            for StandingConnection { received, skip } in connections {
+            for NbdDeviceSocketState { received, skip } in connections {
                 let socket = pieces.descriptor()?.into();
                 rested.push(QuiescedNbdSocket { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
             }
-            Taken::NbdDevice(kernel_client::QuiescedNbdDevice { number, connections: rested })
+            TransferredEndpoint::NbdDevice(kernel_client::QuiescedNbdDevice { number, connections: rested })
         }
-        StandingKind::Fuse {
+        HostDeviceKind::Fuse {
             path,
             by_helper,
             mount: number,
@@ -264,7 +264,7 @@ fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
             let mount = fuse::TransferredMount { path, device, by_helper, number, watcher };
             let owner = FuseFileOwner { permissions, uid, gid };
             let standing = FuseFileState { owner, modified, openers, file_bytes, messages };
-            Taken::Fuse(fuse::QuiescedFuseFile { mount, standing })
+            TransferredEndpoint::Fuse(fuse::QuiescedFuseFile { mount, standing })
         }
     })
 }

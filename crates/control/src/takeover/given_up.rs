@@ -14,7 +14,7 @@ use std::{
 use anyhow::anyhow;
 use reactor::operation::{self, Fd};
 
-use super::newcomer::Newcomer;
+use super::newcomer::NewProcess;
 
 /// Observes whether the old process closes its end of the channel.
 pub struct GivenUp(Pin<Box<dyn Future<Output = ()>>>);
@@ -24,9 +24,9 @@ impl GivenUp {
     ///
     /// # Errors
     /// The process may open no more descriptors.
-    pub fn of(old: Option<&Newcomer>) -> io::Result<Self> {
+    pub fn of(old: Option<&NewProcess>) -> io::Result<Self> {
         let Some(old) = old else { return Ok(Self(Box::pin(pending()))) };
-        let channel = Fd::from(OwnedFd::from(old.channel.again()?));
+        let channel = Fd::from(OwnedFd::from(old.channel.try_clone()?));
         Ok(Self(Box::pin(async move { drop(operation::peer_shut_down(&channel).await) })))
     }
 

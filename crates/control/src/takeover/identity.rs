@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// Properties of a disk that an upgrade must preserve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Identity {
+pub(super) struct DiskIdentity {
     size_bytes: u64,
     /// Minimum size of a request.
     block_bytes: u32,
@@ -20,39 +20,39 @@ pub(super) struct Identity {
     /// True if the image is locked only while a guest uses it.
     handover: bool,
     /// The image and its backing chain.
-    layers: Vec<Layer>,
+    layers: Vec<DiskLayerIdentity>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct Layer {
+struct DiskLayerIdentity {
     format: String,
     /// Distinguishes internal snapshots.
     table: Option<u64>,
     /// Image file, and its data file if there is one.
-    files: Vec<File>,
+    files: Vec<DiskFileIdentity>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct File {
+struct DiskFileIdentity {
     /// Identity of the file, independent of its name.
     what: String,
     /// Path for messages.
     path: Option<String>,
-    parts: Vec<Part>,
+    parts: Vec<DiskPartIdentity>,
     cache: Option<String>,
     read_only: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct Part {
+struct DiskPartIdentity {
     offset: u64,
     size: Option<u64>,
 }
 
-impl Identity {
+impl DiskIdentity {
     pub(super) fn of(disk: &Disk) -> Self {
         let image = disk.image();
         Self {
@@ -60,12 +60,12 @@ impl Identity {
             block_bytes: image.block_size().minimum,
             read_only: image.is_read_only(),
             handover: disk.has_handover(),
-            layers: image.layers().into_iter().map(Layer::from).collect(),
+            layers: image.layers().into_iter().map(DiskLayerIdentity::from).collect(),
         }
     }
 
     /// Files that are written to.
-    pub(super) fn written(&self) -> impl Iterator<Item = &str> {
+    pub(super) fn written_files(&self) -> impl Iterator<Item = &str> {
         let files = self.layers.iter().flat_map(|layer| &layer.files);
         files.filter(|file| !file.read_only).map(|file| file.what.as_str())
     }
@@ -110,14 +110,14 @@ fn access(read_only: bool) -> &'static str {
     if read_only { "read-only" } else { "writable" }
 }
 
-impl Layer {
+impl DiskLayerIdentity {
     fn difference(&self, here: &Self, called: &str) -> Option<String> {
         let Self { format, table, files } = self;
         let names = [called, "data file"];
         if let Some((one, other)) = files.first().zip(here.files.first())
             && one.what != other.what
         {
-            return Some(one.is_not(other, called));
+            return Some(one.mismatch_text(other, called));
         }
         if *format != here.format {
             return Some(format!(
@@ -143,11 +143,11 @@ fn article(called: &str) -> &'static str {
     if called == "image" { "its" } else { "a" }
 }
 
-impl File {
+impl DiskFileIdentity {
     fn difference(&self, here: &Self, called: &str) -> Option<String> {
         let Self { what, path: _, parts, cache, read_only } = self;
         if *what != here.what {
-            return Some(self.is_not(here, called));
+            return Some(self.mismatch_text(here, called));
         }
         if *parts != here.parts {
             return Some(format!("with another part of its {called} (offset, size)"));
@@ -160,7 +160,7 @@ impl File {
             .then(|| format!("with its {called} {}, not {}", access(*read_only), access(here.read_only)))
     }
 
-    fn is_not(&self, here: &Self, called: &str) -> String {
+    fn mismatch_text(&self, here: &Self, called: &str) -> String {
         let shown = |file: &Self| file.path.clone().unwrap_or_else(|| file.what.clone());
         let (was, is) = (shown(self), shown(here));
         match was == is {
@@ -170,17 +170,17 @@ impl File {
     }
 }
 
-impl From<image::LayerIdentity> for Layer {
+impl From<image::LayerIdentity> for DiskLayerIdentity {
     fn from(layer: image::LayerIdentity) -> Self {
         let image::LayerIdentity { format, table, files } = layer;
-        Self { format: format.name().to_owned(), table, files: files.into_iter().map(File::from).collect() }
+        Self { format: format.name().to_owned(), table, files: files.into_iter().map(DiskFileIdentity::from).collect() }
     }
 }
 
-impl From<storage::StorageIdentity> for File {
+impl From<storage::StorageIdentity> for DiskFileIdentity {
     fn from(file: storage::StorageIdentity) -> Self {
         let storage::StorageIdentity { key: what, path, parts, cache, read_only } = file;
-        let parts = parts.into_iter().map(|storage::StoragePart { offset, size }| Part { offset, size });
+        let parts = parts.into_iter().map(|storage::StoragePart { offset, size }| DiskPartIdentity { offset, size });
         let cache = cache.map(|cache| cache.name().to_owned());
         Self { what, path, parts: parts.collect(), cache, read_only }
     }
@@ -190,19 +190,19 @@ impl From<storage::StorageIdentity> for File {
 mod tests {
     use super::*;
 
-    fn file(name: &str, read_only: bool) -> File {
-        File {
+    fn file(name: &str, read_only: bool) -> DiskFileIdentity {
+        DiskFileIdentity {
             what: format!("file {name}"),
             path: Some(format!("/{name}")),
-            parts: vec![Part { offset: 512, size: Some(4096) }],
+            parts: vec![DiskPartIdentity { offset: 512, size: Some(4096) }],
             cache: Some("writeback".to_owned()),
             read_only,
         }
     }
 
-    fn disk() -> Identity {
-        let layer = |files| Layer { format: "qcow2".to_owned(), table: Some(65536), files };
-        Identity {
+    fn disk() -> DiskIdentity {
+        let layer = |files| DiskLayerIdentity { format: "qcow2".to_owned(), table: Some(65536), files };
+        DiskIdentity {
             size_bytes: 4096,
             block_bytes: 512,
             read_only: false,
@@ -215,14 +215,14 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_not_the_same_is_said() {
+    fn every_difference_is_reported() {
         assert_eq!(disk().difference(&disk()), None);
-        let changed = |change: fn(&mut Identity)| {
+        let changed = |change: fn(&mut DiskIdentity)| {
             let mut here = disk();
             change(&mut here);
             disk().difference(&here).expect("it is another one")
         };
-        let top = |change: fn(&mut File)| {
+        let top = |change: fn(&mut DiskFileIdentity)| {
             let mut here = disk();
             change(&mut here.layers[0].files[0]);
             disk().difference(&here).expect("it is another one")
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn another_name_and_more_bytes_are_no_difference() {
+    fn other_path_and_larger_size_are_accepted() {
         let mut here = disk();
         here.size_bytes = 8192;
         // The same file (`what`) by another name.

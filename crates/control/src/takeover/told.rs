@@ -25,18 +25,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{
-    counted::{OfDaemon, OfDisk, OfThrottle},
-    identity::Identity,
+    counted::{DaemonCounterState, DiskCounterState, ThrottleCounterState},
+    identity::DiskIdentity,
 };
 
 /// Version of the format. It changes whenever members are added or change their meaning, except
 /// members that are only logged: these may be missing, as an older process does not send them.
-pub(crate) const FORMAT: u64 = 8;
+pub(crate) const UPGRADE_FORMAT: u64 = 8;
 
 /// Message without attachments.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) enum Word {
+pub(super) enum UpgradeMessage {
     /// The new process is about to open images in a Ceph cluster, as the client with this id.
     OpensAs(u64),
     /// Everything that can be opened while the old process serves is open.
@@ -52,16 +52,17 @@ pub(super) enum Word {
 /// Source of a running object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Origin<T> {
+pub(super) enum ObjectOrigin<T> {
     /// Config file or command line: the new config must contain it, too.
     Config,
     /// Client of the control socket, with the parameters for adding it again.
     Added(T),
     /// Client of the control socket; it cannot be added again, with the reason.
-    Bound(String),
+    #[serde(rename = "bound")]
+    NotTransferable(String),
 }
 
-impl<T> Origin<T> {
+impl<T> ObjectOrigin<T> {
     pub(super) fn is_added(&self) -> bool {
         matches!(self, Self::Added(_))
     }
@@ -70,7 +71,7 @@ impl<T> Origin<T> {
 /// Added disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct AddedDisk {
+pub(super) struct AddedDiskState {
     /// Arguments of each `blockdev-add`, lowest node first.
     pub(super) nodes: Vec<Map<String, Value>>,
     /// Arguments of `x-weir-set`.
@@ -86,7 +87,7 @@ pub(super) struct AddedDisk {
 /// Added group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct AddedGroup {
+pub(super) struct AddedGroupState {
     pub(super) name: String,
     pub(super) parent: Option<String>,
     /// Arguments of `x-weir-set`.
@@ -96,35 +97,35 @@ pub(super) struct AddedGroup {
 /// Added NBD export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct AddedExport {
+pub(super) struct AddedExportState {
     pub(super) id: String,
     pub(super) description: String,
-    pub(super) access: ToldAccess,
+    pub(super) access: AccessState,
 }
 
 /// Form of [`Access`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct ToldAccess {
+pub(super) struct AccessState {
     allow: Vec<String>,
     deny: Vec<String>,
-    names: Option<ToldNames>,
+    names: Option<NameRulesState>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct ToldNames {
+struct NameRulesState {
     /// Pattern, whether it is a glob, whether it allows.
     rules: Vec<(String, bool, bool)>,
     otherwise: bool,
 }
 
-impl From<&AccessRules> for ToldAccess {
+impl From<&AccessRules> for AccessState {
     fn from(access: &AccessRules) -> Self {
         let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect();
         let AccessRules { networks: NetworkRules { allow, deny }, names } = access;
         let rule = |rule: &NameRule| (rule.pattern.clone(), rule.is_glob, rule.allow);
-        let names = names.as_ref().map(|names| ToldNames {
+        let names = names.as_ref().map(|names| NameRulesState {
             rules: names.rules.iter().map(rule).collect(),
             otherwise: names.default_allows,
         });
@@ -132,10 +133,10 @@ impl From<&AccessRules> for ToldAccess {
     }
 }
 
-impl ToldAccess {
+impl AccessState {
     /// # Errors
     /// A network is invalid.
-    pub(super) fn access(&self) -> anyhow::Result<AccessRules> {
+    pub(super) fn to_access(&self) -> anyhow::Result<AccessRules> {
         let networks = |texts: &[String]| {
             texts.iter().map(|text| text.parse().map_err(anyhow::Error::msg)).collect::<anyhow::Result<_>>()
         };
@@ -159,7 +160,7 @@ impl ToldAccess {
 /// for each file of each disk, listening sockets of vhost-user exports.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Offer {
+pub(super) struct UpgradeOffer {
     pub(super) version: String,
     /// Watchdog interval; the service manager passes it only to the first process.
     pub(super) watchdog_ns: Option<u64>,
@@ -168,10 +169,10 @@ pub(super) struct Offer {
     pub(super) servers: Vec<OfferedServer>,
     pub(super) control: Vec<PathBuf>,
     /// Added groups, parents first.
-    pub(super) groups: Vec<AddedGroup>,
+    pub(super) groups: Vec<AddedGroupState>,
     pub(super) disks: Vec<OfferedDisk>,
     pub(super) exports: Vec<OfferedExport>,
-    pub(super) machines: Vec<OfferedMachine>,
+    pub(super) machines: Vec<OfferedVhostUser>,
     pub(super) devices: Vec<OfferedDevice>,
 }
 
@@ -183,7 +184,7 @@ pub(super) struct OfferedServer {
     /// For each socket, the socket file that weir created.
     pub(super) sockets: Vec<Option<PathBuf>>,
     /// For an added server, its maximum number of clients.
-    pub(super) origin: Origin<usize>,
+    pub(super) origin: ObjectOrigin<usize>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -192,8 +193,8 @@ pub(super) struct OfferedDisk {
     pub(super) name: String,
     /// Number of its writable files.
     pub(super) files: usize,
-    pub(super) identity: Identity,
-    pub(super) origin: Origin<AddedDisk>,
+    pub(super) identity: DiskIdentity,
+    pub(super) origin: ObjectOrigin<AddedDiskState>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -204,13 +205,13 @@ pub(super) struct OfferedExport {
     pub(super) disk: String,
     pub(super) read_only: bool,
     pub(super) bitmaps: Vec<String>,
-    pub(super) origin: Origin<AddedExport>,
+    pub(super) origin: ObjectOrigin<AddedExportState>,
 }
 
 /// vhost-user export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct OfferedMachine {
+pub(super) struct OfferedVhostUser {
     /// Export id.
     pub(super) id: String,
     pub(super) disk: String,
@@ -218,12 +219,12 @@ pub(super) struct OfferedMachine {
     /// Address and socket file; `None` if weir connects to the front end.
     pub(super) listening: Option<(String, Option<PathBuf>)>,
     /// For an added export, its endpoint in the syntax of the command line.
-    pub(super) origin: Origin<String>,
+    pub(super) origin: ObjectOrigin<String>,
 }
 
-impl OfferedMachine {
+impl OfferedVhostUser {
     /// Address for messages.
-    pub(super) fn place(&self) -> &str {
+    pub(super) fn address_text(&self) -> &str {
         self.listening.as_ref().map_or("its machine", |(name, _)| name)
     }
 }
@@ -241,15 +242,15 @@ pub(super) struct OfferedDevice {
     pub(super) disk: String,
     pub(super) read_only: bool,
     /// For an added export, its endpoint in the syntax of the command line.
-    pub(super) origin: Origin<String>,
+    pub(super) origin: ObjectOrigin<String>,
 }
 
 /// Answer of the old process to [`Word::Prepared`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) enum Standing {
+pub(super) enum QuiesceOutcome {
     /// All clients are quiesced.
-    Still(Box<State>),
+    Still(Box<ProcessState>),
     /// The old process resumes, with the reason.
     Refused(String),
 }
@@ -260,27 +261,27 @@ pub(super) enum Standing {
 /// incomplete message; the unparsed requests of each device's queues or connections.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct State {
+pub(super) struct ProcessState {
     /// Start of the pause, on CLOCK_MONOTONIC.
     pub(super) began_ns: u64,
     /// Number of the last event.
     pub(super) last_event: u64,
-    pub(super) clients: Vec<Client>,
-    pub(super) machines: Vec<StandingMachine>,
+    pub(super) clients: Vec<ClientState>,
+    pub(super) machines: Vec<FrontEndState>,
     /// Excludes devices that were removed meanwhile, and ublk devices: the kernel has their state,
     /// and releases them when the old process has ended.
-    pub(super) devices: Vec<StandingDevice>,
-    pub(super) disks: Vec<StandingDisk>,
-    pub(super) groups: Vec<StandingGroup>,
-    pub(super) counted: OfDaemon,
+    pub(super) devices: Vec<HostDeviceState>,
+    pub(super) disks: Vec<TransferredDisk>,
+    pub(super) groups: Vec<TransferredGroup>,
+    pub(super) counted: DaemonCounterState,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Client {
+pub(super) struct ClientState {
     pub(super) endpoint: String,
     pub(super) export: String,
-    style: Style,
+    style: ReplyStyleState,
     flags: u16,
     /// Ids of its metadata contexts.
     contexts: Vec<u32>,
@@ -295,21 +296,21 @@ pub(super) struct Client {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Style {
+enum ReplyStyleState {
     Simple,
     Structured,
     Extended,
 }
 
-impl Client {
+impl ClientState {
     pub(super) fn new(endpoint: &str, export: &str, session: &NbdSession, received: u64, skip: u64) -> Self {
         Self {
             endpoint: endpoint.to_owned(),
             export: export.to_owned(),
             style: match session.style {
-                ReplyStyle::Simple => Style::Simple,
-                ReplyStyle::Structured => Style::Structured,
-                ReplyStyle::Extended => Style::Extended,
+                ReplyStyle::Simple => ReplyStyleState::Simple,
+                ReplyStyle::Structured => ReplyStyleState::Structured,
+                ReplyStyle::Extended => ReplyStyleState::Extended,
             },
             flags: session.flags,
             contexts: session.contexts.iter().map(MetaContext::id).collect(),
@@ -322,7 +323,7 @@ impl Client {
     }
 
     /// Negotiated session, at the export with this number here.
-    pub(super) fn session(&self, export: usize) -> anyhow::Result<NbdSession> {
+    pub(super) fn to_session(&self, export: usize) -> anyhow::Result<NbdSession> {
         let mut contexts = MetaContexts::NONE;
         for id in &self.contexts {
             let context = MetaContext::from_id(*id).with_context(|| format!("no context has number {id}"))?;
@@ -333,9 +334,9 @@ impl Client {
         Ok(NbdSession {
             export,
             style: match self.style {
-                Style::Simple => ReplyStyle::Simple,
-                Style::Structured => ReplyStyle::Structured,
-                Style::Extended => ReplyStyle::Extended,
+                ReplyStyleState::Simple => ReplyStyle::Simple,
+                ReplyStyleState::Structured => ReplyStyle::Structured,
+                ReplyStyleState::Extended => ReplyStyle::Extended,
             },
             flags: self.flags,
             contexts,
@@ -349,13 +350,13 @@ impl Client {
 /// Connected vhost-user front end.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct StandingMachine {
+pub(super) struct FrontEndState {
     /// Export id.
     pub(super) id: String,
     /// Messages that bring a new server into the same state.
-    pub(super) said: Vec<Message>,
+    pub(super) said: Vec<VhostMessageState>,
     /// Received part of an incomplete message.
-    pub(super) begun: Begun,
+    pub(super) begun: PartialMessage,
     /// Time for which it has used the disk, in nanoseconds, if it has.
     pub(super) used_ns: Option<u64>,
 }
@@ -363,7 +364,7 @@ pub(super) struct StandingMachine {
 /// Sizes of an incomplete message.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Begun {
+pub(super) struct PartialMessage {
     pub(super) bytes: usize,
     pub(super) descriptors: usize,
 }
@@ -371,7 +372,7 @@ pub(super) struct Begun {
 /// vhost-user message.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Message {
+pub(super) struct VhostMessageState {
     pub(super) code: u32,
     /// Size of its payload.
     pub(super) bytes: usize,
@@ -381,17 +382,17 @@ pub(super) struct Message {
 /// State of a quiesced device or file of this host.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct StandingDevice {
+pub(super) struct HostDeviceState {
     /// Export id.
     pub(super) id: String,
-    pub(super) kind: StandingKind,
+    pub(super) kind: HostDeviceKind,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) enum StandingKind {
+pub(super) enum HostDeviceKind {
     /// Kernel NBD client, one socket for each connection.
-    NbdDevice { number: u32, connections: Vec<StandingConnection> },
+    NbdDevice { number: u32, connections: Vec<NbdDeviceSocketState> },
     /// FUSE file, with the descriptor of its requests, and that of the process that unmounts it if
     /// all servers are killed.
     Fuse {
@@ -414,7 +415,7 @@ pub(super) enum StandingKind {
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct StandingConnection {
+pub(super) struct NbdDeviceSocketState {
     /// Number of its unparsed bytes.
     pub(super) received: usize,
     /// Number of bytes of payload that are still to be received and dropped.
@@ -422,43 +423,43 @@ pub(super) struct StandingConnection {
 }
 
 /// Settings by their names in the config file.
-pub(super) type Told = Map<String, Value>;
+pub(super) type SettingsState = Map<String, Value>;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct StandingDisk {
+pub(super) struct TransferredDisk {
     pub(super) name: String,
     pub(super) size_bytes: u64,
     /// False for a disk with handover that no guest holds: another process may have it open.
     pub(super) is_laid_down: bool,
-    pub(super) counted: OfDisk,
-    pub(super) filled: Option<Buckets>,
+    pub(super) counted: DiskCounterState,
+    pub(super) filled: Option<BucketLevelsState>,
     #[serde(default)]
-    pub(super) set: Option<Told>,
+    pub(super) set: Option<SettingsState>,
     /// Names of recording dirty bitmaps. Their bits are in the image.
     pub(super) bitmaps: Vec<String>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct StandingGroup {
+pub(super) struct TransferredGroup {
     pub(super) name: String,
-    pub(super) counted: OfThrottle,
-    pub(super) filled: Option<Buckets>,
+    pub(super) counted: ThrottleCounterState,
+    pub(super) filled: Option<BucketLevelsState>,
     #[serde(default)]
-    pub(super) set: Option<Told>,
+    pub(super) set: Option<SettingsState>,
 }
 
 /// Form of [`Filled`]: settings by name; levels in billionths as text, since they exceed the range
 /// of JSON numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(crate) struct Buckets {
+pub(crate) struct BucketLevelsState {
     limits: BTreeMap<String, u64>,
     levels: [[String; 4]; 6],
 }
 
-impl From<BucketSnapshot> for Buckets {
+impl From<BucketSnapshot> for BucketLevelsState {
     fn from(filled: BucketSnapshot) -> Self {
         let limits =
             LimitSetting::ALL.into_iter().map(|setting| (setting.name().to_owned(), filled.limits.get(setting)));
@@ -469,10 +470,10 @@ impl From<BucketSnapshot> for Buckets {
     }
 }
 
-impl Buckets {
+impl BucketLevelsState {
     /// # Errors
     /// A limit or level is invalid.
-    pub(crate) fn filled(&self) -> anyhow::Result<BucketSnapshot> {
+    pub(crate) fn to_levels(&self) -> anyhow::Result<BucketSnapshot> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
             let setting = LimitSetting::ALL.into_iter().find(|setting| setting.name() == name);
@@ -499,11 +500,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::takeover::there_and_back;
+    use crate::takeover::round_trip;
 
     proptest! {
         #[test]
-        fn what_a_client_agreed_on_comes_back(
+        fn negotiated_session_round_trips(
             style in prop_oneof![Just(ReplyStyle::Simple), Just(ReplyStyle::Structured), Just(ReplyStyle::Extended)],
             flags: u16,
             ids in proptest::collection::vec(1_u32..=33, 0..5),
@@ -518,38 +519,38 @@ mod tests {
             let minimum_block = 1 << bits;
             let session =
                 NbdSession { export: 3, style, flags, contexts, sizes_acknowledged, minimum_block, maximum_payload };
-            let client = Client::new("unix:/a", "vm1", &session, 7, 8);
-            prop_assert_eq!(there_and_back(&client).session(3).unwrap(), session);
+            let client = ClientState::new("unix:/a", "vm1", &session, 7, 8);
+            prop_assert_eq!(round_trip(&client).to_session(3).unwrap(), session);
         }
 
         #[test]
-        fn levels_come_back(levels: [[u128; 4]; 6], rate in 1_u64..1_000_000_000_000) {
+        fn bucket_levels_round_trip(levels: [[u128; 4]; 6], rate in 1_u64..1_000_000_000_000) {
             let mut limits = Limits::default();
             *limits.limit_mut(LimitKind::BpsWrite) = RateLimit { rate, burst_rate: 2 * rate, burst_length_s: 7 };
             limits.iops_size = 4096;
             let levels =
                 levels.map(|[main, deferred, burst, burst_deferred]| BucketContents { main, deferred, burst, burst_deferred });
             let filled = BucketSnapshot { limits, levels };
-            prop_assert_eq!(there_and_back(&Buckets::from(filled)).filled().unwrap(), filled);
+            prop_assert_eq!(round_trip(&BucketLevelsState::from(filled)).to_levels().unwrap(), filled);
         }
     }
 
     #[test]
-    fn an_older_side_is_understood() {
-        let group = StandingGroup {
+    fn older_format_without_settings_is_accepted() {
+        let group = TransferredGroup {
             name: "gold".to_owned(),
             counted: policy::throttle::CumulativeStats::default().into(),
             filled: None,
-            set: Some(Told::new()),
+            set: Some(SettingsState::new()),
         };
         // An older process does not send `set`, which is only logged.
         let mut told = serde_json::to_value(&group).unwrap();
         assert_eq!(told.as_object_mut().unwrap().remove("set"), Some(serde_json::json!({})));
-        assert!(serde_json::from_value::<StandingGroup>(told).unwrap().set.is_none());
+        assert!(serde_json::from_value::<TransferredGroup>(told).unwrap().set.is_none());
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_values_are_rejected() {
         let session = NbdSession {
             export: 0,
             style: ReplyStyle::Simple,
@@ -559,17 +560,17 @@ mod tests {
             minimum_block: 1,
             maximum_payload: 1 << 25,
         };
-        let client = || Client::new("", "", &session, 0, 0);
-        assert!(Client { contexts: vec![34], ..client() }.session(0).is_err());
-        assert!(Client { minimum_block: 3, ..client() }.session(0).is_err());
-        let full = || Buckets::from(BucketSnapshot { limits: Limits::default(), levels: Default::default() });
-        let named = |name: &str, value| Buckets { limits: [(name.to_owned(), value)].into(), ..full() };
-        assert!(named("iops-total", 5).filled().is_ok());
-        assert!(named("iops-totally", 5).filled().is_err());
-        assert!(named("iops-total", u64::MAX).filled().is_err());
+        let client = || ClientState::new("", "", &session, 0, 0);
+        assert!(ClientState { contexts: vec![34], ..client() }.to_session(0).is_err());
+        assert!(ClientState { minimum_block: 3, ..client() }.to_session(0).is_err());
+        let full = || BucketLevelsState::from(BucketSnapshot { limits: Limits::default(), levels: Default::default() });
+        let named = |name: &str, value| BucketLevelsState { limits: [(name.to_owned(), value)].into(), ..full() };
+        assert!(named("iops-total", 5).to_levels().is_ok());
+        assert!(named("iops-totally", 5).to_levels().is_err());
+        assert!(named("iops-total", u64::MAX).to_levels().is_err());
         let mut levels = full().levels;
         levels[0][0] = "-1".to_owned();
-        assert!(Buckets { levels, ..full() }.filled().is_err());
-        assert!(serde_json::from_str::<Word>("\"later\"").is_err());
+        assert!(BucketLevelsState { levels, ..full() }.to_levels().is_err());
+        assert!(serde_json::from_str::<UpgradeMessage>("\"later\"").is_err());
     }
 }

@@ -7,27 +7,27 @@ use block::layer::throttle::ThrottleGroup;
 use serde_json::Value;
 use settings::{GroupConfig, ConfigKey, KeyTable, ThrottleConfig, key::ChangePolicy::Apply};
 
-use super::told::{State, Told};
+use super::told::{ProcessState, SettingsState};
 use crate::registry::{Registry, RunningDisk};
 
-pub(super) fn of_disk(running: &RunningDisk) -> Told {
-    unlike_default(&running.current_config())
+pub(super) fn disk_settings(running: &RunningDisk) -> SettingsState {
+    non_default_settings(&running.current_config())
 }
 
-pub(super) fn of_group(group: &ThrottleGroup) -> Told {
-    unlike_default(&config_of(group))
+pub(super) fn group_settings(group: &ThrottleGroup) -> SettingsState {
+    non_default_settings(&group_config(group))
 }
 
 /// One line for each group and disk with other settings here. Empty if the old process is older and
 /// sends none.
-pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
+pub(super) fn differing_settings(state: &ProcessState, registry: &Registry) -> Vec<String> {
     let config = match &registry.config {
         Some(file) => file.display().to_string(),
         None => "this command line".to_owned(),
     };
     let groups = state.groups.iter().filter_map(|told| {
         let here = registry.groups.get(&told.name).ok()?;
-        let changes = changes(told.set.as_ref()?, &config_of(&here));
+        let changes = changes(told.set.as_ref()?, &group_config(&here));
         changes.map(|changes| format!("group {}: {changes}", told.name))
     });
     let disks = state.disks.iter().filter_map(|told| {
@@ -40,7 +40,7 @@ pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
 }
 
 /// Config of a running group. Excludes limits that its cluster grants, which are in no config.
-fn config_of(group: &ThrottleGroup) -> GroupConfig {
+fn group_config(group: &ThrottleGroup) -> GroupConfig {
     let mut settings = ThrottleConfig::from_running(&group.settings());
     if group.quota_lease().is_some() {
         settings.limits = ThrottleConfig::default().limits;
@@ -50,7 +50,7 @@ fn config_of(group: &ThrottleGroup) -> GroupConfig {
 }
 
 /// Keys that a client can change, and the group.
-fn keys<T: KeyTable>() -> impl Iterator<Item = &'static ConfigKey<T>> {
+fn compared_keys<T: KeyTable>() -> impl Iterator<Item = &'static ConfigKey<T>> {
     T::keys().iter().filter(|key| key.change == Apply || key.name == "group")
 }
 
@@ -58,25 +58,25 @@ fn value<T: KeyTable>(key: &ConfigKey<T>, config: &T) -> Option<Value> {
     key.write(config).as_ref().map(Value::from)
 }
 
-fn unlike_default<T: KeyTable>(config: &T) -> Told {
-    let set = keys::<T>().filter(|key| !key.is_default(config));
+fn non_default_settings<T: KeyTable>(config: &T) -> SettingsState {
+    let set = compared_keys::<T>().filter(|key| !key.is_default(config));
     set.filter_map(|key| Some((key.name.to_owned(), value(key, config)?))).collect()
 }
 
 /// Form `iops-total 500 → 2000, weight 50 → 100`.
-fn changes<T: KeyTable>(told: &Told, here: &T) -> Option<String> {
+fn changes<T: KeyTable>(told: &SettingsState, here: &T) -> Option<String> {
     let change = |key: &ConfigKey<T>| {
         // A missing key means its default, as only other values are transferred.
         let before = told.get(key.name).cloned().or_else(|| value(key, &T::default()));
         let here = value(key, here);
-        (before != here).then(|| format!("{} {} → {}", key.name, shown(key, before), shown(key, here)))
+        (before != here).then(|| format!("{} {} → {}", key.name, value_text(key, before), value_text(key, here)))
     };
-    let all: Vec<_> = keys().filter_map(change).collect();
+    let all: Vec<_> = compared_keys().filter_map(change).collect();
     (!all.is_empty()).then(|| all.join(", "))
 }
 
 /// Value as users write it.
-fn shown<T: KeyTable>(key: &ConfigKey<T>, value: Option<Value>) -> String {
+fn value_text<T: KeyTable>(key: &ConfigKey<T>, value: Option<Value>) -> String {
     match value {
         None => "none".to_owned(),
         Some(Value::String(text)) if text.is_empty() => "none".to_owned(),
@@ -99,14 +99,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_otherwise_is_told_with_both_values() {
+    fn differing_settings_are_reported_with_both_values() {
         let with = |iops: u64, bps: u64| {
             let mut config = GroupConfig::default();
             config.settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), iops).unwrap();
             config.settings.limits.set(LimitSetting::Limit(LimitKind::BpsTotal, LimitPart::Rate), bps).unwrap();
             config
         };
-        let told = unlike_default(&with(500, 0));
+        let told = non_default_settings(&with(500, 0));
         assert_eq!(Value::Object(told.clone()), json!({ "iops-total": 500 }));
         assert_eq!(changes(&told, &with(500, 0)), None);
         let said = changes(&told, &with(0, 10 << 20)).unwrap();
@@ -114,6 +114,6 @@ mod tests {
         // Keys and values of another version are shown without interpretation.
         let strange = json!({ "iops-total": ["\n"], "zzz": 1 }).as_object().cloned().unwrap();
         assert_eq!(changes(&strange, &with(0, 0)).unwrap(), "iops-total [\"\\n\"] → none");
-        assert_eq!(keys::<settings::DiskConfig>().count(), keys::<GroupConfig>().count() + 13);
+        assert_eq!(compared_keys::<settings::DiskConfig>().count(), compared_keys::<GroupConfig>().count() + 13);
     }
 }

@@ -16,24 +16,24 @@ use policy::{
 };
 use serde_json::Value;
 
-use super::Of;
+use super::MemberKind;
 use crate::{
     events::{
-        Events, Kind, News,
-        judge::{self, Condition, Done, Sample, Turn},
+        EventLog, Kind, NewEvent,
+        judge::{self, Condition, DeviceThroughput, ConditionSample, ConditionChange},
     },
     registry::Registry,
 };
 
 /// Interval between samples of devices.
-const DEVICES: Duration = Duration::from_secs(10);
+const DEVICE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Conditions of disks and groups, by name.
 #[derive(Default)]
-pub(super) struct Conditions(HashMap<String, Subject>);
+pub(super) struct WatchedConditions(HashMap<String, WatchedMember>);
 
-struct Subject {
-    of: Of,
+struct WatchedMember {
+    of: MemberKind,
     /// Time of the last sample. Objects missing in the current sample are removed.
     at: Instant,
     brief: ThrottleSummary,
@@ -47,41 +47,41 @@ struct Subject {
 }
 
 /// Measurements of a disk or group.
-struct Measured {
+struct MemberMeasurement {
     brief: ThrottleSummary,
     enforcement: Enforcement,
     has_watermark: bool,
 }
 
-impl Conditions {
-    pub(super) fn look(&mut self, registry: &Registry, now: Instant) {
+impl WatchedConditions {
+    pub(super) fn sample(&mut self, registry: &Registry, now: Instant) {
         for running in registry.disks.all() {
             let member = running.disk.throttle();
-            let measured = Measured {
+            let measured = MemberMeasurement {
                 brief: member.brief_stats(),
                 enforcement: member.enforcement(),
                 has_watermark: member.watermark().percent() > 0,
             };
-            self.judge(Of::Disk, running.disk.name(), measured, now, &registry.events);
+            self.sample_member(MemberKind::Disk, running.disk.name(), measured, now, &registry.events);
         }
         for group in registry.groups.all() {
             let group: &ThrottleGroup = &group;
-            let measured = Measured {
+            let measured = MemberMeasurement {
                 brief: group.brief_stats(),
                 enforcement: group.enforcement(),
                 has_watermark: group.watermark().percent() > 0,
             };
-            self.judge(Of::Group, group.name(), measured, now, &registry.events);
+            self.sample_member(MemberKind::Group, group.name(), measured, now, &registry.events);
         }
         self.0.retain(|_, subject| subject.at == now);
     }
 
     /// True if no condition can change by time alone.
-    pub(super) fn are_still(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.0.values().all(|subject| {
             let conditions = [&subject.limit, &subject.reservation, &subject.watermark];
             let waits = subject.brief.waiting != [0; 2];
-            !waits && !subject.has_watermark && conditions.into_iter().all(Condition::is_settled)
+            !waits && !subject.has_watermark && conditions.into_iter().all(Condition::is_idle)
         })
     }
 
@@ -90,22 +90,22 @@ impl Conditions {
         self.0.values().fold(0, |sum, subject| sum.saturating_add(subject.brief.limited_ns))
     }
 
-    fn judge(&mut self, of: Of, name: &str, measured: Measured, now: Instant, events: &Events) {
+    fn sample_member(&mut self, of: MemberKind, name: &str, measured: MemberMeasurement, now: Instant, events: &EventLog) {
         let subject = match self.0.get_mut(name) {
             Some(subject) if subject.of == of => subject,
             _ => {
-                let subject = Subject::new(of, &measured, now);
+                let subject = WatchedMember::new(of, &measured, now);
                 // The first sample of a new object is only a baseline.
                 self.0.insert(name.to_owned(), subject);
                 return;
             }
         };
-        subject.look(name, measured, now, events);
+        subject.update(name, measured, now, events);
     }
 }
 
-impl Subject {
-    fn new(of: Of, measured: &Measured, now: Instant) -> Self {
+impl WatchedMember {
+    fn new(of: MemberKind, measured: &MemberMeasurement, now: Instant) -> Self {
         let (limit, reservation, watermark) = Default::default();
         let has_watermark = measured.has_watermark;
         Self {
@@ -120,12 +120,12 @@ impl Subject {
         }
     }
 
-    fn look(&mut self, name: &str, measured: Measured, now: Instant, events: &Events) {
-        let Measured { brief, enforcement, has_watermark } = measured;
+    fn update(&mut self, name: &str, measured: MemberMeasurement, now: Instant, events: &EventLog) {
+        let MemberMeasurement { brief, enforcement, has_watermark } = measured;
         self.has_watermark = has_watermark;
         let before = std::mem::replace(&mut self.brief, brief);
         let elapsed = now - std::mem::replace(&mut self.at, now);
-        let tell = |news: News| events.tell(self.of.about(name, news));
+        let tell = |news: NewEvent| events.record(self.of.with_subject(name, news));
         let whose = format!("{} {name}", self.of.name());
 
         let percent = judge::limited_percent(&before, &brief, elapsed);
@@ -134,17 +134,17 @@ impl Subject {
         }
         // The last known cause: the sample itself may fall into a pause.
         let limit = self.binding.unwrap_or("a limit");
-        match self.limit.observe(judge::limit(percent), judge::LIMITS, now) {
-            Some(Turn::Begins) => {
+        match self.limit.observe(judge::limit_sample(percent), judge::LIMIT_DELAYS, now) {
+            Some(ConditionChange::Began) => {
                 let message =
                     format!("{whose} is at its limit: {limit} throttles requests {percent} % of the time");
-                let news = News::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
+                let news = NewEvent::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
                 tell(news.with("waiting", brief.waiting.iter().sum::<usize>()));
             }
-            Some(Turn::Ends(lasted)) => {
+            Some(ConditionChange::Ended(lasted)) => {
                 let message = format!("{whose} is below its limit again, after {} s", lasted.as_secs());
                 tell(
-                    News::new(Kind::LimitReleased, message)
+                    NewEvent::new(Kind::LimitReleased, message)
                         .with("limit", limit)
                         .with("seconds", seconds(lasted)),
                 );
@@ -152,33 +152,33 @@ impl Subject {
             None => {}
         }
 
-        let sample = judge::reservation(&before, &brief);
-        match sample.and_then(|sample| self.reservation.observe(sample, judge::RESERVATIONS, now)) {
-            Some(Turn::Begins) => {
+        let sample = judge::reservation_sample(&before, &brief);
+        match sample.and_then(|sample| self.reservation.observe(sample, judge::RESERVATION_DELAYS, now)) {
+            Some(ConditionChange::Began) => {
                 let message = format!("{whose} gets less than its reservation");
-                tell(News::new(Kind::ReservationMissed, message));
+                tell(NewEvent::new(Kind::ReservationMissed, message));
             }
-            Some(Turn::Ends(lasted)) => {
+            Some(ConditionChange::Ended(lasted)) => {
                 let message = format!("{whose} gets its reservation again, after {} s", lasted.as_secs());
-                tell(News::new(Kind::ReservationMet, message).with("seconds", seconds(lasted)));
+                tell(NewEvent::new(Kind::ReservationMet, message).with("seconds", seconds(lasted)));
             }
             None => {}
         }
 
         let sample = match enforcement {
-            _ if !has_watermark => Sample::Between,
-            Enforcement::Lifted => Sample::Under,
-            Enforcement::Enforced | Enforcement::Scaled(_) => Sample::Over,
+            _ if !has_watermark => ConditionSample::Between,
+            Enforcement::Lifted => ConditionSample::Under,
+            Enforcement::Enforced | Enforcement::Scaled(_) => ConditionSample::Over,
         };
-        match self.watermark.observe(sample, judge::WATERMARKS, now) {
-            Some(Turn::Begins) => {
+        match self.watermark.observe(sample, judge::WATERMARK_DELAYS, now) {
+            Some(ConditionChange::Began) => {
                 let message =
                     format!("the device of {whose} is used above its watermark: limits are enforced");
-                tell(News::new(Kind::WatermarkReached, message));
+                tell(NewEvent::new(Kind::WatermarkReached, message));
             }
-            Some(Turn::Ends(lasted)) => {
+            Some(ConditionChange::Ended(lasted)) => {
                 let message = format!("the device of {whose} is used below its watermark: limits are lifted");
-                tell(News::new(Kind::WatermarkLeft, message).with("seconds", seconds(lasted)));
+                tell(NewEvent::new(Kind::WatermarkLeft, message).with("seconds", seconds(lasted)));
             }
             None => {}
         }
@@ -191,29 +191,29 @@ fn seconds(lasted: Duration) -> Value {
 
 /// Compares devices with their measured capacity.
 #[derive(Default)]
-pub(super) struct Devices {
+pub(super) struct WatchedDevices {
     looked: Option<Instant>,
     known: HashMap<String, (Instant, DeviceStatistics, Condition)>,
 }
 
-impl Devices {
+impl WatchedDevices {
     /// True if no device has a measured capacity, so that nothing is sampled.
-    pub(super) fn are_still(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.known.is_empty()
     }
 
-    pub(super) fn look(&mut self, registry: &Registry, now: Instant) {
-        if self.looked.is_some_and(|looked| now - looked < DEVICES) {
+    pub(super) fn sample(&mut self, registry: &Registry, now: Instant) {
+        if self.looked.is_some_and(|looked| now - looked < DEVICE_INTERVAL) {
             return;
         }
         self.looked = Some(now);
         for listed in registry.devices() {
-            self.look_at(&listed.device, &registry.events, now);
+            self.sample_device(&listed.device, &registry.events, now);
         }
         self.known.retain(|_, (at, ..)| *at == now);
     }
 
-    fn look_at(&mut self, device: &Arc<Device>, events: &Events, now: Instant) {
+    fn sample_device(&mut self, device: &Arc<Device>, events: &EventLog, now: Instant) {
         // The capacity of an emulated device is configured, not measured.
         let capacity = device.capacity().filter(|_| device.capacity_source() == CapacitySource::Probe);
         let (Some(capacity), Ok(statistics)) = (capacity, device.statistics(now)) else { return };
@@ -226,12 +226,12 @@ impl Devices {
         };
         let (at, before, condition) = known;
         let elapsed = now - std::mem::replace(at, now);
-        let Some(done) = done(&std::mem::replace(before, statistics), &statistics, elapsed) else { return };
-        let Some(percent) = judge::done_percent(&capacity, &done) else { return };
+        let Some(done) = throughput(&std::mem::replace(before, statistics), &statistics, elapsed) else { return };
+        let Some(percent) = judge::capacity_percent(&capacity, &done) else { return };
         let (name, queue) = (device.name(), done.queue);
-        let kind = match condition.observe(judge::device(percent, queue), judge::DEVICES, now) {
-            Some(Turn::Begins) => Kind::DeviceSlow,
-            Some(Turn::Ends(_)) => Kind::DeviceRecovered,
+        let kind = match condition.observe(judge::device_sample(percent, queue), judge::DEVICE_DELAYS, now) {
+            Some(ConditionChange::Began) => Kind::DeviceSlow,
+            Some(ConditionChange::Ended(_)) => Kind::DeviceRecovered,
             None => return,
         };
         let message = match kind {
@@ -240,18 +240,18 @@ impl Devices {
             ),
             _ => format!("device {name} is as fast as measured again"),
         };
-        let news = News::new(kind, message).with("device", name).with("percent", percent);
-        events.tell(news.with("queue", (queue * 10.0).round() / 10.0));
+        let news = NewEvent::new(kind, message).with("device", name).with("percent", percent);
+        events.record(news.with("queue", (queue * 10.0).round() / 10.0));
     }
 }
 
 /// Rates between two samples; `None` if a counter decreased.
-fn done(before: &DeviceStatistics, after: &DeviceStatistics, elapsed: Duration) -> Option<Done> {
+fn throughput(before: &DeviceStatistics, after: &DeviceStatistics, elapsed: Duration) -> Option<DeviceThroughput> {
     let done = after.since(before)?;
     let a_second = |amount: u64| {
         u64::try_from(u128::from(amount) * 1_000_000_000 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX)
     };
-    Some(Done {
+    Some(DeviceThroughput {
         iops: [a_second(done.reads), a_second(done.writes)],
         bps: [a_second(done.read_bytes), a_second(done.written_bytes)],
         // Little's law: queued time per elapsed time is the average queue length.

@@ -7,41 +7,41 @@ use policy::throttle::Limits;
 use serde_json::{Value, json};
 
 use crate::{
-    events::{Kind, News},
-    reconcile::applied::{self, Named},
+    events::{Kind, NewEvent},
+    reconcile::applied::{self, NamedValue},
     running::RunningDisk,
 };
 
 /// Settings by their names in the config file.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Settings(Vec<Named>);
+pub(crate) struct MemberSettingValues(Vec<NamedValue>);
 
 /// Changed setting.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Changed {
+pub(crate) struct SettingChange {
     setting: &'static str,
     before: Value,
     after: Value,
 }
 
-impl Settings {
+impl MemberSettingValues {
     pub(super) fn of_disk(running: &RunningDisk) -> Self {
-        Self(applied::of_disk(&running.current_config()))
+        Self(applied::disk_values(&running.current_config()))
     }
 
     pub(super) fn of_group(group: &ThrottleGroup) -> Self {
-        Self(applied::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
+        Self(applied::throttle_values(&group.settings(), group.parent().map_or("", |group| group.name())))
     }
 
     pub(crate) fn of_limits(limits: &Limits) -> Self {
-        Self(applied::of_limits(limits))
+        Self(applied::limit_values(limits))
     }
 
-    pub(crate) fn since(&self, before: &Self) -> Vec<Changed> {
+    pub(crate) fn changes_since(&self, before: &Self) -> Vec<SettingChange> {
         let both = before.0.iter().zip(&self.0);
         let changed = both.filter(|((_, before), (_, after))| before != after);
         changed
-            .map(|((setting, before), (_, after))| Changed {
+            .map(|((setting, before), (_, after))| SettingChange {
                 setting,
                 before: before.clone(),
                 after: after.clone(),
@@ -50,21 +50,21 @@ impl Settings {
     }
 }
 
-impl Changed {
+impl SettingChange {
     fn to_json(&self) -> Value {
         json!({ "setting": self.setting, "before": self.before, "after": self.after })
     }
 
     /// Event about changed settings of `what`.
-    pub(crate) fn news(what: &str, changes: &[Self]) -> News {
+    pub(crate) fn changed_event(what: &str, changes: &[Self]) -> NewEvent {
         let said: Vec<_> = changes.iter().map(Self::to_string).collect();
         let told: Vec<_> = changes.iter().map(Self::to_json).collect();
-        News::new(Kind::ConfigChanged, format!("{what}: {}", said.join(", "))).with("changes", told)
+        NewEvent::new(Kind::ConfigChanged, format!("{what}: {}", said.join(", "))).with("changes", told)
     }
 }
 
 /// Form `iops-total 1000 (was 500)`.
-impl fmt::Display for Changed {
+impl fmt::Display for SettingChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let said = |value: &Value| match value.as_str() {
             Some("") => "none".to_owned(),
@@ -84,13 +84,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_changed_is_told_with_both_values() {
+    fn changes_have_both_values() {
         let mut wanted = GroupSettings::default();
-        let before = Settings(applied::of_throttle(&wanted, ""));
-        assert_eq!(before.since(&before), []);
+        let before = MemberSettingValues(applied::throttle_values(&wanted, ""));
+        assert_eq!(before.changes_since(&before), []);
         wanted.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
-        let changes = Settings(applied::of_throttle(&wanted, "")).since(&before);
-        let said: Vec<_> = changes.iter().map(Changed::to_string).collect();
+        let changes = MemberSettingValues(applied::throttle_values(&wanted, "")).changes_since(&before);
+        let said: Vec<_> = changes.iter().map(SettingChange::to_string).collect();
         assert_eq!(said, ["iops-total 500 (was 0)"]);
         assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));
     }

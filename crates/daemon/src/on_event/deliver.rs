@@ -8,7 +8,7 @@ use std::{
 };
 
 use control::{
-    events::{Deliveries, Event, Events},
+    events::{DeliveryCounters, RecordedEvent, EventLog},
     registry::Registry,
 };
 use policy::time::{Duration, Instant};
@@ -52,12 +52,12 @@ struct Delivery {
     fd: Fd,
     /// Received bytes of an incomplete answer.
     received: Vec<u8>,
-    counts: Rc<Deliveries>,
+    counts: Rc<DeliveryCounters>,
     failing: FailureLog,
 }
 
 impl Delivery {
-    async fn run(mut self, events: Events, mut last: u64) {
+    async fn run(mut self, events: EventLog, mut last: u64) {
         loop {
             // Before reading the ring, so that an event in between is not missed.
             let woken = events.listen();
@@ -73,18 +73,18 @@ impl Delivery {
                 continue;
             };
             let skipped = first - last - 1 + too_many as u64;
-            Deliveries::add(&self.counts.skipped, skipped);
+            DeliveryCounters::add_saturating(&self.counts.skipped, skipped);
             last = event.id;
             let next = reactor::now() + DELIVERY_INTERVAL;
             match self.hand_on(&event, skipped).await {
                 Ok(Ok(())) => {
-                    Deliveries::add(&self.counts.delivered, 1);
+                    DeliveryCounters::add_saturating(&self.counts.delivered, 1);
                     if let Some(lost) = self.failing.ends() {
                         tracing::info!(target = %shown(&self.runner.target), lost, "on-event: events are delivered again");
                     }
                 }
                 Ok(Err(why)) => {
-                    Deliveries::add(&self.counts.failed, 1);
+                    DeliveryCounters::add_saturating(&self.counts.failed, 1);
                     if let Some(lost) = self.failing.line(reactor::now()) {
                         let target = shown(&self.runner.target);
                         tracing::warn!(%target, lost, "on-event: an event was not delivered: {why}");
@@ -101,7 +101,7 @@ impl Delivery {
     }
 
     /// Result of one delivery; fails if the process is gone.
-    async fn hand_on(&mut self, event: &Event, skipped: u64) -> io::Result<Result<(), String>> {
+    async fn hand_on(&mut self, event: &RecordedEvent, skipped: u64) -> io::Result<Result<(), String>> {
         let line = encode_event(event.to_json(), skipped) + "\n";
         let mut left = line.as_bytes();
         while !left.is_empty() {

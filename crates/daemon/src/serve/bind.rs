@@ -6,10 +6,10 @@ use std::{collections::HashSet, path::PathBuf, rc::Rc};
 use anyhow::{Context as _, anyhow};
 use control::{
     assemble,
-    listen::{self, Inherited, Listener},
-    reconcile::source::Source,
+    listen::{self, InheritedSockets, BoundListener},
+    reconcile::source::StartSource,
     registry::Registry,
-    takeover::told_name,
+    takeover::http_endpoint_name,
     wanted,
 };
 use export::nbd;
@@ -21,11 +21,11 @@ use settings::{ListenAddress, ExportSpec, ListenEndpoint, DesiredState, ProcessS
 /// second daemon on this host.
 fn control_sockets(
     service: &ProcessSpec,
-    source: &mut dyn Source,
-) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
+    source: &mut dyn StartSource,
+) -> anyhow::Result<(Vec<BoundListener>, Option<anyhow::Error>)> {
     let owner = service.user.as_ref();
     let mut open = |place: ControlSocketLocation| {
-        source.control(&place.path)?.map_or_else(|| listen::control(&place, owner), Ok)
+        source.control(&place.path)?.map_or_else(|| listen::control_listener(&place, owner), Ok)
     };
     let named = |path: &PathBuf| open(ControlSocketLocation::at(path.clone()));
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
@@ -45,13 +45,13 @@ fn control_sockets(
 /// next upgrade.
 fn bind_http(
     service: &ProcessSpec,
-    source: &mut dyn Source,
+    source: &mut dyn StartSource,
     tls: Option<&nbd::NbdServerTls>,
     registry: &Registry,
 ) -> anyhow::Result<weir_http::HttpEndpoints> {
-    let mut open = |what: &'static str, address: &ListenAddress| -> anyhow::Result<Vec<Listener>> {
+    let mut open = |what: &'static str, address: &ListenAddress| -> anyhow::Result<Vec<BoundListener>> {
         // A listener from the old process keeps connections that wait in its queue.
-        let taken = source.told(what, address)?;
+        let taken = source.http_listeners(what, address)?;
         let bind = || weir_http::bind(what, address, &service.sockets);
         let listeners = taken.map_or_else(bind, Ok)?;
         let known = listeners.iter().map(|listener| -> std::io::Result<_> {
@@ -59,7 +59,7 @@ fn bind_http(
             Ok((Fd::from(listener.socket.try_clone()?), path))
         });
         let known = known.collect::<Result<_, _>>().context(what)?;
-        registry.lifecycle.told.borrow_mut().push((told_name(what, address), known));
+        registry.lifecycle.http_sockets.borrow_mut().push((http_endpoint_name(what, address), known));
         Ok(listeners)
     };
     let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
@@ -82,7 +82,7 @@ fn bind_http(
 /// Everything that is bound before the first export runs, and used once all do.
 pub(super) struct BoundAddresses {
     pub(super) workers: Rc<Vec<ReactorWorker>>,
-    pub(super) control: Vec<Listener>,
+    pub(super) control: Vec<BoundListener>,
     /// Reason why the daemon has no default control socket.
     pub(super) missing: Option<anyhow::Error>,
     pub(super) http: Option<weir_http::HttpEndpoints>,
@@ -96,25 +96,25 @@ pub(super) fn bind(
     plan: &DesiredState,
     registry: &Rc<Registry>,
     tls: Option<&nbd::NbdServerTls>,
-    (mut inherited, source): (Inherited, &mut dyn Source),
+    (mut inherited, source): (InheritedSockets, &mut dyn StartSource),
 ) -> anyhow::Result<BoundAddresses> {
     let workers = Rc::new(start_workers(&plan.process)?);
     let (control, missing) = control_sockets(&plan.process, source)?;
     registry.lifecycle.watchdog.set(sd_notify::watchdog_enabled().or_else(|| source.watchdog()));
-    let count = source.inherited().unwrap_or_else(|| inherited.count());
+    let count = source.inherited_sockets().unwrap_or_else(|| inherited.unused());
     let http = bind_http(&plan.process, source, tls, registry)?;
     // Listeners of the old process take the place of sockets that the service manager passed.
-    source.pass_machines(&mut inherited)?;
+    source.pass_vhost_user_sockets(&mut inherited)?;
     for ExportSpec { door, .. } in &plan.exports {
-        door.inherited_name().map(|name| inherited.keep(name)).transpose()?;
+        door.inherited_name().map(|name| inherited.reserve(name)).transpose()?;
     }
     for settings::NbdServerSpec { endpoint, .. } in &plan.servers {
         if let (ListenEndpoint::Passed(name), false) = (endpoint, source.has_server(endpoint)) {
-            inherited.keep(name)?;
+            inherited.reserve(name)?;
         }
     }
-    let terms = assemble::terms(&plan.process, &registry.events);
-    registry.exports.let_doors(&workers, &plan.process.sockets, terms, inherited, &plan.process.tls);
+    let terms = assemble::nbd_server_terms(&plan.process, &registry.events);
+    registry.exports.set_endpoint_parameters(&workers, &plan.process.sockets, terms, inherited, &plan.process.tls);
     Ok(BoundAddresses { workers, control, missing, http: Some(http), inherited: count })
 }
 
@@ -133,14 +133,14 @@ fn start_workers(service: &ProcessSpec) -> anyhow::Result<Vec<ReactorWorker>> {
 /// IDs of exports that exist or are to be added.
 pub(super) fn export_ids(registry: &Registry) -> HashSet<String> {
     let running = registry.exports.all().into_iter().map(|export| export.id.clone());
-    running.chain(registry.exports.awaited.borrow().keys().cloned()).collect()
+    running.chain(registry.exports.awaited_endpoints.borrow().keys().cloned()).collect()
 }
 
 /// URIs of the exports that were added since `before`.
 pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &TlsConfig) -> Vec<String> {
     let running = registry.exports.all();
     let running = running.iter().filter(|export| !before.contains(&export.id));
-    let awaited = registry.exports.awaited.borrow();
+    let awaited = registry.exports.awaited_endpoints.borrow();
     let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
-    running.flat_map(|export| wanted::uris(export, tls)).chain(awaited).collect()
+    running.flat_map(|export| wanted::export_uris(export, tls)).chain(awaited).collect()
 }

@@ -28,8 +28,8 @@ use cluster;
 use console::{CommandFailure, print_error, descriptors, figures, logging, on_reactor, print, print_json};
 use control::{
     assemble, doors,
-    listen::{self, Others},
-    reconcile::{Difference, Occasion, Reconciliation},
+    listen::{self, AddressConflictRule},
+    reconcile::{PlanDifference, ReconcileReason, Reconciliation},
     recording,
     registry::Registry,
 };
@@ -78,7 +78,7 @@ pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
     let draft = settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
     let plan = DesiredState::with_diagnostics(draft.clone(), 0, mistakes);
     if !arguments.json {
-        return check(draft, plan, Others::MayHave, Some(arguments.config));
+        return check(draft, plan, AddressConflictRule::Tolerated, Some(arguments.config));
     }
     let found = diagnostics::find(draft, plan, arguments.config)?;
     print_json(&found)?;
@@ -92,7 +92,7 @@ pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
 pub(super) fn check(
     draft: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,
-    others: Others,
+    others: AddressConflictRule,
     file: Option<PathBuf>,
 ) -> Result<(), CommandFailure> {
     let plan = match plan {
@@ -121,7 +121,7 @@ pub(super) fn check(
 fn found(
     draft: ParsedConfig,
     plan: DesiredState,
-    others: Others,
+    others: AddressConflictRule,
     file: Option<PathBuf>,
 ) -> Result<Vec<anyhow::Error>, CommandFailure> {
     // Warnings are for the user of this command, not for the daemon's file.
@@ -168,19 +168,19 @@ fn sum(plan: &DesiredState) -> String {
 }
 
 /// All problems, in the order of a start.
-async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: Others, file: Option<PathBuf>) -> Vec<anyhow::Error> {
+async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRule, file: Option<PathBuf>) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
     let registry = Registry::new(file, Rc::new(|_| {}));
     if let Err(error) = images(draft, plan, others, &registry, &mut found).await {
         found.push(error);
     }
     memory::warn_of_disks(&plan.disks);
-    registry.know_devices(plan.process.state.as_deref());
+    registry.read_capacities(plan.process.state.as_deref());
     found.extend(registry.check_devices().err());
     let service = &draft.daemon;
     // One of them is given.
     let keys = service.origin_of_given("tls-certificates").or(service.origin_of_given("tls-psk"));
-    found.extend(assemble::credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)));
+    found.extend(assemble::read_tls_credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)));
     let said = sandbox::check(plan).err();
     found.extend(said.map(|error| with_origin(service.origin_of_given("user"), error)));
     found.extend(sandbox::check_descriptor_limit(plan).err());
@@ -208,7 +208,7 @@ async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: Others, fil
     found.extend(service.record.as_ref().and_then(|record| {
         // The dot makes access(2) fail for a regular file.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
-        let why = || recording::cannot_be_kept(record);
+        let why = || recording::unusable_directory(record);
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
         Some(with_origin(service.origin_of_given("record"), error))
     }));
@@ -231,18 +231,18 @@ fn with_origin(place: Option<&Origin>, error: anyhow::Error) -> anyhow::Error {
 async fn images(
     draft: &ParsedConfig,
     plan: &DesiredState,
-    others: Others,
+    others: AddressConflictRule,
     registry: &Rc<Registry>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
-    assemble::warn_of_remarks(plan);
+    assemble::log_remarks(plan);
     if let Some(path) = plan.process.image_root.as_deref() {
         let place = draft.daemon.origin_of_given("image-root");
-        registry.confine(assemble::root(path).map_err(|error| with_origin(place, error))?);
+        registry.confine(assemble::open_image_root(path).map_err(|error| with_origin(place, error))?);
     }
-    let (difference, _) = Difference::from_empty(registry, plan, |_| false).await?;
-    let mut work = Reconciliation::new(Occasion::Start, registry, plan, None, RateBudgets::default());
-    let (silent, wrong) = work.look_at_images(&difference, others).await?;
+    let (difference, _) = PlanDifference::from_empty(registry, plan, |_| false).await?;
+    let mut work = Reconciliation::new(ReconcileReason::Start, registry, plan, None, RateBudgets::default());
+    let (silent, wrong) = work.check_images(&difference, others).await?;
     for (index, silent) in silent {
         let place = plan.disks[index].origin("image");
         tracing::warn!("{place}: {silent}: a start continues without the disk, and retries it later");
@@ -251,7 +251,7 @@ async fn images(
     Ok(())
 }
 
-fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: Others, found: &mut Vec<anyhow::Error>) {
+fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRule, found: &mut Vec<anyhow::Error>) {
     let standard = draft.daemon.origin_of_given("qmp").or(draft.daemon.origin_of_given("control"));
     let control = control(&plan.process).unwrap_or_else(|error| {
         found.push(with_origin(standard, error));

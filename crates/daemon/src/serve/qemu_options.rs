@@ -89,7 +89,7 @@ impl QemuSteps {
                 _ => ("block-export-add", Some("type")),
             };
             let place = Origin::option(option, &text);
-            qmp::perform(registry, command, &text, implied).await.map_err(|error| place.error(error))?;
+            qmp::execute_text(registry, command, &text, implied).await.map_err(|error| place.error(error))?;
         }
         Ok(())
     }

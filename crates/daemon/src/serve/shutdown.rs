@@ -22,12 +22,12 @@ use block::disk::DiskTotals;
 use cluster::actor::ChangeOrigin;
 use console::{logging, signals::SignalRequest};
 use control::{
-    doors::{Entrance, Host},
+    doors::{ExportEndpoint, HostEndpoint},
     notify,
-    qmp::Ending,
-    registry::{End, Registry, RunningDisk},
+    qmp::ShutdownCause,
+    registry::{DaemonEnd, Registry, RunningDisk},
     reload::reload,
-    users::Users,
+    users::DeviceOpeners,
 };
 use policy::time::Duration;
 use sd_notify::NotifyState;
@@ -82,21 +82,21 @@ impl Daemon {
                 DaemonEvent::Signal(SignalRequest::End(_)) | DaemonEvent::End(_) if ending => {}
                 DaemonEvent::Signal(SignalRequest::End(signal)) => {
                     ending = true;
-                    self.begin_end(signal, Ending::Signal);
+                    self.begin_end(signal, ShutdownCause::Signal);
                 }
-                DaemonEvent::End(End::Asked) => {
+                DaemonEvent::End(DaemonEnd::Quit) => {
                     ending = true;
-                    self.begin_end("quit", Ending::Quit);
+                    self.begin_end("quit", ShutdownCause::Quit);
                 }
-                DaemonEvent::End(End::Idle) => {
+                DaemonEvent::End(DaemonEnd::Idle) => {
                     ending = true;
-                    self.begin_end("idle", Ending::Quit);
+                    self.begin_end("idle", ShutdownCause::Quit);
                 }
-                DaemonEvent::End(End::Broken(error)) => {
+                DaemonEvent::End(DaemonEnd::Broken(error)) => {
                     tracing::error!("{error:#}");
                     outcome = Err(error);
                     ending = true;
-                    self.begin_end("broken", Ending::Failure);
+                    self.begin_end("broken", ShutdownCause::Failure);
                 }
                 DaemonEvent::Finished(result) => {
                     self.log_totals();
@@ -126,21 +126,21 @@ impl Daemon {
     }
 
     /// Begins the end; `signal` is a signal's name, or another word for the reason.
-    fn begin_end(&self, signal: &str, ending: Ending) {
+    fn begin_end(&self, signal: &str, ending: ShutdownCause) {
         tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
-        self.registry.lifecycle.ending.set(true);
+        self.registry.lifecycle.is_ending.set(true);
         // Before anything is closed, so that the service manager sees an orderly end.
         notify::tell(&[NotifyState::Stopping]);
         let servers = self.registry.exports.servers();
         for serving in &servers {
             serving.close();
         }
-        let entrances = self.registry.exports.entrances();
+        let entrances = self.registry.exports.own_endpoints();
         // Files over FUSE cannot be left to the next daemon, so their users' dirty pages are
         // written first.
-        let is_file = |entrance: &&Rc<Entrance>| matches!(entrance.host(), Some(Host::Fuse(_)));
+        let is_file = |entrance: &&Rc<ExportEndpoint>| matches!(entrance.host_endpoint(), Some(HostEndpoint::Fuse(_)));
         let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
-        others.into_iter().for_each(|entrance| entrance.leave());
+        others.into_iter().for_each(|entrance| entrance.close_or_hand_over());
         let files: Vec<_> =
             files.into_iter().filter_map(|entrance| entrance.device().map(Path::to_owned)).collect();
         let disks = self.registry.disks.all();
@@ -159,7 +159,7 @@ impl Daemon {
         let (events, registry) = (self.events.0.clone(), Rc::clone(&self.registry));
         reactor::spawn(async move {
             // During an upgrade images are suspended; they are resumed before they are closed.
-            while registry.lifecycle.leaving.get() {
+            while registry.lifecycle.is_upgrading.get() {
                 reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
             let giving_up: Vec<_> = disks.iter().map(abandon_when_unresponsive).collect();
@@ -206,7 +206,7 @@ fn abandon_when_unresponsive(running: &Rc<RunningDisk>) -> reactor::JoinHandle<(
 /// them, and of the loop devices: once a file is gone, they cannot be written.
 async fn write_back(files: Vec<PathBuf>) {
     let used = move || {
-        let users = files.into_iter().map(|file| (Users::of(&file), file));
+        let users = files.into_iter().map(|file| (DeviceOpeners::of_device(&file), file));
         users.filter(|(users, _)| !users.is_empty()).collect::<Vec<_>>()
     };
     let used = reactor::run_blocking(used).await;

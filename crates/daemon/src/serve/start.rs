@@ -19,20 +19,20 @@ use cluster::{self, ClusterMembership};
 use console::{figures, signals::BlockedSignals};
 use control::{
     assemble,
-    events::{self, Kind, News},
-    listen::Inherited,
-    loaded::Loaded,
+    events::{self, Kind, NewEvent},
+    listen::InheritedSockets,
+    loaded::LoadedConfig,
     moving,
-    qmp::{self, Control},
+    qmp::{self, ControlSockets},
     reconcile::{
-        Difference, Occasion, Reconciliation,
-        source::{Fresh, Source},
+        PlanDifference, ReconcileReason, Reconciliation,
+        source::{FreshStart, StartSource},
     },
     recording,
     registry::Registry,
     takeover::{
         given_up::GivenUp,
-        newcomer::{Before, Newcomer},
+        newcomer::{OldProcess, NewProcess},
     },
     watch,
 };
@@ -67,9 +67,9 @@ pub(super) struct DaemonStart {
     pub(super) steps: QemuSteps,
     /// The config file, and the options of the command line beside it.
     pub(super) file: Option<(PathBuf, ConfigWithOrigins<DaemonConfig>)>,
-    pub(super) inherited: Inherited,
+    pub(super) inherited: InheritedSockets,
     /// The process to take over from, in an upgrade.
-    pub(super) old: Option<Newcomer>,
+    pub(super) old: Option<NewProcess>,
     pub(super) signals: BlockedSignals,
     pub(super) runner: Option<EventRunner>,
 }
@@ -81,7 +81,7 @@ impl Daemon {
         let events = event_channel(signals)?;
         let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
         // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
-        let turn = registry.lifecycle.turns.try_take();
+        let turn = registry.lifecycle.reload_lock.try_lock();
         let is_upgrade = old.is_some();
         let mut given_up = GivenUp::of(old.as_ref())?;
         let claimed = claim(&plan, is_upgrade)?;
@@ -91,12 +91,12 @@ impl Daemon {
         let plan = Rc::new(plan);
         // Files that the old process still serves: no image may lie on one.
         let _own = is_upgrade.then(|| files_over_fuse(&plan));
-        let mut fresh = Fresh;
-        let source: &mut dyn Source = match &mut old {
+        let mut fresh = FreshStart;
+        let source: &mut dyn StartSource = match &mut old {
             Some(old) => old,
             None => &mut fresh,
         };
-        let (tls, budgets) = (assemble::credentials(&plan.process.tls)?, RateBudgets::default());
+        let (tls, budgets) = (assemble::read_tls_credentials(&plan.process.tls)?, RateBudgets::default());
         let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
         let opening = given_up.unless(opening);
         // A key takes seconds to derive, and a pipe may never say its passphrase.
@@ -108,7 +108,7 @@ impl Daemon {
         let cgroups = start_cgroups(&plan, &registry, is_upgrade)?;
         let rights = (claimed.is_none(), is_upgrade);
         let completing = async {
-            let source: &mut dyn Source = match &mut old {
+            let source: &mut dyn StartSource = match &mut old {
                 Some(old) => old,
                 None => &mut fresh,
             };
@@ -125,7 +125,7 @@ impl Daemon {
         // The point of no return: on success the old process has handed over, and will end.
         let taken = take_over(old, &registry, &bound.workers).await?;
         let loaded =
-            |(file, options)| Loaded { file, options, inherited: bound.inherited, plan, tls, budgets };
+            |(file, options)| LoadedConfig { file, options, inherited: bound.inherited, plan, tls, budgets };
         let loaded = file.map(|file| Rc::new(loaded(file)));
         let started =
             Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))
@@ -140,16 +140,16 @@ impl Daemon {
         (registry, events): (&Rc<Registry>, DaemonEvents),
         (mut bound, complete): (BoundAddresses, CompletedStart),
         (claimed, cgroups): (Option<ClaimedPidFile>, Option<cgroup::watch::CgroupWatchThread>),
-        taken: Option<(String, Before)>,
-        (runner, loaded): (Option<EventRunner>, Option<Rc<Loaded>>),
+        taken: Option<(String, OldProcess)>,
+        (runner, loaded): (Option<EventRunner>, Option<Rc<LoadedConfig>>),
     ) -> anyhow::Result<Self> {
         let http = start_http(&mut bound, registry, cgroups.as_ref(), taken.is_some())?;
-        let control = Rc::new(Control::start(registry, bound.control));
+        let control = Rc::new(ControlSockets::start(registry, bound.control));
         // Before the first event.
-        let mut watching = vec![events::log(&registry.events)];
+        let mut watching = vec![events::log_events(&registry.events)];
         watching.extend(runner.and_then(|runner| runner.deliver(registry)));
         // Logging of events is attached, so no event of a client is lost.
-        registry.let_clients_in();
+        registry.accept_clients();
         let (in_use, taken) = end_old(taken, registry).await;
         let pid_file = match claimed {
             Some(claimed) => claimed.lock_and_write().await,
@@ -158,12 +158,12 @@ impl Daemon {
         warn_of_missing(bound.missing.as_ref());
         announce(&complete.uris, registry);
         registry.loaded.replace(loaded);
-        watching.push(watch::watch(registry, in_use));
-        taken.into_iter().for_each(|taken| registry.events.tell(taken));
+        watching.push(watch::watch_registry(registry, in_use));
+        taken.into_iter().for_each(|taken| registry.events.record(taken));
         let cluster = start_cluster(registry);
-        watching.extend(moving::receive(registry));
-        registry.promise_once_there_is_room();
-        registry.tell_unopened();
+        watching.extend(moving::receive_disks(registry));
+        registry.book_when_possible();
+        registry.report_unavailable_disks();
         let watchdog =
             registry.lifecycle.watchdog.get().map(|allowed| watchdog::start(allowed, &bound.workers));
         Ok(Self {
@@ -201,9 +201,9 @@ fn empty_registry(file: Option<&Path>, plan: &DesiredState, events: &DaemonEvent
     let ender = Rc::new(move |end| drop(sender.try_send(DaemonEvent::End(end))));
     // Absolute, because clients may have another working directory.
     let registry = Registry::new(file.map(path::absolute).transpose()?, ender);
-    registry.keep_clients_out();
+    registry.delay_clients();
     registry.lifecycle.ends_when_idle.set(plan.process.exit_when_idle);
-    registry.know_devices(plan.process.state.as_deref());
+    registry.read_capacities(plan.process.state.as_deref());
     Ok(registry)
 }
 
@@ -238,7 +238,7 @@ async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::R
         );
     }
     plan.remove_disks(|disk| moved.contains_key(disk));
-    registry.join(cluster);
+    registry.set_cluster(cluster);
     Ok(())
 }
 
@@ -260,9 +260,9 @@ struct StartWithImages<'a> {
     plan: &'a Rc<DesiredState>,
     registry: &'a Rc<Registry>,
     work: Reconciliation<'a>,
-    difference: Difference,
+    difference: PlanDifference,
     images: Vec<(usize, Image)>,
-    late: Difference,
+    late: PlanDifference,
 }
 
 /// A start that only lacks its clients.
@@ -276,13 +276,13 @@ impl<'a> StartWithImages<'a> {
         plan: &'a Rc<DesiredState>,
         registry: &'a Rc<Registry>,
         (tls, budgets): (Option<nbd::NbdServerTls>, RateBudgets),
-        source: &dyn Source,
+        source: &dyn StartSource,
     ) -> anyhow::Result<Self> {
         assemble::prepare(plan, registry).await?;
-        assemble::warn_of_remarks(plan);
-        let (difference, late) = Difference::from_empty(registry, plan, assemble::is_late).await?;
-        let work = Reconciliation::new(Occasion::Start, registry, plan, tls, budgets);
-        let mut work = work.with_files_of(source);
+        assemble::log_remarks(plan);
+        let (difference, late) = PlanDifference::from_empty(registry, plan, assemble::opens_in_sandbox).await?;
+        let work = Reconciliation::new(ReconcileReason::Start, registry, plan, tls, budgets);
+        let mut work = work.with_source_files(source);
         let images = work.open(&difference, source).await;
         let images = images.map_err(|error| may_have_moved(error, registry))?;
         memory::warn_of_disks(&plan.disks);
@@ -293,7 +293,7 @@ impl<'a> StartWithImages<'a> {
     /// command line, and enters its sandbox. `None` if a signal ended it before.
     async fn complete(
         self,
-        (steps, source): (QemuSteps, &mut dyn Source),
+        (steps, source): (QemuSteps, &mut dyn StartSource),
         workers: &Rc<Vec<ReactorWorker>>,
         (is_alone, is_upgrade): (bool, bool),
         (_, events): &DaemonEvents,
@@ -310,7 +310,7 @@ impl<'a> StartWithImages<'a> {
             return Ok(None);
         };
         done?;
-        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
+        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::opens_in_sandbox(disk));
         source.check_config(registry, &is_late)?;
         // The old process records until it ends.
         let own = plan.process.record.as_ref().filter(|_| is_upgrade);
@@ -330,8 +330,8 @@ impl<'a> StartWithImages<'a> {
 
 /// Gives up a start. An orphaned device that was taken over waits for the next process.
 async fn abandon(registry: &Registry) -> anyhow::Result<()> {
-    for entrance in registry.exports.entrances() {
-        entrance.leave();
+    for entrance in registry.exports.own_endpoints() {
+        entrance.close_or_hand_over();
         entrance.stop().await;
     }
     flush_and_close(&registry.disks.all()).await
@@ -361,9 +361,9 @@ async fn enter_sandbox(
     (is_alone, own): (bool, Option<&RecordingConfig>),
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.process.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
-    let awaited = registry.exports.awaited.borrow().values().cloned().collect::<Vec<_>>();
+    let awaited = registry.exports.awaited_endpoints.borrow().values().cloned().collect::<Vec<_>>();
     let comes_later =
-        |disk: &settings::PlacedDisk| assemble::is_late(disk) || registry.disks.is_unavailable(&disk.name);
+        |disk: &settings::PlacedDisk| assemble::opens_in_sandbox(disk) || registry.disks.is_unavailable(&disk.name);
     let is_of_later = |export: &&ExportSpec| comes_later(&plan.disks[export.disk]);
     let doors_of_later = plan.exports.iter().filter(is_of_later).map(|export| export.door.clone());
     let running = registry.disks.all();
@@ -382,11 +382,11 @@ async fn enter_sandbox(
             .exports
             .all()
             .iter()
-            .filter_map(|export| export.said.clone())
+            .filter_map(|export| export.endpoint_config.clone())
             .chain(doors_of_later)
             .chain(awaited)
             .collect(),
-        cluster: plan.disks.iter().any(assemble::is_late)
+        cluster: plan.disks.iter().any(assemble::opens_in_sandbox)
             || registry.disks.all().iter().any(|disk| disk.config.image.is_rbd()),
         etcd_ports: plan.process.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
         own: (plan.process.cluster.as_ref())
@@ -395,12 +395,12 @@ async fn enter_sandbox(
             .collect(),
     };
     if let Some(entered) = sandbox::enter(plan, registry.config.as_deref(), &served, workers).await? {
-        registry.enter(entered);
+        registry.set_sandbox(entered);
     }
     // Checked by the final user with the remaining rights.
     if let Some(record) = &plan.process.record {
-        recording::check(record, own)?;
-        registry.recordings.keep(record)?;
+        recording::check_directory(record, own)?;
+        registry.recordings.record_permanently(record)?;
     }
     Ok(pid_file)
 }
@@ -410,23 +410,23 @@ async fn enter_sandbox(
 /// # Errors
 /// The old process has something that cannot be recreated here.
 async fn add_runtime_objects(
-    old: &mut Newcomer,
+    old: &mut NewProcess,
     mut complete: CompletedStart,
     (plan, registry): (&DesiredState, &Rc<Registry>),
     bound: &BoundAddresses,
 ) -> anyhow::Result<Option<CompletedStart>> {
     let before = export_ids(registry);
     let perform = async |command: &str, arguments: Map<String, Value>| {
-        qmp::perform_sent(registry, command, arguments).await
+        qmp::execute_json(registry, command, arguments).await
     };
     let add_disk =
-        async |nodes: &[Map<String, Value>], files: PassedFiles| qmp::add_again(registry, nodes, files).await;
-    let added = old.have_added(registry, &bound.workers, perform, add_disk).await?;
+        async |nodes: &[Map<String, Value>], files: PassedFiles| qmp::add_transferred_disk(registry, nodes, files).await;
+    let added = old.add_transferred(registry, &bound.workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");
         tracing::info!(%added, "taken over although no config has it (`--save` adds it)");
     }
-    old.check(registry)?;
+    old.check_complete(registry)?;
     complete.uris.extend(uris_beyond(&before, registry, &plan.process.tls));
     Ok(Some(complete))
 }
@@ -436,13 +436,13 @@ async fn add_runtime_objects(
 /// # Errors
 /// The old process continues unchanged.
 async fn take_over(
-    old: Option<Newcomer>,
+    old: Option<NewProcess>,
     registry: &Rc<Registry>,
     workers: &[ReactorWorker],
-) -> anyhow::Result<Option<(String, Before)>> {
+) -> anyhow::Result<Option<(String, OldProcess)>> {
     let Some(old) = old else { return Ok(None) };
     let version = old.version().to_owned();
-    match old.finish(registry, workers).await {
+    match old.take_over(registry, workers).await {
         Ok(before) => Ok(Some((version, before))),
         Err(error) => {
             flush_and_close(&registry.disks.all()).await?;
@@ -475,17 +475,17 @@ fn start_http(
 /// Waits for the end of the old process. Returns the exports with transferred clients, and an event
 /// about the upgrade.
 async fn end_old(
-    taken: Option<(String, Before)>,
+    taken: Option<(String, OldProcess)>,
     registry: &Rc<Registry>,
-) -> (BTreeSet<String>, Option<News>) {
+) -> (BTreeSet<String>, Option<NewEvent>) {
     let Some((version, before)) = taken else { return Default::default() };
     let clients = before.clients();
-    let in_use = before.end(registry).await;
+    let in_use = before.until_ended(registry).await;
     let message = format!(
         "this daemon has taken over from one of version {version}, with {}",
         figures::counted(clients as u64, "client")
     );
-    let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
+    let news = NewEvent::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
     (in_use, Some(news))
 }
 

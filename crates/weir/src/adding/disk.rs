@@ -11,10 +11,10 @@ use settings::{
     ListenAddress, DiskConfig, ListenEndpoint, ExportConfig, ImageLocation, KeyTable as _, NbdServerConfig, NbdExportConfig, arguments::ConfigKeyArgs,
 };
 
-use super::{Asked, doors::DoorArgs, finish, finish_with};
+use super::{ControlArgs, doors::ExportArgs, finish, finish_with_response};
 use crate::{
-    added::{self, AddedDisk},
-    client::Client,
+    added::{self, DiskAddOptions},
+    client::ControlClient,
     saving::{self, SaveArgs},
 };
 
@@ -38,18 +38,18 @@ A disk is added completely or not at all. `weir attach` makes devices and mounts
 pub(crate) enum DiskCommand {
     /// Add a disk to the running daemon
     #[command(after_help = ADD_EXAMPLES)]
-    Add(Box<AddArgs>),
+    Add(Box<DiskAddArgs>),
     /// Remove a disk that is not in use from the daemon
     #[command(after_help = ADD_EXAMPLES)]
-    Remove(RemoveArgs),
+    Remove(DiskRemoveArgs),
     /// Move a disk to another host of the cluster, with its limits and the levels of its buckets
     #[command(after_help = ADD_EXAMPLES)]
-    Move(MoveArgs),
+    Move(DiskMoveArgs),
 }
 
 /// Arguments of `weir disk add`.
 #[derive(Debug, Args)]
-pub(crate) struct AddArgs {
+pub(crate) struct DiskAddArgs {
     /// Name of the disk, and of its export: at most 31 letters, digits, `.`, `_` and `-`
     #[arg(value_name = "NAME")]
     name: String,
@@ -59,33 +59,33 @@ pub(crate) struct AddArgs {
     /// Export it over NBD at this address, at which the daemon already listens; repeatable.
     /// ,read-only after the address rejects writes [default: [daemon] nbd or --nbd of
     /// `weir serve`, unless another export is given]
-    #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = nbd)]
+    #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = parse_nbd_endpoint)]
     nbd: Vec<NbdServerConfig>,
     #[command(flatten)]
-    doors: DoorArgs,
+    doors: ExportArgs,
     #[command(flatten)]
-    asked: Asked,
+    asked: ControlArgs,
     #[command(flatten)]
-    disk: ConfigKeyArgs<AddedDisk>,
+    disk: ConfigKeyArgs<DiskAddOptions>,
     #[command(flatten)]
     save: SaveArgs,
 }
 
 /// Arguments of `weir disk remove`.
 #[derive(Debug, Args)]
-pub(crate) struct RemoveArgs {
+pub(crate) struct DiskRemoveArgs {
     /// Name of the disk
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
-    asked: Asked,
+    asked: ControlArgs,
     #[command(flatten)]
     save: SaveArgs,
 }
 
 /// Arguments of `weir disk move`.
 #[derive(Debug, Args)]
-pub(crate) struct MoveArgs {
+pub(crate) struct DiskMoveArgs {
     /// Name of the disk
     #[arg(value_name = "NAME")]
     name: String,
@@ -99,13 +99,13 @@ pub(crate) struct MoveArgs {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    asked: Asked,
+    asked: ControlArgs,
     #[command(flatten)]
     save: SaveArgs,
 }
 
 /// Parses an NBD address at which a running daemon can listen.
-fn nbd(text: &str) -> Result<NbdServerConfig, String> {
+fn parse_nbd_endpoint(text: &str) -> Result<NbdServerConfig, String> {
     let nbd: NbdServerConfig = settings::parse(text)?;
     if let ListenEndpoint::Passed(_) = nbd.endpoint { Err(PASSED.to_owned()) } else { Ok(nbd) }
 }
@@ -122,11 +122,11 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), CommandFailure> {
     }
 }
 
-fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
-    let AddArgs { name, image, nbd, doors, asked: Asked { json, qmp }, disk, save } = arguments;
+fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
+    let DiskAddArgs { name, image, nbd, doors, asked: ControlArgs { json, qmp }, disk, save } = arguments;
     let here = absolute(".")?;
     let doors: Vec<_> =
-        doors.all().into_iter().map(|door| ExportConfig::Target(door).relative_to(&here)).collect();
+        doors.into_exports().into_iter().map(|door| ExportConfig::Target(door).relative_to(&here)).collect();
     let is_over_nbd = !nbd.is_empty() || doors.is_empty();
     // Access rules, TLS names and the like are checked by the NBD server alone; without an NBD
     // export they would be silently ineffective.
@@ -137,20 +137,20 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
         )));
     }
     let mut config = added::disk(&name, &image, &disk).map_err(CommandFailure::Usage)?;
-    let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+    let mut client = ControlClient::reach(qmp)?.with_timeout(ControlClient::LONG)?;
     // Only an image in Ceph needs the addresses of the daemon's other images, so only then the full
     // status.
     let report = if image.is_rbd() { client.status()? } else { client.summary()? };
-    added::reach_alike(&mut config, &report.disks).map_err(anyhow::Error::from)?;
+    added::adopt_ceph_access(&mut config, &report.disks).map_err(anyhow::Error::from)?;
     let nbd = match is_over_nbd {
         true => nbd_exports(&name, &nbd, &here, &report.servers, save.save)?,
         false => Vec::new(),
     };
-    nbd.into_iter().chain(doors).for_each(|export| added::export(&mut config, export));
+    nbd.into_iter().chain(doors).for_each(|export| added::add_export(&mut config, export));
     // The config file is parsed and edited first: its mistakes surface before the daemon changes.
-    let saving = saving::prepare(&report, &save, |text| saving::added(text, "disk", &name, &config))?;
-    let answer = added::send(&mut client, &config)?;
-    finish_with(("disk", &name, "added"), saving, json, &answer)
+    let saving = saving::prepare(&report, &save, |text| saving::with_table(text, "disk", &name, &config))?;
+    let answer = added::add_to_daemon(&mut client, &config)?;
+    finish_with_response(("disk", &name, "added"), saving, json, &answer)
 }
 
 /// Exports at the named servers. Empty if they are the default ones: the daemon then exports the
@@ -162,11 +162,11 @@ fn nbd_exports(
     servers: &[ServerStatus],
     is_saved: bool,
 ) -> anyhow::Result<Vec<ExportConfig>> {
-    let places = places(name, said, here, servers)?;
+    let places = nbd_placements(name, said, here, servers)?;
     if places.iter().all(|place| place.is_implied) {
         return Ok(Vec::new());
     }
-    let export = |Place { server, read_only, .. }: Place<'_>| {
+    let export = |NbdExportPlacement { server, read_only, .. }: NbdExportPlacement<'_>| {
         let listen = match &server.listen {
             None if is_saved => bail!(
                 "--save: {}: a config file cannot name a socket that was passed without a name (leave --save out)",
@@ -181,7 +181,7 @@ fn nbd_exports(
 }
 
 /// An NBD server that exports the disk.
-struct Place<'a> {
+struct NbdExportPlacement<'a> {
     server: &'a ServerStatus,
     read_only: bool,
     /// True if a config file without `export` for this disk results in this export.
@@ -190,19 +190,19 @@ struct Place<'a> {
 
 /// NBD servers for the disk: the named ones, or else the daemon's default endpoints. Endpoints that
 /// serve only the exports of other disks are excluded, as their clients expect these disks alone.
-fn places<'a>(
+fn nbd_placements<'a>(
     name: &str,
     said: &[NbdServerConfig],
     here: &Path,
     servers: &'a [ServerStatus],
-) -> anyhow::Result<Vec<Place<'a>>> {
+) -> anyhow::Result<Vec<NbdExportPlacement<'a>>> {
     let addresses: Vec<_> = servers.iter().map(|server| server.address.as_str()).collect();
     if said.is_empty() {
         // A disk of a config file is exported at the config's listeners anyway; a listener that a
         // command has added needs an explicit export.
         let standard = servers.iter().filter_map(|server| Some((server, server.default_export?.read_only)));
         let places: Vec<_> = standard
-            .map(|(server, read_only)| Place { server, read_only, is_implied: !server.added })
+            .map(|(server, read_only)| NbdExportPlacement { server, read_only, is_implied: !server.added })
             .collect();
         if places.is_empty() {
             let named = addresses.iter().map(|address| format!("--nbd {address}, or "));
@@ -213,7 +213,7 @@ fn places<'a>(
         }
         return Ok(places);
     }
-    let mut places: Vec<Place<'_>> = Vec::new();
+    let mut places: Vec<NbdExportPlacement<'_>> = Vec::new();
     for NbdServerConfig { endpoint: at, read_only } in said {
         let at = match at {
             ListenEndpoint::Address(ListenAddress::Unix(path)) => format!("unix:{}", here.join(path).display()),
@@ -222,7 +222,7 @@ fn places<'a>(
         let is_there = |server: &&ServerStatus| {
             let mut known = [Some(server.address.as_str()), server.listen.as_deref()].into_iter().flatten();
             // Users may give the address as configured or as clients connect to it.
-            known.any(|known| control::listen::is_same_place(known, &at))
+            known.any(|known| control::listen::is_same_address(known, &at))
         };
         let Some(server) = servers.iter().find(is_there) else {
             let known = match &*addresses {
@@ -236,22 +236,22 @@ fn places<'a>(
         if places.iter().any(|place| std::ptr::eq(place.server, server)) {
             bail!("--nbd {at}: is given twice (remove one)");
         }
-        places.push(Place { server, read_only: *read_only, is_implied: false });
+        places.push(NbdExportPlacement { server, read_only: *read_only, is_implied: false });
     }
     Ok(places)
 }
 
-fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
-    let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
-    let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
+    let DiskRemoveArgs { name, asked: ControlArgs { json, qmp }, save } = arguments;
+    let mut client = ControlClient::reach(qmp)?.with_timeout(ControlClient::LONG)?;
     // A disk that is not open yet (its storage does not answer) can be removed too.
     let report = client.status()?;
     let served = report.disks.iter().map(|disk| (&disk.name, &disk.image));
     let unopened = report.unopened.iter().map(|disk| (&disk.name, &disk.image));
     let Some((_, image)) = served.chain(unopened).find(|(known, _)| **known == name) else {
-        return Err(anyhow!(report.no_such_disk(&name)).into());
+        return Err(anyhow!(report.unknown_disk_error(&name)).into());
     };
-    let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
+    let saving = saving::prepare(&report, &save, |text| saving::without_table(text, "disk", &name))?;
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
     // Closing an image may wait for its storage: the message explains a delay, and that Ctrl-C does
     // not undo the removal.
@@ -264,14 +264,14 @@ fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     finish(("disk", &name, "removed"), saving, json)
 }
 
-fn move_away(arguments: MoveArgs) -> Result<(), CommandFailure> {
-    let MoveArgs { name, to, nbd, force, asked: Asked { json, qmp }, save } = arguments;
-    let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
+    let DiskMoveArgs { name, to, nbd, force, asked: ControlArgs { json, qmp }, save } = arguments;
+    let mut client = ControlClient::reach(qmp)?.with_timeout(ControlClient::LONG)?;
     let report = client.status()?;
     if !report.disks.iter().any(|disk| disk.name == name) {
-        return Err(anyhow!(report.no_such_disk(&name)).into());
+        return Err(anyhow!(report.unknown_disk_error(&name)).into());
     }
-    let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
+    let saving = saving::prepare(&report, &save, |text| saving::without_table(text, "disk", &name))?;
     let is_saved = saving.is_some();
     let mut wish = json!({ "name": name, "to": to, "force": force });
     if let Some(address) = &nbd {
@@ -282,15 +282,15 @@ fn move_away(arguments: MoveArgs) -> Result<(), CommandFailure> {
         // The daemon checked its file before this command edits it.
         done["listed-here"] = json!(false);
     }
-    finish_with(("disk", &name, "moved"), saving, json, &done)?;
+    finish_with_response(("disk", &name, "moved"), saving, json, &done)?;
     if json {
         return Ok(());
     }
-    Ok(print(&moved(&name, &to, &done))?)
+    Ok(print(&move_summary(&name, &to, &done))?)
 }
 
 /// The disk's new host, and the edits that the config files of both hosts still need.
-fn moved(name: &str, to: &str, done: &Value) -> String {
+fn move_summary(name: &str, to: &str, done: &Value) -> String {
     let is_there = done["listed-there"] == true;
     let mut left = Vec::new();
     if !is_there {
@@ -309,9 +309,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_config_files_lack_after_a_move_is_said_and_nothing_else() {
+    fn move_summary_names_missing_config_edits_only() {
         let told = |here: bool, there: bool| {
-            moved("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
+            move_summary("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
         };
         assert_eq!(told(false, true), "vm: b serves it\n");
         assert_eq!(

@@ -4,7 +4,7 @@ use clap::Args;
 use settings::{ExportTarget, FuseConfig, NbdDeviceConfig, UblkConfig, VhostUserBlkConfig};
 
 #[derive(Debug, Args)]
-pub(super) struct DoorArgs {
+pub(super) struct ExportArgs {
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk; repeatable. Options after commas:
     /// queues=N, queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
     /// write-cache=off, read-only, client (the virtual machine listens at PATH).
@@ -23,9 +23,9 @@ pub(super) struct DoorArgs {
     nbd_device: Vec<NbdDeviceConfig>,
 }
 
-impl DoorArgs {
+impl ExportArgs {
     /// All exports that were given.
-    pub(super) fn all(self) -> Vec<ExportTarget> {
+    pub(super) fn into_exports(self) -> Vec<ExportTarget> {
         let Self { vhost_user_blk, ublk, fuse, nbd_device } = self;
         let machines = vhost_user_blk.into_iter().map(ExportTarget::VhostUserBlk);
         let devices = nbd_device.into_iter().map(ExportTarget::NbdDevice);

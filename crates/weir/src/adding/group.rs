@@ -10,10 +10,10 @@ use settings::{
     arguments::{ConfigKeyArgs, OptionSelection},
 };
 
-use super::{Asked, finish};
+use super::{ControlArgs, finish};
 use crate::{
     added,
-    client::Client,
+    client::ControlClient,
     saving::{self, SaveArgs},
 };
 
@@ -38,17 +38,17 @@ Examples:
 pub(crate) enum GroupCommand {
     /// Add a group, whose disks share its limits
     #[command(after_help = EXAMPLES)]
-    Add(Box<AddArgs>),
+    Add(Box<GroupAddArgs>),
     /// Remove an empty group
     #[command(after_help = EXAMPLES)]
-    Remove(RemoveArgs),
+    Remove(GroupRemoveArgs),
 }
 
 /// Options of `weir group add`.
 #[derive(Clone, Debug)]
-struct AddedGroup;
+struct GroupAddOptions;
 
-impl OptionSelection for AddedGroup {
+impl OptionSelection for GroupAddOptions {
     type Config = GroupConfig;
 
     fn is_option(_: &ConfigKey<GroupConfig>) -> bool {
@@ -63,21 +63,21 @@ impl OptionSelection for AddedGroup {
 
 /// Arguments of `weir group add`.
 #[derive(Debug, Args)]
-pub(crate) struct AddArgs {
+pub(crate) struct GroupAddArgs {
     /// Name of the group, as in the config file
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
-    asked: Asked,
+    asked: ControlArgs,
     #[command(flatten)]
-    keys: ConfigKeyArgs<AddedGroup>,
+    keys: ConfigKeyArgs<GroupAddOptions>,
     #[command(flatten)]
     save: SaveArgs,
 }
 
 /// Arguments of `weir group remove`.
 #[derive(Debug, Args)]
-pub(crate) struct RemoveArgs {
+pub(crate) struct GroupRemoveArgs {
     /// Name of the group
     #[arg(value_name = "NAME")]
     name: String,
@@ -85,7 +85,7 @@ pub(crate) struct RemoveArgs {
     #[arg(long, conflicts_with_all = ["save", "config"])]
     cluster: bool,
     #[command(flatten)]
-    asked: Asked,
+    asked: ControlArgs,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -97,8 +97,8 @@ pub(crate) fn run(command: GroupCommand) -> Result<(), CommandFailure> {
     }
 }
 
-fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
-    let AddArgs { name, asked: Asked { json, qmp }, keys, save } = arguments;
+fn add(arguments: GroupAddArgs) -> Result<(), CommandFailure> {
+    let GroupAddArgs { name, asked: ControlArgs { json, qmp }, keys, save } = arguments;
     if keys.value("cluster").is_some() {
         return Err(CommandFailure::Usage(anyhow::anyhow!(
             "--cluster: a group joins a cluster by the config file of each host (add [group.{name}] with cluster = true and run `weir reload`; `weir throttle {name} --cluster --iops-total N` sets the limits of all hosts)"
@@ -108,16 +108,16 @@ fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
     let mut group = ConfigWithOrigins::new(config, Origin::new(&*name));
     let read = keys.read_into(&mut group, Path::new(""), |_| true);
     let group = read.and_then(|()| group.into_checked()).map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
-    let mut client = Client::reach(qmp)?;
+    let mut client = ControlClient::reach(qmp)?;
     let report = client.status()?;
-    let saving = saving::prepare(&report, &save, |text| saving::added(text, "group", &name, &group))?;
+    let saving = saving::prepare(&report, &save, |text| saving::with_table(text, "group", &name, &group))?;
     client.execute("x-weir-add-group", json!({ "name": name, "keys": added::keys(&group) }))?;
     finish(("group", &name, "added"), saving, json)
 }
 
-fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
-    let RemoveArgs { name, cluster, asked: Asked { json, qmp }, save } = arguments;
-    let mut client = Client::reach(qmp)?;
+fn remove(arguments: GroupRemoveArgs) -> Result<(), CommandFailure> {
+    let GroupRemoveArgs { name, cluster, asked: ControlArgs { json, qmp }, save } = arguments;
+    let mut client = ControlClient::reach(qmp)?;
     // The limits of the cluster are in etcd, not in this host's config file: nothing to save here.
     if cluster {
         client.execute("x-weir-cluster-remove", json!({ "group": name }))?;
@@ -130,7 +130,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
         )
         .into());
     }
-    let saving = saving::prepare(&report, &save, |text| saving::removed(text, "group", &name))?;
+    let saving = saving::prepare(&report, &save, |text| saving::without_table(text, "group", &name))?;
     client.execute("object-del", json!({ "id": name }))?;
     finish(("group", &name, "removed"), saving, json)
 }

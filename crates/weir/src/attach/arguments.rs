@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use settings::{ImageLocation, UblkConfig, arguments::ConfigKeyArgs};
 
-use super::way::Way;
-use crate::{added::AttachedDisk, client::Target};
+use super::way::AttachKind;
+use crate::{added::DiskAttachOptions, client::ControlAddress};
 
 pub(crate) const ATTACH_EXAMPLES: &str = "\
 Examples:
@@ -87,9 +87,9 @@ pub(crate) struct AttachArgs {
     /// The daemon's control socket [default: the one that `weir serve` opens; a private process
     /// if no daemon there makes devices]
     #[arg(long, value_name = "unix:PATH")]
-    pub(super) qmp: Option<Target>,
+    pub(super) qmp: Option<ControlAddress>,
     #[command(flatten)]
-    pub(super) disk: ConfigKeyArgs<AttachedDisk>,
+    pub(super) disk: ConfigKeyArgs<DiskAttachOptions>,
 }
 
 impl AttachArgs {
@@ -97,7 +97,7 @@ impl AttachArgs {
     ///
     /// # Errors
     /// If an option about a disk was given.
-    pub(super) fn check_without_image(&self) -> Result<(), String> {
+    pub(super) fn reject_disk_options(&self) -> Result<(), String> {
         let what = if self.list { "--list" } else { "--recover" };
         let named = [
             (self.name.is_some(), "--name"),
@@ -118,8 +118,8 @@ impl AttachArgs {
     }
 
     /// The kind of device that was requested.
-    pub(super) fn way(&self) -> Option<Way> {
-        let asked = [(self.ublk.is_some(), Way::Ublk), (self.nbd_device, Way::Nbd), (self.fuse, Way::Fuse)];
+    pub(super) fn requested_kind(&self) -> Option<AttachKind> {
+        let asked = [(self.ublk.is_some(), AttachKind::Ublk), (self.nbd_device, AttachKind::Nbd), (self.fuse, AttachKind::Fuse)];
         asked.into_iter().find_map(|(asked, way)| asked.then_some(way))
     }
 }
@@ -142,5 +142,5 @@ pub(crate) struct DetachArgs {
     /// The daemon's control socket, for devices exported by `weir serve` [default: the one that
     /// it opens]
     #[arg(long, value_name = "unix:PATH")]
-    pub(super) qmp: Option<Target>,
+    pub(super) qmp: Option<ControlAddress>,
 }

@@ -9,26 +9,26 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use api::{DetachedDevice, ExportStatus};
 use console::{CommandFailure, print_json, print_notice};
-use control::users::Users;
+use control::users::DeviceOpeners;
 use serde_json::json;
 
-use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};
-use crate::client::{Client, Target};
+use super::{Attachment, DetachArgs, find_attachment, host, keeper, lasting, lost, place::AttachmentRecord, server};
+use crate::client::{ControlClient, ControlAddress};
 
 /// What to do about users.
 const IN_USE: &str = "end these, or detach it with --force: data that is not written yet is lost";
 
 /// Of an attachment that a keeper is at work on.
-const IN_BETWEEN: &str =
+const BUSY: &str =
     "is being attached or detached (try again when that is done: see `weir attach --list`)";
 
 /// The attachment recorded at a place; `None` while its keeper starts or ends. Includes the remains
 /// of an attachment whose keeper was killed early, which may be empty.
-pub(super) fn known(place: &Place) -> anyhow::Result<Option<Attached>> {
+pub(super) fn attachment_at(place: &AttachmentRecord) -> anyhow::Result<Option<Attachment>> {
     if let Some(attached) = place.attached() {
         return Ok(Some(attached));
     }
-    Ok(place.is_deserted()?.then(|| keeper::remains(place)))
+    Ok(place.is_abandoned()?.then(|| keeper::partial_record(place)))
 }
 
 pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
@@ -42,8 +42,8 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
         outcomes.push(DetachedDevice { name, detached: error.is_none(), error });
     };
     if all {
-        for place in Place::all()? {
-            let known = place.ensure_goes_on(force).and_then(|()| known(&place));
+        for place in AttachmentRecord::all()? {
+            let known = place.ensure_not_stopped(force).and_then(|()| attachment_at(&place));
             let detached =
                 known.and_then(|known| known.map_or(Ok(()), |known| detach(&place, &known, force)));
             done(Path::new(&place.name()), detached);
@@ -52,9 +52,9 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
     for what in &what {
         done(
             what,
-            match find(what)? {
+            match find_attachment(what)? {
                 Some((place, attached)) => detach(&place, &attached, force),
-                None => remove(what, force, qmp.clone()),
+                None => remove_without_keeper(what, force, qmp.clone()),
             },
         );
     }
@@ -65,23 +65,23 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
 }
 
 /// Detaches, and returns once the keeper has ended.
-pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
-    place.ensure_goes_on(force)?;
+pub(crate) fn detach(place: &AttachmentRecord, attached: &Attachment, force: bool) -> anyhow::Result<()> {
+    place.ensure_not_stopped(force)?;
     // An incomplete attachment has no keeper. Its lock is taken so that no new keeper starts
     // meanwhile.
     let (held, attached) = match place.attached() {
         Some(_) => (None, attached),
         None => {
-            let held = place.take_deserted()?.context(IN_BETWEEN)?;
+            let held = place.lock_abandoned()?.context(BUSY)?;
             place.await_server()?;
-            (Some(held), &keeper::remains(place))
+            (Some(held), &keeper::partial_record(place))
         }
     };
-    let Attached { device, mount, .. } = attached;
+    let Attachment { device, mount, .. } = attached;
     // Read now: the keeper deletes the record of the loop device together with the device.
     let made = place.made_loop();
     let made = made.as_ref();
-    let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
+    let mount = mount.as_ref().filter(|directory| DeviceOpeners::of_device(device).mounts.contains(directory));
     ensure_unused(device, made, mount, force)?;
     // Before unmounting: a server that does not respond could not finish the writeback.
     server::check_answers(attached, force)?;
@@ -99,11 +99,11 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     }
     // Loop devices before the server: they hold its file open.
     keeper::remove_loops(place);
-    server::let_go(attached, place)?;
+    server::remove_export(attached, place)?;
     // A living keeper clears the record itself; this removes the record of a dead one.
-    let held = held.map_or_else(|| place.take_deserted(), |held| Ok(Some(held)))?;
+    let held = held.map_or_else(|| place.lock_abandoned(), |held| Ok(Some(held)))?;
     if let Some(held) = held {
-        keeper::clear(place);
+        keeper::remove_remains(place);
         place.remove();
         drop(held);
     }
@@ -112,23 +112,23 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
 
 fn ensure_unused(
     device: &Path,
-    made: Option<&host::Loop>,
+    made: Option<&host::AttachedLoop>,
     except: Option<&PathBuf>,
     force: bool,
 ) -> anyhow::Result<()> {
-    match users(device, made, except) {
+    match lasting_users_of(device, made, except) {
         users if users.is_empty() || force => Ok(()),
         users => Err(anyhow!("in use: {users} ({IN_USE})")),
     }
 }
 
 /// Lasting users of a device. Prints a message if the kernel still writes it back.
-pub(super) fn users(device: &Path, made: Option<&host::Loop>, except: Option<&PathBuf>) -> Users {
+pub(super) fn lasting_users_of(device: &Path, made: Option<&host::AttachedLoop>, except: Option<&PathBuf>) -> DeviceOpeners {
     let tell = || {
         print_notice(&format!(
             "{}: the kernel still uses it, for example to write back an unmounted file system: waiting up to {} s",
             device.display(),
-            lasting::WRITING_BACK.as_secs()
+            lasting::WRITEBACK_TIMEOUT.as_secs()
         ));
     };
     lasting::users_after_writing_back(device, made, except, tell)
@@ -136,22 +136,22 @@ pub(super) fn users(device: &Path, made: Option<&host::Loop>, except: Option<&Pa
 
 fn unmount(directory: &Path) -> anyhow::Result<()> {
     let Err(error) = host::unmount(directory) else { return Ok(()) };
-    match Users::inside(directory) {
+    match DeviceOpeners::of_directory(directory) {
         users if users.is_empty() => Err(error),
         users => Err(anyhow!("in use: {users} ({IN_USE})")),
     }
 }
 
 /// Removes a device without a keeper: an export, an incomplete attachment or an orphaned device.
-fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
+fn remove_without_keeper(what: &Path, force: bool, qmp: Option<ControlAddress>) -> anyhow::Result<()> {
     if remove_export(what, force, qmp)? {
         return Ok(());
     }
-    if let Some(place) = what.to_str().and_then(Place::named) {
-        place.ensure_goes_on(force)?;
-        return match known(&place)? {
+    if let Some(place) = what.to_str().and_then(AttachmentRecord::find) {
+        place.ensure_not_stopped(force)?;
+        return match attachment_at(&place)? {
             Some(attached) => detach(&place, &attached, force),
-            None => Err(anyhow!(IN_BETWEEN)),
+            None => Err(anyhow!(BUSY)),
         };
     }
     // Last: a device with a keeper or an export must be removed by those.
@@ -167,9 +167,9 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
 }
 
 /// Removes a device that `weir serve` exports itself. Returns true if it was one.
-fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<bool> {
-    let target = Target::choose(qmp).map_err(anyhow::Error::msg)?;
-    let Ok(mut client) = Client::connect(&target) else { return Ok(false) };
+fn remove_export(what: &Path, force: bool, qmp: Option<ControlAddress>) -> anyhow::Result<bool> {
+    let target = ControlAddress::choose(qmp).map_err(anyhow::Error::msg)?;
+    let Ok(mut client) = ControlClient::connect(&target) else { return Ok(false) };
     let report = client.status()?;
     let (whole, real) = (absolute(what)?, what.canonicalize());
     let is_meant = |device: &str| Path::new(device) == whole;
@@ -186,7 +186,7 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
         _ => {}
     }
     // Connected before the removal, so that its event cannot be missed.
-    let watch = Client::connect(&target)?;
+    let watch = ControlClient::connect(&target)?;
     let mode = if force { "hard" } else { "safe" };
     let removed = client.execute("block-export-del", json!({ "id": export.id, "mode": mode }));
     // Replaces the daemon's hint about QMP's mode by the option of this command.
@@ -194,32 +194,32 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
         Some((users, _)) => anyhow!("{users} ({IN_USE})"),
         None => error.into(),
     })?;
-    await_end(watch, &export, force)?;
+    await_removal(watch, &export, force)?;
     Ok(true)
 }
 
 /// Waits until a device is removed. The kernel keeps a forcibly removed device until its last user
 /// closes it.
-fn await_end(watch: Client, export: &ExportStatus, force: bool) -> anyhow::Result<()> {
+fn await_removal(watch: ControlClient, export: &ExportStatus, force: bool) -> anyhow::Result<()> {
     let users = export
         .device
         .as_deref()
         .filter(|_| force)
-        .map(|device| Users::of(Path::new(device)).with_processes());
+        .map(|device| DeviceOpeners::of_device(Path::new(device)).with_processes());
     let Some(users) = users.filter(|users| !users.is_empty()) else {
         return Ok(watch.await_export_end(&export.id)?);
     };
     print_notice(&format!(
         "{}: fails all requests now, and is removed with its last user: waiting up to {1} s for {users}",
         export.id,
-        lasting::WRITING_BACK.as_secs()
+        lasting::WRITEBACK_TIMEOUT.as_secs()
     ));
     let (done, ended) = mpsc::channel();
     let id = export.id.clone();
     // The client's wait has no deadline, so it runs in a thread that is abandoned.
     thread::spawn(move || done.send(watch.await_export_end(&id)));
-    match ended.recv_timeout(lasting::WRITING_BACK) {
+    match ended.recv_timeout(lasting::WRITEBACK_TIMEOUT) {
         Ok(result) => Ok(result?),
-        Err(_) => Err(lost::goes_later(&users)),
+        Err(_) => Err(lost::removal_pending(&users)),
     }
 }

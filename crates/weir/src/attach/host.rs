@@ -12,19 +12,19 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use control::users::Users;
+use control::users::DeviceOpeners;
 use nix::unistd::Uid;
 use serde::{Deserialize, Serialize};
 
-use super::Mount;
+use super::AttachMount;
 
 /// Standard input of the programs that are run; empty for /dev/null.
-static HANDED: OnceLock<fs::File> = OnceLock::new();
+static INHERITED: OnceLock<fs::File> = OnceLock::new();
 
 /// Makes all further programs inherit this file as standard input. Its lock stays held until they
 /// end, even if this process is killed before.
-pub(super) fn hand_to_programs(file: fs::File) {
-    let _ = HANDED.set(file);
+pub(super) fn inherit_to_programs(file: fs::File) {
+    let _ = INHERITED.set(file);
 }
 
 /// Runs a program to its end and returns its output.
@@ -35,7 +35,7 @@ fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<Strin
     // A user's PATH often lacks the sbin directories, which mount(8)'s helpers need as well.
     let inherited = std::env::var("PATH").unwrap_or_else(|_| "/usr/bin:/bin".to_owned());
     let path = format!("{inherited}:/usr/local/sbin:/usr/sbin:/sbin");
-    let shared = HANDED.get().and_then(|file| file.try_clone().ok());
+    let shared = INHERITED.get().and_then(|file| file.try_clone().ok());
     let output = Command::new(program)
         .args(arguments)
         .env("PATH", path)
@@ -66,12 +66,12 @@ pub(super) fn may_make_loops() -> bool {
 /// A loop device: its name, which the kernel reuses, and its sequence number (`diskseq`, Linux
 /// 5.15), which is unique until the next boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Loop {
+pub(super) struct AttachedLoop {
     name: String,
     sequence: String,
 }
 
-impl Loop {
+impl AttachedLoop {
     /// The loop device that has this name now.
     pub(super) fn of(device: &Path) -> Option<Self> {
         let name = device.file_name()?.to_str()?.to_owned();
@@ -110,13 +110,13 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
 /// device is gone accepts writes and loses them.
 pub(super) fn unmount_everywhere(device: &Path) {
     // In reverse: a later mount may lie inside an earlier one.
-    for directory in Users::of(device).mounts.iter().rev() {
-        unmount_at_last(directory);
+    for directory in DeviceOpeners::of_device(device).mounts.iter().rev() {
+        unmount_lazily(directory);
     }
 }
 
 /// Unmounts one directory, lazily if it is in use.
-pub(super) fn unmount_at_last(directory: &Path) {
+pub(super) fn unmount_lazily(directory: &Path) {
     // A regular unmount first: it is complete when it returns.
     if unmount(directory).is_err() {
         let _ = run("umount", "mount", &["-l", "--", &directory.to_string_lossy()]);
@@ -128,8 +128,8 @@ pub(super) fn unmount_at_last(directory: &Path) {
 /// already belong to another process, so removals are serialized: see [`Place::changing_loops`].
 ///
 /// [`Place::changing_loops`]: super::place::Place::changing_loops
-pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
-    let mut names = Users::loops(file);
+pub(super) fn remove_loops(file: &Path, made: Option<&AttachedLoop>) {
+    let mut names = DeviceOpeners::loops(file);
     names.extend(
         made.filter(|made| made.is_there() && !names.contains(&made.name)).map(|made| made.name.clone()),
     );
@@ -153,14 +153,14 @@ fn fstype(device: &Path) -> anyhow::Result<String> {
     let mut head = Vec::new();
     let read = fs::File::open(device).and_then(|file| file.take(128 << 10).read_to_end(&mut head));
     read.with_context(|| format!("{}", device.display()))?;
-    magic(&head).map(str::to_owned).ok_or_else(|| {
+    detect_fstype(&head).map(str::to_owned).ok_or_else(|| {
         let text = "no known file system found on the disk (make one, or give its type with --fstype; for a partition, attach without --mount)";
         anyhow!("{}: {text}", device.display())
     })
 }
 
 /// Detects the file systems that virtual disks usually have, by their magic numbers.
-fn magic(head: &[u8]) -> Option<&'static str> {
+fn detect_fstype(head: &[u8]) -> Option<&'static str> {
     let at = |offset: usize, magic: &[u8]| head.get(offset..offset + magic.len()) == Some(magic);
     if at(0x438, &[0x53, 0xef]) {
         // ext2, ext3 and ext4 differ in feature flags only; the ext4 driver mounts all of them.
@@ -186,7 +186,7 @@ fn magic(head: &[u8]) -> Option<&'static str> {
     }
 }
 
-pub(super) fn mount(device: &Path, mount: &Mount, read_only: bool) -> anyhow::Result<()> {
+pub(super) fn mount(device: &Path, mount: &AttachMount, read_only: bool) -> anyhow::Result<()> {
     ensure!(
         Uid::effective().is_root(),
         "only root may mount a device (run it as root, or attach without --mount)"
@@ -227,7 +227,7 @@ pub(super) fn unmount_fuse(file: &Path) {
 }
 
 /// Waits until udev has processed a device.
-pub(super) fn settle(device: &Path) -> anyhow::Result<()> {
+pub(super) fn settle_udev(device: &Path) -> anyhow::Result<()> {
     run("udevadm", "udev", &["settle", "--timeout=30"])?;
     ensure!(device.exists(), "{}: udev made no device node (is udev running?)", device.display());
     Ok(())
@@ -238,17 +238,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_systems_are_known_by_how_they_begin() {
+    fn file_systems_are_detected_by_magic() {
         let check = |offset: usize, bytes: &[u8], expect| {
             let mut head = vec![0; 128 << 10];
-            assert_eq!(magic(&head), None);
+            assert_eq!(detect_fstype(&head), None);
             head[offset..offset + bytes.len()].copy_from_slice(bytes);
-            assert_eq!(magic(&head), Some(expect));
+            assert_eq!(detect_fstype(&head), Some(expect));
         };
         check(0x438, &[0x53, 0xef], "ext4");
         check(0, b"XFSB", "xfs");
         check(0x10040, b"_BHRfS_M", "btrfs");
         check(82, b"FAT32   ", "vfat");
-        assert_eq!(magic(b"XFS"), None);
+        assert_eq!(detect_fstype(b"XFS"), None);
     }
 }

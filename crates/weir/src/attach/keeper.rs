@@ -21,18 +21,18 @@ use std::{
 
 use anyhow::Context as _;
 use console::CommandFailure;
-use control::users::Users;
+use control::users::DeviceOpeners;
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     unistd::close,
 };
 
 use super::{
-    Attached, Outcome, Wanted, host,
-    lasting::{SELDOM, WRITING_BACK, is_claimed, lasting_users},
-    place::{Kept, Place},
-    server::{self, Event},
-    way::Way,
+    Attachment, KeeperResponse, AttachRequest, host,
+    lasting::{LAST_POLL, WRITEBACK_TIMEOUT, is_claimed, lasting_users},
+    place::{RecordLock, AttachmentRecord},
+    server::{self, AttachmentEvent},
+    way::AttachKind,
 };
 
 /// Hidden command that starts a keeper.
@@ -42,22 +42,22 @@ pub(super) const COMMAND: &str = "attach-keeper";
 pub(crate) fn run() -> Result<(), CommandFailure> {
     // A session without a terminal: Ctrl-C of the caller must not end the keeper.
     let _ = nix::unistd::setsid();
-    let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
+    let wanted: AttachRequest = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
     close_inherited(&wanted);
-    let mut made = Made::default();
+    let mut made = AttachmentKeeper::default();
     let outcome = made.attach(&wanted);
     // Before the response, so that a caller that reads the error finds nothing left.
-    if outcome.is_err() && !made.is_known {
+    if outcome.is_err() && !made.is_recorded {
         made.undo();
     }
     let answer = match &outcome {
-        Ok(attached) => Outcome::Attached(Box::new(attached.clone())),
-        Err(error) => Outcome::Failed(format!("{error:#}")),
+        Ok(attached) => KeeperResponse::Attached(Box::new(attached.clone())),
+        Err(error) => KeeperResponse::Failed(format!("{error:#}")),
     };
     let told = serde_json::to_string(&answer).map_err(io::Error::from);
     let told = told.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
-        Ok(attached) if told.is_ok() || made.is_known => made.keep(&wanted, &attached),
+        Ok(attached) if told.is_ok() || made.is_recorded => made.run_until_end(&wanted, &attached),
         // The caller is gone and no one knows of the attachment.
         Ok(_) => made.undo(),
         Err(_) => {}
@@ -67,7 +67,7 @@ pub(crate) fn run() -> Result<(), CommandFailure> {
 
 /// Closes descriptors inherited from the caller: they would hold its locks, or files in a mount,
 /// for the attachment's lifetime. Descriptors named by the image or by an option stay open.
-fn close_inherited(wanted: &Wanted) {
+fn close_inherited(wanted: &AttachRequest) {
     let words = wanted.options.iter().filter_map(|(_, value)| value.as_ref()).chain([&wanted.image]);
     let named: Vec<RawFd> = words.flat_map(|word| descriptors_in(word)).collect();
     let open = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
@@ -87,46 +87,46 @@ fn descriptors_in(word: &str) -> impl Iterator<Item = RawFd> {
 }
 
 /// Steps that are done, for undoing them.
-struct Made {
+struct AttachmentKeeper {
     /// True if the attachment was recorded by an earlier keeper.
-    is_known: bool,
-    kept: Option<(Place, Kept)>,
-    server: Option<Attached>,
+    is_recorded: bool,
+    record: Option<(AttachmentRecord, RecordLock)>,
+    server: Option<Attachment>,
     /// Thread that waits for the private server.
     process: Option<JoinHandle<()>>,
     fuse: Option<PathBuf>,
     mounted: Option<PathBuf>,
     /// Time of the unmount, until the kernel has finished with the device.
     unmounted: Option<Instant>,
-    events: (Sender<Event>, Receiver<Event>),
+    events: (Sender<AttachmentEvent>, Receiver<AttachmentEvent>),
 }
 
-impl Default for Made {
+impl Default for AttachmentKeeper {
     fn default() -> Self {
         let (kept, server, process, fuse, mounted, unmounted) = Default::default();
-        Self { is_known: false, kept, server, process, fuse, mounted, unmounted, events: channel() }
+        Self { is_recorded: false, record: kept, server, process, fuse, mounted, unmounted, events: channel() }
     }
 }
 
-impl Made {
-    fn attach(&mut self, wanted: &Wanted) -> anyhow::Result<Attached> {
-        let kept = Place::take(wanted, clear)?;
+impl AttachmentKeeper {
+    fn attach(&mut self, wanted: &AttachRequest) -> anyhow::Result<Attachment> {
+        let kept = AttachmentRecord::lock_for(wanted, remove_remains)?;
         let place = kept.0.clone();
         // If the keeper is killed during mount(8), the program keeps the lock until it ends, so
         // that no cleanup runs beside it.
-        host::hand_to_programs(kept.1.share()?);
-        self.kept = Some(kept);
+        host::inherit_to_programs(kept.1.share()?);
+        self.record = Some(kept);
         if wanted.daemon.is_none() {
             // Before the server starts, or its READY=1 could be lost.
             server::listen(&place, self.events.0.clone())?;
         }
         let before = place.attached();
-        let mut attached = at_first(wanted, &place);
+        let mut attached = initial_record(wanted, &place);
         self.server = Some(attached.clone());
-        if wanted.way == Way::Fuse {
+        if wanted.way == AttachKind::Fuse {
             self.fuse = Some(server::fuse_file(&place));
         }
-        self.is_known = before.is_some();
+        self.is_recorded = before.is_some();
         // A recorded attachment may still have its server: only its keeper was killed.
         let is_served = before.as_ref().is_some_and(|before| server::adopt(before, &self.events.0));
         if !is_served {
@@ -134,33 +134,33 @@ impl Made {
                 // A mount waits for a stopped server, so a second server must not be started.
                 server::check_answers(before, false)?;
             }
-            if before.is_some() && wanted.way == Way::Fuse {
+            if before.is_some() && wanted.way == AttachKind::Fuse {
                 // A FUSE mount does not survive its server: remove its remains.
-                clear(&place);
+                remove_remains(&place);
             }
             // The new server must keep the device's number: mounts and openers refer to it.
-            let number = before.as_ref().and_then(|before| number_of(&before.device));
-            self.serve(&Wanted { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
+            let number = before.as_ref().and_then(|before| device_number(&before.device));
+            self.serve(&AttachRequest { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
         }
         // The number of a ublk or NBD device may be the server's choice.
         attached.device = server::device(&attached.qmp, &attached.export)?;
-        if wanted.way == Way::Fuse && host::may_make_loops() {
+        if wanted.way == AttachKind::Fuse && host::may_make_loops() {
             let device = match before.filter(|_| is_served) {
                 Some(before) => before.device,
                 None => Self::make_loop(&place, &attached.device, wanted.is_read_only())?,
             };
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }
-        if wanted.way == Way::Nbd {
+        if wanted.way == AttachKind::Nbd {
             // The kernel's NBD client reads the partition table when the device is opened.
             let _ = File::open(&attached.device);
         }
         if wanted.udev && attached.device.starts_with("/dev") {
-            host::settle(&attached.device)?;
+            host::settle_udev(&attached.device)?;
         }
         if let Some(mount) = &wanted.mount {
             // After a keeper's death the mount still exists.
-            let is_there = Users::of(&attached.device).mounts.contains(&mount.directory);
+            let is_there = DeviceOpeners::of_device(&attached.device).mounts.contains(&mount.directory);
             if !is_there {
                 host::mount(&attached.device, mount, wanted.is_read_only())
                     .with_context(|| format!("{}", mount.directory.display()))?;
@@ -175,15 +175,15 @@ impl Made {
     }
 
     /// Makes a loop device and records its sequence number.
-    fn make_loop(place: &Place, file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
+    fn make_loop(place: &AttachmentRecord, file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
         let device = host::make_loop(file, read_only)?;
-        if let Some(made) = host::Loop::of(&device) {
+        if let Some(made) = host::AttachedLoop::of(&device) {
             place.set_made_loop(&made)?;
         }
         Ok(device)
     }
 
-    fn serve(&mut self, wanted: &Wanted, place: &Place) -> anyhow::Result<()> {
+    fn serve(&mut self, wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<()> {
         let (events, heard) = &self.events;
         match &wanted.daemon {
             Some(qmp) => server::add(wanted, place, qmp, events)?,
@@ -193,23 +193,23 @@ impl Made {
     }
 
     /// Serves until the device is gone or is to be removed.
-    fn keep(mut self, wanted: &Wanted, attached: &Attached) {
+    fn run_until_end(mut self, wanted: &AttachRequest, attached: &Attachment) {
         if let Some(directory) = &self.mounted {
             watch_mount(&attached.device, directory, self.events.0.clone());
         }
-        while let Some(event) = self.next(attached) {
+        while let Some(event) = self.next_event(attached) {
             match event {
-                Event::Ready => {}
-                Event::Unmounted => (self.mounted, self.unmounted) = (None, Some(Instant::now())),
+                AttachmentEvent::Ready => {}
+                AttachmentEvent::Unmounted => (self.mounted, self.unmounted) = (None, Some(Instant::now())),
                 // The device is gone. A device that survives its server is left for the next
                 // server.
-                Event::Ended { orderly: true } if !self.is_left(attached) => break,
+                AttachmentEvent::Ended { orderly: true } if !self.is_orphaned(attached) => break,
                 // The kernel aborts a FUSE mount with its server: there is nothing to continue.
-                Event::Ended { .. } if attached.way == Way::Fuse => break,
-                Event::Ended { orderly } => {
-                    let Some((place, _)) = &self.kept else { break };
+                AttachmentEvent::Ended { .. } if attached.way == AttachKind::Fuse => break,
+                AttachmentEvent::Ended { orderly } => {
+                    let Some((place, _)) = &self.record else { break };
                     let place = place.clone();
-                    let again = Wanted { number: number_of(&attached.device), ..wanted.clone() };
+                    let again = AttachRequest { number: device_number(&attached.device), ..wanted.clone() };
                     // A shared daemon is restarted by its service manager, not by a keeper.
                     let may = !orderly && wanted.daemon.is_none();
                     if !may || self.serve(&again, &place).is_err() {
@@ -223,9 +223,9 @@ impl Made {
     }
 
     /// The next event; `None` once an unmounted device has no users left.
-    fn next(&mut self, attached: &Attached) -> Option<Event> {
+    fn next_event(&mut self, attached: &Attachment) -> Option<AttachmentEvent> {
         while let Some(since) = self.unmounted {
-            let made = self.kept.as_ref().and_then(|(place, _)| place.made_loop());
+            let made = self.record.as_ref().and_then(|(place, _)| place.made_loop());
             let users = lasting_users(&attached.device, made.as_ref(), None);
             if users.is_empty() {
                 return None;
@@ -236,16 +236,16 @@ impl Made {
                 // Another process uses the device: keep it until it is detached explicitly.
                 self.unmounted = None;
             }
-            if !users.is_only_claimed() || since.elapsed() >= WRITING_BACK {
+            if !users.is_only_claimed() || since.elapsed() >= WRITEBACK_TIMEOUT {
                 // Clears the mount in the record, so that callers do not wait for the end of this
                 // keeper.
-                if let Some((place, _)) = &self.kept {
-                    let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
+                if let Some((place, _)) = &self.record {
+                    let _ = place.set_attached(&Attachment { mount: None, ..attached.clone() });
                 }
             }
             while self.unmounted.is_some() && is_claimed(&attached.device, made.as_ref()) {
                 // The kernel reports the unmount, but not the end of its writeback: poll.
-                match self.events.1.recv_timeout(SELDOM) {
+                match self.events.1.recv_timeout(LAST_POLL) {
                     Err(RecvTimeoutError::Timeout) if !users.is_only_claimed() => {}
                     Err(RecvTimeoutError::Timeout) => break,
                     Err(RecvTimeoutError::Disconnected) => return None,
@@ -257,21 +257,21 @@ impl Made {
     }
 
     /// True if the server ended and its device still exists and is in use.
-    fn is_left(&self, attached: &Attached) -> bool {
-        attached.way != Way::Fuse
+    fn is_orphaned(&self, attached: &Attachment) -> bool {
+        attached.way != AttachKind::Fuse
             && server::device(&attached.qmp, &attached.export).is_err()
-            && !Users::of(&attached.device).is_empty()
+            && !DeviceOpeners::of_device(&attached.device).is_empty()
     }
 
     fn undo(&mut self) {
         if let Some(directory) = self.mounted.take() {
-            host::unmount_at_last(&directory);
+            host::unmount_lazily(&directory);
         }
-        let Some((place, kept)) = self.kept.take() else { return };
+        let Some((place, kept)) = self.record.take() else { return };
         // In reverse order of attaching: each layer keeps the one below in use.
         remove_loops(&place);
         if let Some(server) = self.server.take() {
-            let _ = server::check_answers(&server, true).and_then(|()| server::let_go(&server, &place));
+            let _ = server::check_answers(&server, true).and_then(|()| server::remove_export(&server, &place));
         }
         if let Some(process) = self.process.take() {
             // The server has closed its image by then.
@@ -287,15 +287,15 @@ impl Made {
 
 /// Removes the loop device over the FUSE file, if any, and its mounts. Serialized between
 /// processes.
-pub(super) fn remove_loops(place: &Place) {
-    let changing = place.changing_loops();
+pub(super) fn remove_loops(place: &AttachmentRecord) {
+    let changing = place.lock_loops();
     host::remove_loops(&server::fuse_file(place), place.made_loop().as_ref());
     drop(changing);
 }
 
 /// Record of an attachment before its first step.
-fn at_first(wanted: &Wanted, place: &Place) -> Attached {
-    Attached {
+fn initial_record(wanted: &AttachRequest, place: &AttachmentRecord) -> Attachment {
+    Attachment {
         name: wanted.name.clone(),
         image: wanted.image.clone(),
         way: wanted.way,
@@ -311,53 +311,53 @@ fn at_first(wanted: &Wanted, place: &Place) -> Attached {
 
 /// Remains of an attachment whose keeper was killed before it was complete. Without a device,
 /// `device` is a path that does not exist.
-pub(super) fn remains(place: &Place) -> Attached {
-    let wanted = place.wanted().unwrap_or_else(|| Wanted {
+pub(super) fn partial_record(place: &AttachmentRecord) -> Attachment {
+    let wanted = place.wanted().unwrap_or_else(|| AttachRequest {
         name: place.name(),
         image: "-".to_owned(),
         options: Vec::new(),
-        way: Way::Fuse,
+        way: AttachKind::Fuse,
         ublk: String::new(),
         number: None,
         daemon: None,
         mount: None,
         udev: false,
     });
-    let mut attached = at_first(&wanted, place);
+    let mut attached = initial_record(&wanted, place);
     let file = server::fuse_file(place);
     // A disk of this name in a daemon that was never asked for it belongs to another user.
     let is_ours = !attached.daemon || place.has_asked();
     let served = is_ours.then(|| server::device(&attached.qmp, &attached.export).ok()).flatten();
     attached.device = served.unwrap_or_else(|| file.clone());
-    if attached.way == Way::Fuse
+    if attached.way == AttachKind::Fuse
         && let Some(device) = place
             .made_loop()
             .and_then(|made| made.device())
-            .or_else(|| Some(Path::new("/dev").join(Users::loops(&file).first()?)))
+            .or_else(|| Some(Path::new("/dev").join(DeviceOpeners::loops(&file).first()?)))
     {
         attached.device = device;
         attached.file = Some(file);
     }
     let mount = wanted.mount.map(|mount| mount.directory);
-    attached.mount = mount.filter(|directory| Users::of(&attached.device).mounts.contains(directory));
+    attached.mount = mount.filter(|directory| DeviceOpeners::of_device(&attached.device).mounts.contains(directory));
     attached
 }
 
 /// Removes the remains of an attachment whose keeper was killed early. The caller holds the lock.
-pub(super) fn clear(place: &Place) {
+pub(super) fn remove_remains(place: &AttachmentRecord) {
     let Some(wanted) = place.wanted() else { return };
     // A server that is starting must listen first; otherwise its export would be missed.
     let _ = place.await_server();
     remove_loops(place);
-    let _ = server::let_go(&at_first(&wanted, place), place);
-    if wanted.way == Way::Fuse {
+    let _ = server::remove_export(&initial_record(&wanted, place), place);
+    if wanted.way == AttachKind::Fuse {
         host::unmount_fuse(&server::fuse_file(place));
     }
     place.await_server_end();
 }
 
 /// The number `N` of a device, which a restarted server must keep.
-fn number_of(device: &Path) -> Option<u32> {
+fn device_number(device: &Path) -> Option<u32> {
     // Loop devices are not included: their numbers are not kept.
     let name = device.file_name()?.to_str()?;
     let digits = name.strip_prefix("ublkb").or_else(|| name.strip_prefix("nbd"))?;
@@ -365,17 +365,17 @@ fn number_of(device: &Path) -> Option<u32> {
 }
 
 /// Sends [`Event::Unmounted`] when a device is no longer mounted at a directory.
-fn watch_mount(device: &Path, directory: &Path, events: Sender<Event>) {
+fn watch_mount(device: &Path, directory: &Path, events: Sender<AttachmentEvent>) {
     let (device, directory) = (device.to_owned(), directory.to_owned());
     thread::spawn(move || {
         // mountinfo polls as POLLPRI each time mounts change (proc_pid_mountinfo(5)).
         let Ok(mounts) = File::open("/proc/self/mountinfo") else { return };
-        while Users::of(&device).mounts.contains(&directory) {
+        while DeviceOpeners::of_device(&device).mounts.contains(&directory) {
             let mut polled = [PollFd::new(mounts.as_fd(), PollFlags::POLLPRI | PollFlags::POLLERR)];
             if poll(&mut polled, PollTimeout::NONE).is_err_and(|errno| errno != nix::errno::Errno::EINTR) {
                 return;
             }
         }
-        let _ = events.send(Event::Unmounted);
+        let _ = events.send(AttachmentEvent::Unmounted);
     });
 }

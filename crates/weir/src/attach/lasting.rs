@@ -7,25 +7,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-use control::users::Users;
+use control::users::DeviceOpeners;
 
-use super::host::Loop;
+use super::host::AttachedLoop;
 
 /// Initial polling interval of a device that is about to become free.
-const LOOK: Duration = Duration::from_millis(20);
+const FIRST_POLL: Duration = Duration::from_millis(20);
 /// Longest polling interval.
-pub(super) const SELDOM: Duration = Duration::from_millis(500);
+pub(super) const LAST_POLL: Duration = Duration::from_millis(500);
 /// Longest time for which udev and losetup(8) keep a device open.
-const GLANCE: Duration = Duration::from_secs(2);
+const BRIEF_OPEN: Duration = Duration::from_secs(2);
 /// Time for the writeback of an unmounted file system before its waiter reports it.
-pub(super) const WRITING_BACK: Duration = Duration::from_secs(60);
+pub(super) const WRITEBACK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lasting users of a device, excluding the mount at `except`. Empty if the device was the loop
 /// device `made` and that is gone: its name may belong to another device.
-pub(super) fn lasting_users(device: &Path, made: Option<&Loop>, except: Option<&PathBuf>) -> Users {
+pub(super) fn lasting_users(device: &Path, made: Option<&AttachedLoop>, except: Option<&PathBuf>) -> DeviceOpeners {
     let began = Instant::now();
     loop {
-        let mut users = Users::of(device);
+        let mut users = DeviceOpeners::of_device(device);
         users.mounts.retain(|point| Some(point) != except);
         let stays = !users.mounts.is_empty() || !users.holders.is_empty();
         // Slow, as it reads /proc of all processes. Adds mounts of other namespaces, so `except` is
@@ -37,40 +37,40 @@ pub(super) fn lasting_users(device: &Path, made: Option<&Loop>, except: Option<&
         if except.is_none() {
             users = users.with_claims();
             if users.claimed && users.mounts.is_empty() && users.holders.is_empty() {
-                users = users.with_inmates();
+                users = users.with_file_system_users();
             }
         }
         if made.is_some_and(|made| made.device().is_none()) {
-            return Users::default();
+            return DeviceOpeners::default();
         }
-        let is_over = users.is_empty() || stays || began.elapsed() >= GLANCE;
+        let is_over = users.is_empty() || stays || began.elapsed() >= BRIEF_OPEN;
         // The name may have changed its meaning during the scan: then the result is discarded.
-        if is_over && users.are_of(device) {
+        if is_over && users.are_unchanged(device) {
             return users;
         }
         // The kernel reports neither event: poll, less often the longer it takes.
-        thread::sleep((began.elapsed() / 4).clamp(LOOK, SELDOM));
+        thread::sleep((began.elapsed() / 4).clamp(FIRST_POLL, LAST_POLL));
     }
 }
 
 /// True if the kernel has claimed a device exclusively. False if it was the loop device `made` and
 /// that is gone.
-pub(super) fn is_claimed(device: &Path, made: Option<&Loop>) -> bool {
-    Users::of(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
+pub(super) fn is_claimed(device: &Path, made: Option<&AttachedLoop>) -> bool {
+    DeviceOpeners::of_device(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
 }
 
 /// As [`lasting_users`], after the writeback of an unmounted file system. Calls `tell` once if it
 /// has to wait for it.
 pub(super) fn users_after_writing_back(
     device: &Path,
-    made: Option<&Loop>,
+    made: Option<&AttachedLoop>,
     except: Option<&PathBuf>,
     tell: impl FnOnce(),
-) -> Users {
+) -> DeviceOpeners {
     let (began, mut tell) = (Instant::now(), Some(tell));
     loop {
         let users = lasting_users(device, made, except);
-        if users.is_empty() || !users.is_only_claimed() || began.elapsed() >= WRITING_BACK {
+        if users.is_empty() || !users.is_only_claimed() || began.elapsed() >= WRITEBACK_TIMEOUT {
             return users;
         }
         if let Some(tell) = tell.take() {

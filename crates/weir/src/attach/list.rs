@@ -10,15 +10,15 @@ use console::{
     CommandFailure, figures, print, print_json,
     table::{ColumnAlignment, TextTable},
 };
-use control::users::{Process, Users};
+use control::users::{OpenerProcess, DeviceOpeners};
 use serde::Serialize;
 
-use super::{detach::known, lost, place::Place, way::Way};
-use crate::client::{Client, Target, report::Report};
+use super::{detach::attachment_at, lost, place::AttachmentRecord, way::AttachKind};
+use crate::client::{ControlClient, ControlAddress, report::DaemonReport};
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct Row {
+struct AttachmentRow {
     name: String,
     device: PathBuf,
     /// How it is reached.
@@ -40,7 +40,7 @@ struct Row {
     broken: bool,
 }
 
-pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), CommandFailure> {
+pub(super) fn run(json: bool, qmp: Option<ControlAddress>) -> Result<(), CommandFailure> {
     let rows = rows(qmp)?;
     if json {
         return Ok(print_json(&rows)?);
@@ -55,7 +55,7 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), CommandFailure>
         ("IMAGE", ColumnAlignment::Left),
     ]);
     let nothing = || "-".to_owned();
-    for Row { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in rows {
+    for AttachmentRow { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in rows {
         let mounts = mounts.iter().map(|point| point.display().to_string());
         let users: Vec<_> = mounts.chain(holders).chain(processes).collect();
         table.row(vec![
@@ -75,17 +75,17 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), CommandFailure>
     Ok(print(&table.render(stdout().is_terminal()))?)
 }
 
-fn rows(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
+fn rows(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFailure> {
     let mut rows = served(qmp)?;
     for device in lost::devices() {
         if rows.iter().any(|row| row.device == device) {
             continue;
         }
-        let Users { mounts, holders, .. } = Users::of(&device);
-        rows.push(Row {
+        let DeviceOpeners { mounts, holders, .. } = DeviceOpeners::of_device(&device);
+        rows.push(AttachmentRow {
             name: device.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             device,
-            way: Way::Ublk.name().to_owned(),
+            way: AttachKind::Ublk.name().to_owned(),
             image: "-".to_owned(),
             size: None,
             mounts,
@@ -100,24 +100,24 @@ fn rows(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
 }
 
 /// Attachments, and devices that a daemon exports.
-fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
+fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFailure> {
     let mut rows = Vec::new();
-    for place in Place::all()? {
+    for place in AttachmentRecord::all()? {
         let whole = place.attached();
         let broken = whole.is_none();
-        let Some(attached) = whole.map_or_else(|| known(&place), |whole| Ok(Some(whole)))? else { continue };
+        let Some(attached) = whole.map_or_else(|| attachment_at(&place), |whole| Ok(Some(whole)))? else { continue };
         let report = attached.qmp.parse().ok().and_then(|target| status(&target));
         // A server that responds but does not have the disk counts as dead too.
         let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
-        let users = Users::of(&attached.device);
+        let users = DeviceOpeners::of_device(&attached.device);
         let mount = place.wanted().and_then(|wanted| wanted.mount);
         let users = match mount {
             // Costly, as it reads /proc of all processes; only an unexpected unmount needs it.
-            Some(mount) if !users.mounts.contains(&mount.directory) => users.with_inmates(),
+            Some(mount) if !users.mounts.contains(&mount.directory) => users.with_file_system_users(),
             _ => users,
         };
-        let Users { mounts, holders, processes, .. } = users;
-        rows.push(Row {
+        let DeviceOpeners { mounts, holders, processes, .. } = users;
+        rows.push(AttachmentRow {
             name: attached.name,
             device: attached.device,
             way: attached.way.name().to_owned(),
@@ -125,15 +125,15 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
             size,
             mounts,
             holders,
-            processes: processes.iter().map(Process::to_string).collect(),
-            pid: (!place.is_deserted()?).then_some(attached.keeper),
+            processes: processes.iter().map(OpenerProcess::to_string).collect(),
+            pid: (!place.is_abandoned()?).then_some(attached.keeper),
             alive: size.is_some(),
             broken,
         });
     }
     let is_asked_for = qmp.is_some();
-    let target = Target::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
-    let report = match Client::connect(&target).and_then(|mut client| client.status()) {
+    let target = ControlAddress::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+    let report = match ControlClient::connect(&target).and_then(|mut client| client.status()) {
         Ok(report) => report,
         Err(error) if is_asked_for => return Err(error.into()),
         Err(_) => return Ok(rows),
@@ -145,7 +145,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
             continue;
         }
         let image = report.disks.iter().find(|disk| disk.name == export.disk);
-        rows.push(Row {
+        rows.push(AttachmentRow {
             name: export.id.clone(),
             device,
             way: export.kind.trim_start_matches("x-").to_owned(),
@@ -162,10 +162,10 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
     Ok(rows)
 }
 
-fn status(target: &Target) -> Option<Report> {
-    Some(Client::connect(target).ok()?.status().ok()?)
+fn status(target: &ControlAddress) -> Option<DaemonReport> {
+    Some(ControlClient::connect(target).ok()?.status().ok()?)
 }
 
-fn size_of(report: &Report, disk: &str) -> Option<u64> {
+fn size_of(report: &DaemonReport, disk: &str) -> Option<u64> {
     report.disks.iter().find(|found| found.name == disk).map(|disk| disk.size)
 }

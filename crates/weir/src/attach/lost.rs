@@ -9,14 +9,14 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use console::{CommandFailure, print_notice};
-use control::users::Users;
+use control::users::DeviceOpeners;
 use export::ublk::{guard, node};
 
 use super::{host, lasting};
 
 /// Nodes of orphaned devices; empty for a user without permission to list them.
 pub(super) fn devices() -> Vec<PathBuf> {
-    numbers().map(node::path).collect()
+    orphan_numbers().map(node::path).collect()
 }
 
 /// Removes a device some time after its server has ended. The server passes the device and the
@@ -34,30 +34,30 @@ pub(crate) fn run_guard() -> Result<(), CommandFailure> {
 /// If the kernel refuses, or if the device stays open for too long.
 pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
     let whole = absolute(what)?;
-    let Some(number) = numbers().find(|number| node::path(*number) == whole) else { return Ok(false) };
+    let Some(number) = orphan_numbers().find(|number| node::path(*number) == whole) else { return Ok(false) };
     // Read now: users are found by the device node, which is removed first.
-    let users = Users::of(&whole);
+    let users = DeviceOpeners::of_device(&whole);
     let all = users.clone().with_processes();
     let (done, removed) = mpsc::channel();
     // The removal first fails all queued requests, which lets the unmounts below return; the kernel
     // then waits for the last user.
     thread::spawn(move || done.send(node::remove(number)));
     for directory in users.mounts.iter().rev() {
-        host::unmount_at_last(directory);
+        host::unmount_lazily(directory);
     }
-    match removed.recv_timeout(lasting::WRITING_BACK) {
+    match removed.recv_timeout(lasting::WRITEBACK_TIMEOUT) {
         Ok(result) => Ok(result.map(|()| true)?),
-        Err(_) => Err(goes_later(&all)),
+        Err(_) => Err(removal_pending(&all)),
     }
 }
 
 /// Error for a device whose removal waits for its last user.
-pub(super) fn goes_later(users: &Users) -> anyhow::Error {
+pub(super) fn removal_pending(users: &DeviceOpeners) -> anyhow::Error {
     let whom = if users.is_empty() { String::new() } else { format!(" (in use: {users})") };
     anyhow!("it fails all requests now, and is removed with its last user{whom}")
 }
 
-fn numbers() -> impl Iterator<Item = u32> {
+fn orphan_numbers() -> impl Iterator<Item = u32> {
     // `is_ours` excludes devices of other ublk servers; a server process means that the device is
     // not orphaned.
     let lost =
@@ -67,16 +67,16 @@ fn numbers() -> impl Iterator<Item = u32> {
 
 #[cfg(test)]
 mod tests {
-    use control::users::Process;
+    use control::users::OpenerProcess;
 
     use super::*;
 
     #[test]
-    fn who_keeps_a_device_is_named_where_that_is_known() {
-        let mut users = Users::default();
+    fn known_users_of_a_pending_removal_are_named() {
+        let mut users = DeviceOpeners::default();
         let said = "it fails all requests now, and is removed with its last user";
-        assert_eq!(goes_later(&users).to_string(), said);
-        users.processes.push(Process { pid: 12, name: "dd".to_owned() });
-        assert_eq!(goes_later(&users).to_string(), format!("{said} (in use: open in dd (12))"));
+        assert_eq!(removal_pending(&users).to_string(), said);
+        users.processes.push(OpenerProcess { pid: 12, name: "dd".to_owned() });
+        assert_eq!(removal_pending(&users).to_string(), format!("{said} (in use: open in dd (12))"));
     }
 }

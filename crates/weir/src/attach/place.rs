@@ -33,7 +33,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use control::users::{Process, Users, is_stopped};
+use control::users::{OpenerProcess, DeviceOpeners, is_stopped};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -43,23 +43,23 @@ use nix::{
 use serde::{Serialize, de::DeserializeOwned};
 use settings::ImageLocation;
 
-use super::{Attached, Wanted, host::Loop, lasting::lasting_users};
+use super::{Attachment, AttachRequest, host::AttachedLoop, lasting::lasting_users};
 
 /// Longest name, that of a QMP node name.
 const MAX_NAME: usize = 31;
 /// Interval at which a waiter checks if a keeper will still end.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest wait for a keeper: longer than its own wait for the writeback of an unmount.
-const ENDING: Duration = Duration::from_secs(90);
+const END_TIMEOUT: Duration = Duration::from_secs(90);
 
 #[derive(Clone, Debug)]
-pub(crate) struct Place(PathBuf);
+pub(crate) struct AttachmentRecord(PathBuf);
 
 /// Exclusive lock of a place, released on drop.
 #[derive(Debug)]
-pub(super) struct Kept(Flock<fs::File>);
+pub(super) struct RecordLock(Flock<fs::File>);
 
-impl Kept {
+impl RecordLock {
     /// Duplicate for child programs: the lock stays held until they end as well.
     pub(super) fn share(&self) -> std::io::Result<fs::File> {
         self.0.try_clone()
@@ -89,7 +89,7 @@ pub(super) fn default_name(image: &ImageLocation) -> String {
     name
 }
 
-impl Place {
+impl AttachmentRecord {
     /// Directory of all attachments: root's, or this user's.
     fn base() -> anyhow::Result<PathBuf> {
         let run = match Uid::effective().is_root() {
@@ -113,7 +113,7 @@ impl Place {
 
     /// Locks the place of this name for a new keeper. An incomplete attachment is `cleared`; a
     /// complete one can only be continued with an equal request.
-    pub(super) fn take(wanted: &Wanted, cleared: impl Fn(&Self)) -> anyhow::Result<(Self, Kept)> {
+    pub(super) fn lock_for(wanted: &AttachRequest, cleared: impl Fn(&Self)) -> anyhow::Result<(Self, RecordLock)> {
         let place = Self(Self::base()?.join(&wanted.name));
         loop {
             fs::DirBuilder::new()
@@ -139,8 +139,8 @@ impl Place {
                 if place.await_end() {
                     continue;
                 }
-                place.ensure_goes_on(false).with_context(|| wanted.name.clone())?;
-                if let Some(users) = place.inmates() {
+                place.ensure_not_stopped(false).with_context(|| wanted.name.clone())?;
+                if let Some(users) = place.unmounted_users() {
                     bail!(
                         "{0}: its file system was unmounted and is still in use: {users} (end these, or `weir detach --force {0}`: data that is not written yet is lost)",
                         wanted.name
@@ -174,16 +174,16 @@ impl Place {
     }
 
     /// Locks a file; `None` if it is locked and the call does not wait.
-    fn lock(&self, file: fs::File, how: FlockArg) -> anyhow::Result<Option<Kept>> {
+    fn lock(&self, file: fs::File, how: FlockArg) -> anyhow::Result<Option<RecordLock>> {
         match Flock::lock(file, how) {
-            Ok(lock) => Ok(Some(Kept(lock))),
+            Ok(lock) => Ok(Some(RecordLock(lock))),
             Err((_, Errno::EWOULDBLOCK)) => Ok(None),
             Err((_, errno)) => Err(errno).with_context(|| self.0.display().to_string()),
         }
     }
 
     /// Locks a place without a keeper, for removing it; `None` if a keeper holds it.
-    pub(super) fn take_deserted(&self) -> anyhow::Result<Option<Kept>> {
+    pub(super) fn lock_abandoned(&self) -> anyhow::Result<Option<RecordLock>> {
         let Ok(file) =
             fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("lock"))
         else {
@@ -197,7 +197,7 @@ impl Place {
     }
 
     /// True if no keeper lives.
-    pub(super) fn is_deserted(&self) -> anyhow::Result<bool> {
+    pub(super) fn is_abandoned(&self) -> anyhow::Result<bool> {
         match fs::File::open(self.file("lock")) {
             // A shared lock, so that concurrent readers do not see each other as keepers.
             Ok(file) => Ok(self.lock(file, FlockArg::LockSharedNonblock)?.is_some()),
@@ -213,17 +213,17 @@ impl Place {
         if self.await_free("lock", || self.stopped().is_empty()) {
             return Ok(());
         }
-        self.ensure_goes_on(false)?;
+        self.ensure_not_stopped(false)?;
         bail!(
             "its keeper does not end: {} (end these, then `weir detach --force {}`)",
-            Users::inside(&self.file("lock")),
+            DeviceOpeners::of_directory(&self.file("lock")),
             self.name()
         )
     }
 
     /// Stopped processes that hold the lock: the keeper, or a program that it runs.
-    fn stopped(&self) -> Vec<Process> {
-        let mut processes = Users::inside(&self.file("lock")).processes;
+    fn stopped(&self) -> Vec<OpenerProcess> {
+        let mut processes = DeviceOpeners::of_directory(&self.file("lock")).processes;
         processes.retain(|process| is_stopped(process.pid));
         processes
     }
@@ -233,16 +233,16 @@ impl Place {
     ///
     /// # Errors
     /// The stopped process.
-    pub(super) fn ensure_goes_on(&self, force: bool) -> anyhow::Result<()> {
+    pub(super) fn ensure_not_stopped(&self, force: bool) -> anyhow::Result<()> {
         let stopped = self.stopped();
-        let Some(Process { pid, name }) = stopped.first() else { return Ok(()) };
+        let Some(OpenerProcess { pid, name }) = stopped.first() else { return Ok(()) };
         if !force {
             bail!(
                 "its keeper, process {pid} ({name}), is stopped (continue it with `kill -CONT {pid}`, or end it with `weir detach --force {}`)",
                 self.name()
             );
         }
-        for Process { pid, .. } in stopped {
+        for OpenerProcess { pid, .. } in stopped {
             let pid = Pid::from_raw(pid.try_into().context("invalid process id")?);
             // SIGTERM would stay pending in a stopped process.
             kill(pid, Signal::SIGKILL).with_context(|| format!("process {pid}"))?;
@@ -263,7 +263,7 @@ impl Place {
     }
 
     /// Takes a lock, waiting while `is_expected` holds.
-    fn lock_while(&self, file: fs::File, how: FlockArg, is_expected: impl Fn() -> bool) -> Option<Kept> {
+    fn lock_while(&self, file: fs::File, how: FlockArg, is_expected: impl Fn() -> bool) -> Option<RecordLock> {
         let (place, (taken, taking)) = (self.clone(), channel());
         thread::spawn(move || {
             // flock(2) has no timeout, so a thread waits. Its lock is dropped if the receiver is
@@ -271,8 +271,8 @@ impl Place {
             let _ = taken.send(place.lock(file, how).ok().flatten());
         });
         let began = Instant::now();
-        while is_expected() && began.elapsed() < ENDING {
-            if let Ok(kept) = taking.recv_timeout(LOOK) {
+        while is_expected() && began.elapsed() < END_TIMEOUT {
+            if let Ok(kept) = taking.recv_timeout(POLL_INTERVAL) {
                 return kept;
             }
         }
@@ -280,7 +280,7 @@ impl Place {
     }
 
     /// Lock that a private server holds for its lifetime.
-    pub(super) fn keep_server(&self) -> anyhow::Result<Kept> {
+    pub(super) fn lock_server(&self) -> anyhow::Result<RecordLock> {
         // An earlier server may be about to end.
         self.await_free("server", || true);
         let path = self.file("server");
@@ -314,8 +314,8 @@ impl Place {
     fn is_ending(&self) -> bool {
         match self.attached() {
             // Counts mounts in other mount namespaces too.
-            Some(Attached { device, mount: Some(mount), .. }) => {
-                !Users::of(&device).with_processes().mounts.contains(&mount)
+            Some(Attachment { device, mount: Some(mount), .. }) => {
+                !DeviceOpeners::of_device(&device).with_processes().mounts.contains(&mount)
             }
             Some(_) => false,
             // An attachment that is starting will be decided soon.
@@ -324,14 +324,14 @@ impl Place {
     }
 
     /// Users of a file system that is unmounted.
-    fn inmates(&self) -> Option<Users> {
+    fn unmounted_users(&self) -> Option<DeviceOpeners> {
         let users = lasting_users(&self.attached()?.device, self.made_loop().as_ref(), None);
         (users.claimed && users.mounts.is_empty() && users.holders.is_empty()).then_some(users)
     }
 
     /// Lock for removing loop devices of this place. `None` if the place is gone, and its loop
     /// devices with it, or if the lock's owner is stopped.
-    pub(super) fn changing_loops(&self) -> Option<Kept> {
+    pub(super) fn lock_loops(&self) -> Option<RecordLock> {
         let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("loop"));
         self.lock_while(file.ok()?, FlockArg::LockExclusive, || true)
     }
@@ -342,7 +342,7 @@ impl Place {
     }
 
     /// The place of this name, if it exists.
-    pub(super) fn named(name: &str) -> Option<Self> {
+    pub(super) fn find(name: &str) -> Option<Self> {
         Self::all().ok()?.into_iter().find(|place| place.name() == name)
     }
 
@@ -350,15 +350,15 @@ impl Place {
         self.0.join(name)
     }
 
-    pub(super) fn wanted(&self) -> Option<Wanted> {
+    pub(super) fn wanted(&self) -> Option<AttachRequest> {
         self.read("wanted.json")
     }
 
-    pub(super) fn attached(&self) -> Option<Attached> {
+    pub(super) fn attached(&self) -> Option<Attachment> {
         self.read("attached.json")
     }
 
-    pub(super) fn set_attached(&self, attached: &Attached) -> anyhow::Result<()> {
+    pub(super) fn set_attached(&self, attached: &Attachment) -> anyhow::Result<()> {
         self.write("attached.json", attached)
     }
 
@@ -374,11 +374,11 @@ impl Place {
         self.file("asked").exists() || self.attached().is_some()
     }
 
-    pub(super) fn made_loop(&self) -> Option<Loop> {
+    pub(super) fn made_loop(&self) -> Option<AttachedLoop> {
         self.read("loop.json")
     }
 
-    pub(super) fn set_made_loop(&self, made: &Loop) -> anyhow::Result<()> {
+    pub(super) fn set_made_loop(&self, made: &AttachedLoop) -> anyhow::Result<()> {
         self.write("loop.json", made)
     }
 
@@ -414,7 +414,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_default_name_is_one() {
+    fn default_names_are_valid() {
         for (image, name) in [
             ("/images/vm1.qcow2", "vm1"),
             ("memory:1G", "memory"),
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_no_path() {
+    fn path_like_names_are_rejected() {
         for name in ["", "..", "../x", "a/b", ".hidden", "-x", "a b", &"a".repeat(32)] {
             check_name(name).unwrap_err();
         }

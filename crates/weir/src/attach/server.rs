@@ -28,15 +28,15 @@ use nix::{
 use serde_json::json;
 use settings::{ExportTarget, ExportConfig, FuseConfig, NbdDeviceConfig, UblkConfig};
 
-use super::{Attached, Wanted, place::Place, way::Way};
+use super::{Attachment, AttachRequest, place::AttachmentRecord, way::AttachKind};
 use crate::{
     added,
-    client::{Client, Error, Target},
+    client::{ControlClient, ClientError, ControlAddress},
 };
 
 /// Events for a keeper.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum AttachmentEvent {
     /// The server is ready.
     Ready,
     /// The server or the export has ended; `orderly` if the device is gone.
@@ -46,13 +46,13 @@ pub(super) enum Event {
 }
 
 /// File over which FUSE mounts the disk.
-pub(super) fn fuse_file(place: &Place) -> PathBuf {
+pub(super) fn fuse_file(place: &AttachmentRecord) -> PathBuf {
     place.file("disk")
 }
 
 /// Receives readiness messages of the private servers of a place, like a service manager
 /// (sd_notify(3)).
-pub(super) fn listen(place: &Place, events: Sender<Event>) -> anyhow::Result<()> {
+pub(super) fn listen(place: &AttachmentRecord, events: Sender<AttachmentEvent>) -> anyhow::Result<()> {
     let path = place.file("notify");
     let _ = fs::remove_file(&path);
     let socket = UnixDatagram::bind(&path).with_context(|| path.display().to_string())?;
@@ -60,7 +60,7 @@ pub(super) fn listen(place: &Place, events: Sender<Event>) -> anyhow::Result<()>
         let mut message = [0; 4096];
         while let Ok(length) = socket.recv(&mut message) {
             let mut lines = message[..length].split(|byte| *byte == b'\n');
-            if lines.any(|line| line == b"READY=1") && events.send(Event::Ready).is_err() {
+            if lines.any(|line| line == b"READY=1") && events.send(AttachmentEvent::Ready).is_err() {
                 return;
             }
         }
@@ -70,15 +70,15 @@ pub(super) fn listen(place: &Place, events: Sender<Event>) -> anyhow::Result<()>
 
 /// Starts a private server and waits until it is ready. The thread ends with the server.
 pub(super) fn start(
-    wanted: &Wanted,
-    place: &Place,
-    (events, heard): (&Sender<Event>, &Receiver<Event>),
+    wanted: &AttachRequest,
+    place: &AttachmentRecord,
+    (events, heard): (&Sender<AttachmentEvent>, &Receiver<AttachmentEvent>),
 ) -> anyhow::Result<JoinHandle<()>> {
     let log = fs::File::create(place.file("log")).context("the server's log")?;
-    let lives = place.keep_server()?;
+    let lives = place.lock_server()?;
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let mut command = Command::new(program);
-    command.arg("serve").arg(format!("--name={}", wanted.name)).arg(door(wanted, place)?);
+    command.arg("serve").arg(format!("--name={}", wanted.name)).arg(export_option(wanted, place)?);
     for (name, value) in &wanted.options {
         command.arg(match value {
             Some(value) => format!("--{name}={value}"),
@@ -104,32 +104,32 @@ pub(super) fn start(
     let process = thread::spawn(move || {
         let orderly = child.wait().is_ok_and(|status| status.success());
         drop(lives);
-        let _ = events.send(Event::Ended { orderly });
+        let _ = events.send(AttachmentEvent::Ended { orderly });
     });
     let mut unmounted = false;
     loop {
         match heard.recv()? {
-            Event::Ready => break,
-            Event::Ended { .. } => bail!("{}", last_words(&place.file("log"))),
-            Event::Unmounted => unmounted = true,
+            AttachmentEvent::Ready => break,
+            AttachmentEvent::Ended { .. } => bail!("{}", last_error(&place.file("log"))),
+            AttachmentEvent::Unmounted => unmounted = true,
         }
     }
     if unmounted {
         // Requeued for the keeper's own loop.
-        let _ = again.send(Event::Unmounted);
+        let _ = again.send(AttachmentEvent::Unmounted);
     }
     watch(&own_qmp(place), &wanted.name, &again)?;
     Ok(process)
 }
 
 /// Reports the end of an export. The end of a private server is reported by its process.
-fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> {
-    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
-    let watch = Client::connect(&target)?;
+fn watch(qmp: &str, export: &str, events: &Sender<AttachmentEvent>) -> anyhow::Result<()> {
+    let target: ControlAddress = qmp.parse().map_err(anyhow::Error::msg)?;
+    let watch = ControlClient::connect(&target)?;
     let events = events.clone();
-    tell_end(target, watch, export, move |orderly| {
+    report_end(target, watch, export, move |orderly| {
         if orderly {
-            let _ = events.send(Event::Ended { orderly });
+            let _ = events.send(AttachmentEvent::Ended { orderly });
         }
     });
     Ok(())
@@ -137,12 +137,12 @@ fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> 
 
 /// Calls `tell` once an export has ended: with true if it was removed, false if its server died. An
 /// upgrade disconnects watchers, and the export continues at the new process.
-fn tell_end(target: Target, mut watch: Client, export: &str, tell: impl FnOnce(bool) + Send + 'static) {
+fn report_end(target: ControlAddress, mut watch: ControlClient, export: &str, tell: impl FnOnce(bool) + Send + 'static) {
     let export = export.to_owned();
     thread::spawn(move || {
         // A lost connection does not mean a lost export.
         while watch.await_export_end(&export).is_err() {
-            let Some(again) = watch_again(&target, &export) else { return tell(false) };
+            let Some(again) = reconnect(&target, &export) else { return tell(false) };
             watch = again;
         }
         tell(true);
@@ -150,38 +150,38 @@ fn tell_end(target: Target, mut watch: Client, export: &str, tell: impl FnOnce(b
 }
 
 /// Connection to the process that serves the export now, if any.
-fn watch_again(target: &Target, export: &str) -> Option<Client> {
+fn reconnect(target: &ControlAddress, export: &str) -> Option<ControlClient> {
     loop {
-        match Client::connect(target) {
+        match ControlClient::connect(target) {
             // Connected before the query, or the export could end unnoticed in between.
             Ok(watch) => return device(&target.to_string(), export).is_ok().then_some(watch),
             // During an upgrade no process responds for a moment.
-            Err(Error::Silent(_)) => {}
+            Err(ClientError::Timeout(_)) => {}
             Err(_) => return None,
         }
     }
 }
 
 /// Adopts a server that an earlier keeper started. True if it still serves the export.
-pub(super) fn adopt(attached: &Attached, events: &Sender<Event>) -> bool {
-    let Ok(target) = attached.qmp.parse::<Target>() else { return false };
-    let Ok(watch) = Client::connect(&target) else { return false };
+pub(super) fn adopt(attached: &Attachment, events: &Sender<AttachmentEvent>) -> bool {
+    let Ok(target) = attached.qmp.parse::<ControlAddress>() else { return false };
+    let Ok(watch) = ControlClient::connect(&target) else { return false };
     if device(&attached.qmp, &attached.export).is_err() {
         return false;
     }
     let events = events.clone();
-    tell_end(target, watch, &attached.export, move |orderly| {
-        let _ = events.send(Event::Ended { orderly });
+    report_end(target, watch, &attached.export, move |orderly| {
+        let _ = events.send(AttachmentEvent::Ended { orderly });
     });
     true
 }
 
-pub(super) fn own_qmp(place: &Place) -> String {
+pub(super) fn own_qmp(place: &AttachmentRecord) -> String {
     format!("unix:{}", place.file("qmp").display())
 }
 
 /// The last error that a server logged.
-fn last_words(log: &Path) -> String {
+fn last_error(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     // The log may end with messages of the shutdown after the error.
     let complaint = text.lines().rev().find_map(|line| line.strip_prefix("weir: "));
@@ -197,9 +197,9 @@ fn last_words(log: &Path) -> String {
 }
 
 /// Option of `weir serve` that makes the device.
-fn door(wanted: &Wanted, place: &Place) -> anyhow::Result<String> {
+fn export_option(wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<String> {
     Ok(match wanted.way {
-        Way::Ublk => {
+        AttachKind::Ublk => {
             let ublk = wanted.ublk()?;
             format!(
                 "--ublk={}",
@@ -208,26 +208,26 @@ fn door(wanted: &Wanted, place: &Place) -> anyhow::Result<String> {
                 UblkConfig { unprivileged: ublk.unprivileged || !Uid::effective().is_root(), ..ublk }
             )
         }
-        Way::Nbd => match wanted.number {
+        AttachKind::Nbd => match wanted.number {
             Some(number) => format!("--nbd-device=/dev/nbd{number}"),
             None => "--nbd-device=auto".to_owned(),
         },
-        Way::Fuse => format!("--fuse={}", make_file(place)?),
+        AttachKind::Fuse => format!("--fuse={}", make_file(place)?),
     })
 }
 
-fn make_file(place: &Place) -> anyhow::Result<String> {
+fn make_file(place: &AttachmentRecord) -> anyhow::Result<String> {
     let file = fuse_file(place);
     fs::File::create(&file).with_context(|| file.display().to_string())?;
     file.into_os_string().into_string().map_err(|file| anyhow!("{}: not UTF-8", file.display()))
 }
 
 /// Adds the disk to a running daemon. Reports the end of the export or of the daemon.
-pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Event>) -> anyhow::Result<()> {
-    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
-    let mut client = Client::connect(&target)?;
+pub(super) fn add(wanted: &AttachRequest, place: &AttachmentRecord, qmp: &str, events: &Sender<AttachmentEvent>) -> anyhow::Result<()> {
+    let target: ControlAddress = qmp.parse().map_err(anyhow::Error::msg)?;
+    let mut client = ControlClient::connect(&target)?;
     // Connected before the export exists, so that its end cannot be missed.
-    let watch = Client::connect(&target)?;
+    let watch = ControlClient::connect(&target)?;
     let report = client.status()?;
     let is_taken = report.disks.iter().any(|disk| disk.name == wanted.name)
         || report.exports.iter().any(|export| export.id == wanted.name);
@@ -237,29 +237,29 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
         wanted.name
     );
     place.set_asked()?;
-    let mut disk = added::disk_of_options(&wanted.name, &wanted.image, &wanted.options)?;
-    added::reach_alike(&mut disk, &report.disks)?;
-    added::export(&mut disk, ExportConfig::Target(export(wanted, place)?));
-    added::send(&mut client, &disk)?;
+    let mut disk = added::disk_from_options(&wanted.name, &wanted.image, &wanted.options)?;
+    added::adopt_ceph_access(&mut disk, &report.disks)?;
+    added::add_export(&mut disk, ExportConfig::Target(export_config(wanted, place)?));
+    added::add_to_daemon(&mut client, &disk)?;
     let events = events.clone();
-    tell_end(target, watch, &wanted.name, move |orderly| {
-        let _ = events.send(Event::Ended { orderly });
+    report_end(target, watch, &wanted.name, move |orderly| {
+        let _ = events.send(AttachmentEvent::Ended { orderly });
     });
     Ok(())
 }
 
-fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<ExportTarget> {
+fn export_config(wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<ExportTarget> {
     Ok(match wanted.way {
-        Way::Ublk => ExportTarget::Ublk(wanted.ublk()?),
-        Way::Nbd => ExportTarget::NbdDevice(NbdDeviceConfig { number: wanted.number, ..NbdDeviceConfig::default() }),
-        Way::Fuse => ExportTarget::Fuse(FuseConfig::new(make_file(place)?.into())),
+        AttachKind::Ublk => ExportTarget::Ublk(wanted.ublk()?),
+        AttachKind::Nbd => ExportTarget::NbdDevice(NbdDeviceConfig { number: wanted.number, ..NbdDeviceConfig::default() }),
+        AttachKind::Fuse => ExportTarget::Fuse(FuseConfig::new(make_file(place)?.into())),
     })
 }
 
 /// Node or file of an export.
 pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
-    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
-    let report = Client::connect(&target)?.status()?;
+    let target: ControlAddress = qmp.parse().map_err(anyhow::Error::msg)?;
+    let report = ControlClient::connect(&target)?.status()?;
     let found = report.status.exports.into_iter().find(|found| found.id == export);
     let device = found.and_then(|found| found.device).map(PathBuf::from);
     device.with_context(|| format!("{export}: the server has no device with this name"))
@@ -271,9 +271,9 @@ pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
 /// # Errors
 /// If the server does not respond. Called before any step is undone that only the server can
 /// finish.
-pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<()> {
-    let target: Target = attached.qmp.parse().map_err(anyhow::Error::msg)?;
-    let Err(Error::Silent(_)) = Client::connect(&target) else { return Ok(()) };
+pub(super) fn check_answers(attached: &Attachment, force: bool) -> anyhow::Result<()> {
+    let target: ControlAddress = attached.qmp.parse().map_err(anyhow::Error::msg)?;
+    let Err(ClientError::Timeout(_)) = ControlClient::connect(&target) else { return Ok(()) };
     let peer =
         UnixStream::connect(target.path()).and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
     let process = peer.map_err(anyhow::Error::from)?.pid();
@@ -281,7 +281,7 @@ pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<
         bail!("the daemon that serves it, process {process}, does not respond (continue it, or end it)");
     }
     // Killing it would not remove its device: ublk and NBD devices wait for a new server.
-    if attached.way != Way::Fuse {
+    if attached.way != AttachKind::Fuse {
         bail!(
             "its server, process {process}, does not respond (end it with `kill -9 {process}`: it is restarted, and then releases the device)"
         );
@@ -296,30 +296,30 @@ pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<
 
 /// Removes the device from the server, even if it is in use, and the disk. An export that is
 /// already gone, or that the daemon was never asked for, is not an error.
-pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
+pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> anyhow::Result<()> {
     if attached.daemon && !place.has_asked() {
         return Ok(());
     }
-    let target: Target = attached.qmp.parse().map_err(anyhow::Error::msg)?;
-    let mut client = match Client::connect(&target) {
+    let target: ControlAddress = attached.qmp.parse().map_err(anyhow::Error::msg)?;
+    let mut client = match ControlClient::connect(&target) {
         Ok(client) => client,
-        Err(Error::Unreachable(_)) => return Ok(()),
+        Err(ClientError::Unreachable(_)) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
-    let watch = Client::connect(&target);
+    let watch = ControlClient::connect(&target);
     // "hard": the caller has already checked for users, or was told to ignore them.
     match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
         // The export is already gone.
-        Err(Error::Refused(said)) if !said.ends_with("already shutting down") => {}
+        Err(ClientError::Rejected(said)) if !said.ends_with("already shutting down") => {}
         // The keeper may have requested the removal first, after an unmount.
-        Ok(_) | Err(Error::Refused(_)) => {
+        Ok(_) | Err(ClientError::Rejected(_)) => {
             if let Ok(watch) = watch {
                 let _ = watch.await_export_end(&attached.export);
             }
         }
-        Err(silent @ Error::Silent(_)) => return Err(silent.into()),
+        Err(silent @ ClientError::Timeout(_)) => return Err(silent.into()),
         // A private server ends with its export.
-        Err(Error::Unreachable(_)) => return Ok(()),
+        Err(ClientError::Unreachable(_)) => return Ok(()),
     }
     if !attached.daemon {
         // Fails if the server ended first.
@@ -328,7 +328,7 @@ pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
         // The disk is removed from a shared daemon too; without its export it would only hold the
         // image's lock.
         let gone = client.execute("blockdev-del", json!({ "node-name": attached.name }));
-        if let Err(error @ Error::Refused(_)) = gone
+        if let Err(error @ ClientError::Rejected(_)) = gone
             && client.status().is_ok_and(|report| report.find(&attached.name).is_some())
         {
             return Err(error.into());

@@ -11,17 +11,17 @@ use super::host;
 /// Kind of device, in order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Way {
+pub(crate) enum AttachKind {
     Ublk,
     Nbd,
     Fuse,
 }
 
-impl Way {
+impl AttachKind {
     const ALL: [Self; 3] = [Self::Ublk, Self::Nbd, Self::Fuse];
 
     /// Description for the message while it attaches.
-    pub(super) fn told(self) -> &'static str {
+    pub(super) fn description(self) -> &'static str {
         match self {
             Self::Ublk => "a ublk block device",
             Self::Nbd => "a block device of the kernel's NBD client",
@@ -43,7 +43,7 @@ impl Way {
     }
 
     /// Reason why this host cannot use it, and the remedy. Loads the driver's module if necessary.
-    fn obstacle(self, by_daemon: bool) -> Option<String> {
+    fn missing(self, by_daemon: bool) -> Option<String> {
         let is_root = Uid::effective().is_root();
         match self {
             Self::Ublk => {
@@ -79,16 +79,16 @@ impl Way {
 
 /// The requested kind of device, or the first that works, with the obstacles of all kinds before
 /// it.
-pub(super) fn choose(asked: Option<Way>, by_daemon: bool) -> anyhow::Result<(Way, Vec<String>)> {
+pub(super) fn choose(asked: Option<AttachKind>, by_daemon: bool) -> anyhow::Result<(AttachKind, Vec<String>)> {
     if let Some(way) = asked {
-        return match way.obstacle(by_daemon) {
+        return match way.missing(by_daemon) {
             None => Ok((way, Vec::new())),
             Some(why) => Err(anyhow!(why)),
         };
     }
     let mut passed_over = Vec::new();
-    for way in Way::ALL {
-        match way.obstacle(by_daemon) {
+    for way in AttachKind::ALL {
+        match way.missing(by_daemon) {
             None => return Ok((way, passed_over)),
             Some(why) => passed_over.push(why),
         }

@@ -46,13 +46,13 @@ Examples:
   weir serve --config /etc/weir.toml";
 
 /// True if the words of a command line request `weir serve -h`.
-pub(super) fn is_asked_for(words: &[std::ffi::OsString]) -> bool {
+pub(super) fn is_requested(words: &[std::ffi::OsString]) -> bool {
     let options = words.iter().skip(2).take_while(|word| *word != "--");
     words.get(1).is_some_and(|word| word == "serve") && options.into_iter().any(|word| word == "-h")
 }
 
 /// `command` with the summary in place of the help of `weir serve`.
-pub(super) fn brief(command: Command) -> Command {
+pub(super) fn with_summary(command: Command) -> Command {
     command.mut_subcommand("serve", |serve| {
         let help = Arg::new("help").short('h').long("help").action(clap::ArgAction::Help);
         serve.disable_help_flag(true).arg(help).mut_args(shortened).after_help(BELOW)
@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn the_summary_fits_on_two_screens_and_names_options_that_exist() {
         for columns in [80, 100] {
-            let mut command = brief(Cli::whole()).term_width(columns);
+            let mut command = with_summary(Cli::full_command()).term_width(columns);
             command.build();
             let serve = command.find_subcommand("serve").expect("it is there").clone();
             let help = serve.clone().render_help().to_string();
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn the_short_flag_of_serve_alone_asks_for_the_summary() {
-        let asks = |line: &str| is_asked_for(&line.split(' ').map(Into::into).collect::<Vec<_>>());
+        let asks = |line: &str| is_requested(&line.split(' ').map(Into::into).collect::<Vec<_>>());
         assert!(asks("weir serve -h") && asks("weir serve vm1.raw -h"));
         for line in ["weir serve --help", "weir status -h", "weir serve -- -h", "weir -h", "weir"] {
             assert!(!asks(line), "{line}");

@@ -103,7 +103,7 @@ const BESIDE_CONFIG: &[(&str, &[&str])] = &[
 
 /// The complete command tree, after clap has resolved it as for parsing.
 fn built() -> Command {
-    let mut command = Cli::whole();
+    let mut command = Cli::full_command();
     command.build();
     command
 }
@@ -179,7 +179,7 @@ fn written(arg: &Arg) -> String {
 /// command.
 #[test]
 fn every_option_of_every_command_stands_anywhere() {
-    let plain = without_parsers(Cli::whole());
+    let plain = without_parsers(Cli::full_command());
     let parses = |words: &[String]| plain.clone().try_get_matches_from(words).is_ok();
     let (mut tried, mut refused) = (0, Vec::new());
     each_command(&built(), &["weir"], &mut |command, words| {
@@ -238,9 +238,9 @@ fn example(line: &str) -> Option<Vec<String>> {
 /// terminal's width.
 #[test]
 fn help_has_examples_that_parse_and_fits_the_terminal() {
-    let mut command = Cli::whole().term_width(COLUMNS);
+    let mut command = Cli::full_command().term_width(COLUMNS);
     command.build();
-    let plain = without_parsers(Cli::whole());
+    let plain = without_parsers(Cli::full_command());
     let (mut complaints, mut names, mut all) = (Vec::new(), Vec::new(), String::new());
     each_command(&command, &["weir"], &mut |command, words| {
         if command.is_hide_set() {

@@ -4,15 +4,15 @@ use serde::Deserialize;
 use serde_json::{Value, value::RawValue};
 
 #[derive(Debug)]
-pub(super) enum Answer {
+pub(super) enum QmpServerMessage {
     Return(Box<RawValue>),
-    Error(Refusal),
-    Event(Event),
+    Error(QmpServerError),
+    Event(QmpServerEvent),
 }
 
 /// An event and the object it concerns.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Event {
+pub(super) struct QmpServerEvent {
     /// Name of the event, such as `BLOCK_EXPORT_DELETED`.
     pub(super) name: String,
     /// Id of the object, if the event has one.
@@ -20,7 +20,7 @@ pub(super) struct Event {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
+pub(super) struct QmpServerError {
     /// One of QEMU's error classes, such as `CommandNotFound`.
     pub(super) class: String,
     pub(super) description: String,
@@ -28,7 +28,7 @@ pub(super) struct Refusal {
 
 /// Members of a message that this client reads; `return` stays text.
 #[derive(Deserialize)]
-struct Message {
+struct RawQmpMessage {
     event: Option<Value>,
     data: Option<Value>,
     #[serde(rename = "return")]
@@ -36,7 +36,7 @@ struct Message {
     error: Option<Value>,
 }
 
-impl Answer {
+impl QmpServerMessage {
     /// Parses a message; `None` if the line is JSON but not a QMP message.
     ///
     /// # Errors
@@ -48,18 +48,18 @@ impl Answer {
         if !is_object {
             return serde_json::from_slice::<Value>(line).map(|_| None);
         }
-        let Message { event, data, value, error } = serde_json::from_slice(line)?;
+        let RawQmpMessage { event, data, value, error } = serde_json::from_slice(line)?;
         if let Some(event) = event {
             let id = data.as_ref().and_then(|data| data.get("id")).and_then(Value::as_str);
             let name = event.as_str().unwrap_or_default().to_owned();
-            return Ok(Some(Self::Event(Event { name, id: id.map(str::to_owned) })));
+            return Ok(Some(Self::Event(QmpServerEvent { name, id: id.map(str::to_owned) })));
         }
         if let Some(value) = value {
             return Ok(Some(Self::Return(value)));
         }
         let text = |key: &str| error.as_ref()?.get(key).and_then(Value::as_str).map(str::to_owned);
         let refusal = text("class").zip(text("desc"));
-        Ok(refusal.map(|(class, description)| Self::Error(Refusal { class, description })))
+        Ok(refusal.map(|(class, description)| Self::Error(QmpServerError { class, description })))
     }
 }
 
@@ -68,26 +68,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_told_apart() {
-        let read = |text: &str| Answer::read(text.as_bytes()).unwrap();
+    fn messages_are_distinguished() {
+        let read = |text: &str| QmpServerMessage::read(text.as_bytes()).unwrap();
         assert!(
-            matches!(read(r#"{"return": {"a": 1}}"#), Some(Answer::Return(text)) if text.get() == r#"{"a": 1}"#)
+            matches!(read(r#"{"return": {"a": 1}}"#), Some(QmpServerMessage::Return(text)) if text.get() == r#"{"a": 1}"#)
         );
         let event = |text: &str| match read(text) {
-            Some(Answer::Event(Event { name, id })) => (name, id),
+            Some(QmpServerMessage::Event(QmpServerEvent { name, id })) => (name, id),
             other => panic!("{other:?}"),
         };
         assert_eq!(event(r#"{"event": "SHUTDOWN", "timestamp": {}}"#), ("SHUTDOWN".to_owned(), None));
         let deleted = r#"{"event": "BLOCK_EXPORT_DELETED", "data": {"id": "e"}}"#;
         assert_eq!(event(deleted), ("BLOCK_EXPORT_DELETED".to_owned(), Some("e".to_owned())));
         let error = r#"{"error": {"class": "GenericError", "desc": "no"}}"#;
-        let Some(Answer::Error(refusal)) = read(error) else { panic!("{error}") };
+        let Some(QmpServerMessage::Error(refusal)) = read(error) else { panic!("{error}") };
         assert_eq!((refusal.class.as_str(), refusal.description.as_str()), ("GenericError", "no"));
         for nonsense in ["1", "[]", "{}", r#"{"error": 1}"#, r#"{"error": {"class": "GenericError"}}"#] {
             assert!(read(nonsense).is_none(), "{nonsense}");
         }
         for broken in ["", "{", "[1", "x"] {
-            assert!(Answer::read(broken.as_bytes()).is_err(), "{broken}");
+            assert!(QmpServerMessage::read(broken.as_bytes()).is_err(), "{broken}");
         }
     }
 }

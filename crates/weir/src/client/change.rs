@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use settings::{DiskConfig, KeyTable as _, Origin, ConfigError, key::ValueError, suggest};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Name {
+pub(crate) enum SettingName {
     Limit(LimitSetting),
     Weight,
     IopsReservation,
@@ -25,7 +25,7 @@ pub(crate) enum Name {
     PrefetchNumber(prefetch::PrefetchSetting),
 }
 
-impl Name {
+impl SettingName {
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         Self::of_throttle().chain(Self::of_prefetch())
     }
@@ -73,27 +73,27 @@ impl Name {
         }
     }
 
-    pub(crate) fn default(self) -> Setpoint {
+    pub(crate) fn default(self) -> SettingValue {
         match self {
-            Self::Group => Setpoint::Text(String::new()),
-            Self::Weight => Setpoint::Number(100),
-            Self::Limit(LimitSetting::Limit(_, LimitPart::BurstLength)) => Setpoint::Number(1),
-            Self::Prefetch => Setpoint::Text(PrefetchMode::default().to_string()),
-            Self::PrefetchNumber(setting) => Setpoint::Number(prefetch::PrefetchConfig::default().get(setting)),
-            _ => Setpoint::Number(0),
+            Self::Group => SettingValue::Text(String::new()),
+            Self::Weight => SettingValue::Number(100),
+            Self::Limit(LimitSetting::Limit(_, LimitPart::BurstLength)) => SettingValue::Number(1),
+            Self::Prefetch => SettingValue::Text(PrefetchMode::default().to_string()),
+            Self::PrefetchNumber(setting) => SettingValue::Number(prefetch::PrefetchConfig::default().get(setting)),
+            _ => SettingValue::Number(0),
         }
     }
 
-    pub(crate) fn of(self, settings: &MemberSettings) -> Setpoint {
+    pub(crate) fn of(self, settings: &MemberSettings) -> SettingValue {
         let number = match self {
             Self::Limit(setting) => settings.limits.get(setting.name()).copied(),
             Self::Weight => settings.weight,
             Self::IopsReservation => settings.iops_reservation,
             Self::BpsReservation => settings.bps_reservation,
             Self::Watermark => settings.watermark,
-            Self::Group => return Setpoint::Text(settings.group.clone().unwrap_or_default()),
+            Self::Group => return SettingValue::Text(settings.group.clone().unwrap_or_default()),
             Self::Prefetch => {
-                let mode = settings.prefetch.as_ref().map(|prefetch| Setpoint::Text(prefetch.mode.clone()));
+                let mode = settings.prefetch.as_ref().map(|prefetch| SettingValue::Text(prefetch.mode.clone()));
                 return mode.unwrap_or_else(|| self.default());
             }
             Self::PrefetchNumber(setting) => {
@@ -101,28 +101,28 @@ impl Name {
                 settings.prefetch.as_ref().and_then(|prefetch| prefetch.numbers.get(name).copied())
             }
         };
-        number.map_or_else(|| self.default(), Setpoint::Number)
+        number.map_or_else(|| self.default(), SettingValue::Number)
     }
 
-    pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
+    pub(crate) fn read(self, text: &str) -> Result<SettingValue, String> {
         let value = match self {
-            Self::Group => Ok(Setpoint::Text(text.to_owned())),
-            Self::Prefetch => settings::parse::<PrefetchMode>(text).map(|mode| Setpoint::Text(mode.to_string())),
-            Self::Limit(setting) => settings::limit_parser(setting)(text).map(Setpoint::Number),
-            _ if self.is_size() => settings::size(text).map(Setpoint::Number),
-            _ => settings::count(text).map(Setpoint::Number),
+            Self::Group => Ok(SettingValue::Text(text.to_owned())),
+            Self::Prefetch => settings::parse::<PrefetchMode>(text).map(|mode| SettingValue::Text(mode.to_string())),
+            Self::Limit(setting) => settings::limit_parser(setting)(text).map(SettingValue::Number),
+            _ if self.is_size() => settings::size(text).map(SettingValue::Number),
+            _ => settings::count(text).map(SettingValue::Number),
         };
         value.map_err(|rule| format!("{} = {text}: {rule}", self.text()))
     }
 
     /// Checks a value without regard to other settings.
-    fn judge(self, value: &Setpoint) -> Result<(), ConfigError> {
-        let &Setpoint::Number(number) = value else { return Ok(()) };
+    fn judge(self, value: &SettingValue) -> Result<(), ConfigError> {
+        let &SettingValue::Number(number) = value else { return Ok(()) };
         // The parser of the config file has the ranges; the value is read into a scratch config.
         let key = DiskConfig::key(self.text()).expect("a key of the table");
         let place = match self {
             Self::PrefetchNumber(setting) => {
-                Origin::option(settings::prefetch::short_name(setting), self.show(value))
+                Origin::option(settings::prefetch::short_name(setting), self.format(value))
             }
             _ => Origin::option(self.text(), number),
         };
@@ -133,39 +133,39 @@ impl Name {
     }
 
     /// Formats a value for users: `none` if it is not set.
-    pub(crate) fn show(self, value: &Setpoint) -> String {
+    pub(crate) fn format(self, value: &SettingValue) -> String {
         match value {
-            Setpoint::Text(text) if text.is_empty() => "none".to_owned(),
-            Setpoint::Text(text) => text.clone(),
-            Setpoint::Number(0) => "none".to_owned(),
-            Setpoint::Number(number) if self.is_size() => settings::exact_size(*number),
-            Setpoint::Number(number) => number.to_string(),
+            SettingValue::Text(text) if text.is_empty() => "none".to_owned(),
+            SettingValue::Text(text) => text.clone(),
+            SettingValue::Number(0) => "none".to_owned(),
+            SettingValue::Number(number) if self.is_size() => settings::exact_size(*number),
+            SettingValue::Number(number) => number.to_string(),
         }
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Setpoint {
+pub(crate) enum SettingValue {
     Number(u64),
     /// Name of a group (empty for none), or a mode.
     Text(String),
 }
 
-impl From<Setpoint> for Value {
-    fn from(value: Setpoint) -> Self {
+impl From<SettingValue> for Value {
+    fn from(value: SettingValue) -> Self {
         match value {
-            Setpoint::Number(number) => number.into(),
-            Setpoint::Text(text) => text.into(),
+            SettingValue::Number(number) => number.into(),
+            SettingValue::Text(text) => text.into(),
         }
     }
 }
 
 /// Settings to change, each once, in the given order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Change(Vec<(Name, Setpoint)>);
+pub(crate) struct SettingsChange(Vec<(SettingName, SettingValue)>);
 
-impl Change {
-    pub(crate) fn set(&mut self, name: Name, value: Setpoint) {
+impl SettingsChange {
+    pub(crate) fn set(&mut self, name: SettingName, value: SettingValue) {
         match self.0.iter_mut().find(|(known, _)| *known == name) {
             Some((_, known)) => *known = value,
             None => self.0.push((name, value)),
@@ -184,7 +184,7 @@ impl Change {
         self.0.is_empty()
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Name, &Setpoint)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (SettingName, &SettingValue)> {
         self.0.iter().map(|(name, value)| (*name, value))
     }
 
@@ -194,8 +194,8 @@ impl Change {
 
     /// One line for each setting: old and new value, or that it is unchanged.
     pub(crate) fn describe(&self, before: &MemberSettings) -> Vec<String> {
-        let line = |(name, value): (Name, &Setpoint)| {
-            let (was, is) = (name.show(&name.of(before)), name.show(value));
+        let line = |(name, value): (SettingName, &SettingValue)| {
+            let (was, is) = (name.format(&name.of(before)), name.format(value));
             let name = name.text();
             if was == is { format!("{name}: {is} (unchanged)") } else { format!("{name}: {was} → {is}") }
         };
@@ -204,20 +204,20 @@ impl Change {
 
     /// The change from `before` to the `name=value` list in `text`; settings not in the list get
     /// their defaults.
-    pub(crate) fn to_listing(before: &MemberSettings, text: &str) -> Result<Self, String> {
+    pub(crate) fn from_listing(before: &MemberSettings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {
             let Some((name, value)) = word.split_once('=') else {
                 return Err(format!("{word}: is not of the form name=value"));
             };
-            let name = Name::find(name)?;
+            let name = SettingName::find(name)?;
             if wanted.iter().any(|(known, _)| known == name) {
                 return Err(format!("{}: is given twice", name.text()));
             }
             wanted.set(name, name.read(value)?);
         }
         let mut change = Self::default();
-        for name in Name::all() {
+        for name in SettingName::all() {
             let value =
                 wanted.iter().find(|(known, _)| *known == name).map_or(name.default(), |(_, v)| v.clone());
             // An editor's list mostly repeats the values in force: send only what differs.
@@ -231,9 +231,9 @@ impl Change {
 
 /// Settings that differ from their defaults, in the form that [`Change::to_listing`] parses.
 pub(crate) fn listing(settings: &MemberSettings) -> String {
-    let set = Name::all().filter(|name| name.of(settings) != name.default());
+    let set = SettingName::all().filter(|name| name.of(settings) != name.default());
     let words: Vec<String> =
-        set.map(|name| format!("{}={}", name.text(), name.show(&name.of(settings)))).collect();
+        set.map(|name| format!("{}={}", name.text(), name.format(&name.of(settings)))).collect();
     words.join(" ")
 }
 
@@ -249,15 +249,15 @@ mod tests {
     }
 
     #[test]
-    fn a_listing_reads_back_as_no_change() {
+    fn listing_of_current_settings_is_no_change() {
         let listed = listing(&settings());
         assert_eq!(listed, "bps-read=10M iops-total=1000 group=gold");
-        assert!(Change::to_listing(&settings(), &listed).unwrap().is_empty());
+        assert!(SettingsChange::from_listing(&settings(), &listed).unwrap().is_empty());
     }
 
     #[test]
-    fn what_a_listing_leaves_out_gets_its_default() {
-        let change = Change::to_listing(&settings(), "iops-total=2000 weight=300").unwrap();
+    fn settings_missing_from_a_listing_get_defaults() {
+        let change = SettingsChange::from_listing(&settings(), "iops-total=2000 weight=300").unwrap();
         let arguments = json!({ "iops-total": 2000, "bps-read": 0, "weight": 300, "group": "" });
         assert_eq!(Value::Object(change.arguments()), arguments);
         let lines =
@@ -266,15 +266,15 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_length_of_one_second_is_where_it_begins() {
-        let change = Change::to_listing(&settings(), &(listing(&settings()) + " iops-total-max-length=1"));
+    fn burst_length_of_one_second_is_the_default() {
+        let change = SettingsChange::from_listing(&settings(), &(listing(&settings()) + " iops-total-max-length=1"));
         assert!(change.unwrap().is_empty());
     }
 
     #[test]
-    fn a_wrong_listing_names_the_word() {
+    fn invalid_listing_names_the_word() {
         let check = |text: &str, expect: &str| {
-            assert_eq!(Change::to_listing(&settings(), text).unwrap_err(), expect, "{text}");
+            assert_eq!(SettingsChange::from_listing(&settings(), text).unwrap_err(), expect, "{text}");
         };
         check("iops", "iops: is not of the form name=value");
         check("iops-totl=1", "iops-totl: no such setting (did you mean \"iops-total\"?)");

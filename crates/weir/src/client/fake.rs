@@ -9,17 +9,17 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::Target;
+use super::ControlAddress;
 
 pub(crate) const GREETING: &str = r#"{"QMP": {"version": {"package": "weir 0.1.0"}, "capabilities": []}}"#;
 
-pub(crate) struct Fake {
+pub(crate) struct FakeDaemon {
     _directory: TempDir,
-    target: Target,
+    target: ControlAddress,
     thread: JoinHandle<Vec<Value>>,
 }
 
-impl Fake {
+impl FakeDaemon {
     /// Responds to the commands after `qmp_capabilities` with `answers`, then closes the
     /// connection.
     pub(crate) fn start(greeting: &'static str, answers: Vec<String>) -> Self {
@@ -27,19 +27,19 @@ impl Fake {
         let path = directory.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
         let thread = thread::spawn(move || serve(listener.accept().unwrap().0, greeting, answers));
-        Self { _directory: directory, target: Target(path), thread }
+        Self { _directory: directory, target: ControlAddress(path), thread }
     }
 
     pub(crate) fn returning(value: &Value) -> Self {
         Self::start(GREETING, vec![json!({ "return": value }).to_string()])
     }
 
-    pub(crate) fn target(&self) -> &Target {
+    pub(crate) fn target(&self) -> &ControlAddress {
         &self.target
     }
 
     /// All received commands, after the client has disconnected.
-    pub(crate) fn asked(self) -> Vec<Value> {
+    pub(crate) fn commands(self) -> Vec<Value> {
         self.thread.join().unwrap()
     }
 }

@@ -12,7 +12,7 @@ use serde_json::Value;
 /// Requests slower than `above_ns` and not slower than `at_most_ns`; unbounded if that is absent.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Bucket {
+pub(crate) struct HistogramBucket {
     above_ns: u64,
     at_most_ns: Option<u64>,
     requests: u64,
@@ -21,18 +21,18 @@ pub(crate) struct Bucket {
 /// Histograms of the requests of a disk or group: latencies, and waits for limits.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 pub(crate) struct RequestTimes {
-    pub(crate) latencies: Vec<Bucket>,
+    pub(crate) latencies: Vec<HistogramBucket>,
     /// Waits for limits. Requests that did not wait are in the first bucket. Empty if the daemon
     /// does not count waits.
     #[serde(default)]
-    pub(crate) waits: Vec<Bucket>,
+    pub(crate) waits: Vec<HistogramBucket>,
 }
 
 impl RequestTimes {
     /// Growth since an earlier moment; `None` if a count fell, as after a restart.
     pub(crate) fn since(&self, before: &Self) -> Option<Self> {
-        let latencies = grown(&before.latencies, &self.latencies)?;
-        Some(Self { latencies, waits: grown(&before.waits, &self.waits)? })
+        let latencies = growth(&before.latencies, &self.latencies)?;
+        Some(Self { latencies, waits: growth(&before.waits, &self.waits)? })
     }
 
     /// Adds the histograms of another disk.
@@ -44,32 +44,32 @@ impl RequestTimes {
 
     /// 99th percentile of the waits: 0 in the first bucket. `None` if there were no requests.
     pub(crate) fn wait_p99_ns(&self) -> Option<u64> {
-        let bucket = rank(&self.waits, 0.99)?;
-        Some(if bucket.above_ns == 0 { 0 } else { bucket.middle_ns() })
+        let bucket = quantile_bucket(&self.waits, 0.99)?;
+        Some(if bucket.above_ns == 0 { 0 } else { bucket.midpoint_ns() })
     }
 }
 
 /// Histograms by disk name.
-pub(crate) type Counted = BTreeMap<String, RequestTimes>;
+pub(crate) type DiskRequestTimes = BTreeMap<String, RequestTimes>;
 
 /// Median and 99th percentile in nanoseconds, accurate to a tenth (the width of a bucket).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Latency {
+pub(crate) struct RequestLatency {
     pub(crate) p50_ns: u64,
     pub(crate) p99_ns: u64,
 }
 
-impl Bucket {
+impl HistogramBucket {
     /// Value that stands for all requests of the bucket.
-    fn middle_ns(&self) -> u64 {
+    fn midpoint_ns(&self) -> u64 {
         self.at_most_ns.map_or(self.above_ns, |most| self.above_ns.midpoint(most))
     }
 }
 
-impl Latency {
+impl RequestLatency {
     /// `None` if there were no requests.
-    pub(crate) fn of(buckets: &[Bucket]) -> Option<Self> {
-        Some(Self { p50_ns: rank_ns(buckets, 0.5)?, p99_ns: rank_ns(buckets, 0.99)? })
+    pub(crate) fn of(buckets: &[HistogramBucket]) -> Option<Self> {
+        Some(Self { p50_ns: quantile_ns(buckets, 0.5)?, p99_ns: quantile_ns(buckets, 0.99)? })
     }
 }
 
@@ -77,47 +77,47 @@ impl Latency {
 ///
 /// # Errors
 /// If it is malformed.
-pub(crate) fn read(answer: Value) -> Result<Counted, serde_json::Error> {
+pub(crate) fn read(answer: Value) -> Result<DiskRequestTimes, serde_json::Error> {
     #[derive(Deserialize)]
-    struct Disk {
+    struct DiskRequestTimesEntry {
         name: String,
         #[serde(flatten)]
         times: RequestTimes,
     }
-    let disks = Vec::<Disk>::deserialize(answer)?;
+    let disks = Vec::<DiskRequestTimesEntry>::deserialize(answer)?;
     Ok(disks.into_iter().map(|disk| (disk.name, disk.times)).collect())
 }
 
 /// Growth of each bucket; `None` if a count fell.
-fn grown(before: &[Bucket], now: &[Bucket]) -> Option<Vec<Bucket>> {
-    let of = |all: &[Bucket], above_ns| {
+fn growth(before: &[HistogramBucket], now: &[HistogramBucket]) -> Option<Vec<HistogramBucket>> {
+    let of = |all: &[HistogramBucket], above_ns| {
         all.iter().find(|one| one.above_ns == above_ns).map_or(0, |one| one.requests)
     };
     // A bucket that disappeared counts as a fall too: the histograms belong to different runs.
     let has_fallen = before.iter().any(|one| counter::growth(one.requests, of(now, one.above_ns)).is_none());
-    let grown = |one: &Bucket| {
-        Some(Bucket { requests: counter::growth(of(before, one.above_ns), one.requests)?, ..*one })
+    let grown = |one: &HistogramBucket| {
+        Some(HistogramBucket { requests: counter::growth(of(before, one.above_ns), one.requests)?, ..*one })
     };
     if has_fallen { None } else { now.iter().map(grown).collect() }
 }
 
 /// Sums buckets of several disks.
-fn sum<'a>(all: impl IntoIterator<Item = &'a Bucket>) -> Vec<Bucket> {
-    let mut sums: BTreeMap<u64, Bucket> = BTreeMap::new();
+fn sum<'a>(all: impl IntoIterator<Item = &'a HistogramBucket>) -> Vec<HistogramBucket> {
+    let mut sums: BTreeMap<u64, HistogramBucket> = BTreeMap::new();
     for bucket in all {
-        let sum = sums.entry(bucket.above_ns).or_insert(Bucket { requests: 0, ..*bucket });
+        let sum = sums.entry(bucket.above_ns).or_insert(HistogramBucket { requests: 0, ..*bucket });
         sum.requests = sum.requests.saturating_add(bucket.requests);
     }
     sums.into_values().collect()
 }
 
 /// Quantile `part` (0 to 1) of the times; `None` if there were no requests.
-pub(crate) fn rank_ns(buckets: &[Bucket], part: f64) -> Option<u64> {
-    rank(buckets, part).map(Bucket::middle_ns)
+pub(crate) fn quantile_ns(buckets: &[HistogramBucket], part: f64) -> Option<u64> {
+    quantile_bucket(buckets, part).map(HistogramBucket::midpoint_ns)
 }
 
 /// Bucket that contains the quantile.
-fn rank(buckets: &[Bucket], part: f64) -> Option<&Bucket> {
+fn quantile_bucket(buckets: &[HistogramBucket], part: f64) -> Option<&HistogramBucket> {
     let all = buckets.iter().fold(0_u64, |sum, bucket| sum.saturating_add(bucket.requests));
     // Nearest-rank definition of a quantile: no interpolation across buckets.
     let rank = (all as f64 * part).ceil() as u64;
@@ -135,8 +135,8 @@ mod tests {
     use super::*;
 
     /// Buckets with a width of one millisecond.
-    fn buckets(all: &[(u64, u64)]) -> Vec<Bucket> {
-        let bucket = |&(ms, requests)| Bucket {
+    fn buckets(all: &[(u64, u64)]) -> Vec<HistogramBucket> {
+        let bucket = |&(ms, requests)| HistogramBucket {
             above_ns: ms * 1_000_000,
             at_most_ns: Some((ms + 1) * 1_000_000),
             requests,
@@ -145,29 +145,29 @@ mod tests {
     }
 
     #[test]
-    fn half_and_nearly_all() {
+    fn median_and_p99_of_a_histogram() {
         let answer = json!([{ "name": "db", "latencies": [
             { "above-ns": 1_000_000, "at-most-ns": 2_000_000, "requests": 98 },
             { "above-ns": 9_000_000, "requests": 2 },
         ] }]);
         let counted = read(answer).unwrap();
-        let expect = Some(Latency { p50_ns: 1_500_000, p99_ns: 9_000_000 });
-        assert_eq!(Latency::of(&counted["db"].latencies), expect);
+        let expect = Some(RequestLatency { p50_ns: 1_500_000, p99_ns: 9_000_000 });
+        assert_eq!(RequestLatency::of(&counted["db"].latencies), expect);
         assert_eq!(counted["db"].wait_p99_ns(), None, "it does not count them");
         assert!(read(json!({})).is_err());
-        assert_eq!(Latency::of(&[]), None);
-        assert_eq!(Latency::of(&buckets(&[(1, 0)])), None);
+        assert_eq!(RequestLatency::of(&[]), None);
+        assert_eq!(RequestLatency::of(&buckets(&[(1, 0)])), None);
     }
 
     #[test]
-    fn what_came_is_a_difference_and_nothing_goes() {
+    fn growth_is_a_difference_and_falling_counts_have_none() {
         let (before, now) = (buckets(&[(1, 5)]), buckets(&[(1, 7), (3, 1)]));
-        assert_eq!(grown(&before, &now), Some(buckets(&[(1, 2), (3, 1)])));
-        assert_eq!(grown(&now, &before), None);
+        assert_eq!(growth(&before, &now), Some(buckets(&[(1, 2), (3, 1)])));
+        assert_eq!(growth(&now, &before), None);
     }
 
     #[test]
-    fn several_disks_are_one() {
+    fn histograms_of_disks_are_summed() {
         let (a, b) = (buckets(&[(1, 5), (4, 1)]), buckets(&[(1, 7), (3, 1)]));
         assert_eq!(sum(a.iter().chain(&b)), buckets(&[(1, 12), (3, 1), (4, 1)]));
     }

@@ -10,17 +10,17 @@ use policy::prefetch::{PrefetchMode, PrefetchSetting};
 use serde::Serialize;
 use settings::prefetch::short_name;
 
-use super::latency::Counted;
+use super::latency::DiskRequestTimes;
 
 /// A [`Status`], with latencies from a second command.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Report {
+pub(crate) struct DaemonReport {
     pub(crate) status: DaemonStatus,
     /// Latency histograms, from a command of their own.
-    pub(crate) latencies: Counted,
+    pub(crate) latencies: DiskRequestTimes,
 }
 
-impl Deref for Report {
+impl Deref for DaemonReport {
     type Target = DaemonStatus;
 
     fn deref(&self) -> &DaemonStatus {
@@ -58,12 +58,12 @@ pub(crate) fn prefetch_memory(settings: &PrefetchSettings) -> u64 {
 
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(untagged)]
-pub(crate) enum Node<'a> {
+pub(crate) enum StatusNode<'a> {
     Disk(&'a DiskStatus),
     Group(&'a GroupStatus),
 }
 
-impl<'a> Node<'a> {
+impl<'a> StatusNode<'a> {
     /// `disk` or `group`: also the name of its table in the config file.
     pub(crate) fn kind(self) -> &'static str {
         match self {
@@ -94,17 +94,17 @@ impl<'a> Node<'a> {
     }
 }
 
-impl Report {
+impl DaemonReport {
     pub(crate) fn read(text: &str) -> Result<Self, serde_json::Error> {
         let mut status: DaemonStatus = serde_json::from_str(text)?;
         // For the binary search in `group`.
         status.groups.sort_by(|one, other| one.name.cmp(&other.name));
-        Ok(Self { status, latencies: Counted::default() })
+        Ok(Self { status, latencies: DiskRequestTimes::default() })
     }
 
-    pub(crate) fn find(&self, name: &str) -> Option<Node<'_>> {
-        let disk = self.disks.iter().find(|disk| disk.name == name).map(Node::Disk);
-        disk.or_else(|| self.group(name).map(Node::Group))
+    pub(crate) fn find(&self, name: &str) -> Option<StatusNode<'_>> {
+        let disk = self.disks.iter().find(|disk| disk.name == name).map(StatusNode::Disk);
+        disk.or_else(|| self.group(name).map(StatusNode::Group))
     }
 
     pub(crate) fn group(&self, name: &str) -> Option<&GroupStatus> {
@@ -133,26 +133,26 @@ impl Report {
         disks.chain(self.groups.iter().map(|group| group.name.as_str()))
     }
 
-    pub(crate) fn no_such_disk(&self, name: &str) -> String {
+    pub(crate) fn unknown_disk_error(&self, name: &str) -> String {
         let unknown = || format!("{name}: no disk has this name (`weir status` lists them)");
-        self.not_open_yet(name).unwrap_or_else(unknown)
+        self.unavailable_error(name).unwrap_or_else(unknown)
     }
 
-    pub(crate) fn is_unopened(&self, disk: &str) -> bool {
+    pub(crate) fn is_unavailable(&self, disk: &str) -> bool {
         self.unopened.iter().any(|one| one.name == disk)
     }
 
-    fn not_open_yet(&self, name: &str) -> Option<String> {
-        self.is_unopened(name)
+    fn unavailable_error(&self, name: &str) -> Option<String> {
+        self.is_unavailable(name)
             .then(|| format!("{name}: its image is not available yet (`weir status` shows the reason)"))
     }
 
     /// Error for a name of no disk and no group.
-    pub(crate) fn no_such(&self, name: &str) -> String {
+    pub(crate) fn unknown_name_error(&self, name: &str) -> String {
         if name.is_empty() {
             return "the name is empty (`weir status` lists disks and groups)".to_owned();
         }
-        if let Some(why) = self.not_open_yet(name) {
+        if let Some(why) = self.unavailable_error(name) {
             return why;
         }
         let advice = match settings::suggest::nearest(name, self.names()) {

@@ -4,7 +4,7 @@ use std::io;
 
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
-use super::keys::{Row, as_keys, sections};
+use super::keys::{KeyRow, as_keys, sections};
 
 const ABOUT: &str = "The config file of weir-serve(1) and of the service weir.service. It is TOML. \
     The keys are the names of the options of weir-serve(1), and their values have the same form. \
@@ -51,7 +51,7 @@ pub(super) fn page(date: &str) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-fn key(roff: &mut Roff, row: &Row) {
+fn key(roff: &mut Roff, row: &KeyRow) {
     roff.control("TP", []);
     match row.placeholder {
         "" => roff.text([bold(row.name), roman(" = "), italic("true|false")]),

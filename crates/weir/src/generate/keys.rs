@@ -7,7 +7,7 @@ use settings::{
 };
 
 /// A row of a table.
-pub(super) struct Row {
+pub(super) struct KeyRow {
     pub(super) name: &'static str,
     pub(super) heading: &'static str,
     pub(super) value: KeyType,
@@ -20,14 +20,14 @@ pub(super) struct Row {
     pub(super) has_default: bool,
 }
 
-impl Row {
+impl KeyRow {
     /// The help without parts that apply to options only: repetition and dashes.
     pub(super) fn meaning(&self) -> String {
         as_keys(&self.help.replace("; repeatable", ""))
     }
 }
 
-impl<T: Default> From<&'static ConfigKey<T>> for Row {
+impl<T: Default> From<&'static ConfigKey<T>> for KeyRow {
     fn from(key: &'static ConfigKey<T>) -> Self {
         Self {
             name: key.name,
@@ -44,7 +44,7 @@ impl<T: Default> From<&'static ConfigKey<T>> for Row {
 }
 
 /// A table of a config file.
-pub(super) struct Section {
+pub(super) struct KeySection {
     /// Name in the schema.
     pub(super) name: &'static str,
     /// Header of the table in a file.
@@ -53,12 +53,12 @@ pub(super) struct Section {
     pub(super) about: &'static str,
     /// Value of the key `type`, for tables of exports.
     pub(super) kind: Option<&'static str>,
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<KeyRow>,
 }
 
-impl Section {
+impl KeySection {
     fn of<T: KeyTable>(name: &'static str, title: &'static str, about: &'static str) -> Self {
-        let rows = T::keys().iter().map(Row::from).collect();
+        let rows = T::keys().iter().map(KeyRow::from).collect();
         Self { name, title, about, kind: None, rows }
     }
 
@@ -68,22 +68,22 @@ impl Section {
 }
 
 /// All tables of a config file, the five exports last.
-pub(super) fn sections() -> Vec<Section> {
+pub(super) fn sections() -> Vec<KeySection> {
     vec![
-        Section::of::<DaemonConfig>("daemon", "[daemon]", "The process"),
-        Section::of::<RecordingConfig>("record", "record", "Recordings of all requests"),
-        Section::of::<ClusterConfig>("cluster", "[cluster]", "The hosts that share limits, and their etcd"),
-        Section::of::<GroupConfig>("group", "[group.NAME]", "Limits that disks and other groups share"),
-        Section::of::<DiskConfig>("disk", "[disk.NAME]", "A disk"),
-        Section::export::<NbdExportConfig>("nbd", "export-nbd", "An export at an NBD server"),
-        Section::export::<VhostUserBlkConfig>(
+        KeySection::of::<DaemonConfig>("daemon", "[daemon]", "The process"),
+        KeySection::of::<RecordingConfig>("record", "record", "Recordings of all requests"),
+        KeySection::of::<ClusterConfig>("cluster", "[cluster]", "The hosts that share limits, and their etcd"),
+        KeySection::of::<GroupConfig>("group", "[group.NAME]", "Limits that disks and other groups share"),
+        KeySection::of::<DiskConfig>("disk", "[disk.NAME]", "A disk"),
+        KeySection::export::<NbdExportConfig>("nbd", "export-nbd", "An export at an NBD server"),
+        KeySection::export::<VhostUserBlkConfig>(
             "vhost-user-blk",
             "export-vhost-user-blk",
             "A socket for a virtual machine",
         ),
-        Section::export::<UblkConfig>("ublk", "export-ublk", "A block device of the kernel's ublk driver"),
-        Section::export::<FuseConfig>("fuse", "export-fuse", "The disk as a file, by FUSE"),
-        Section::export::<NbdDeviceConfig>(
+        KeySection::export::<UblkConfig>("ublk", "export-ublk", "A block device of the kernel's ublk driver"),
+        KeySection::export::<FuseConfig>("fuse", "export-fuse", "The disk as a file, by FUSE"),
+        KeySection::export::<NbdDeviceConfig>(
             "nbd-device",
             "export-nbd-device",
             "A block device of the kernel's NBD client",

@@ -27,13 +27,13 @@ const VARIABLES: [(&str, &str, &str); 1] =
     [("qmp", "WEIR_QMP", "Control socket to use instead of the default, as unix:PATH.")];
 
 /// One manual page.
-pub(super) struct Page {
+pub(super) struct ManPage {
     pub(super) file: String,
     pub(super) text: Vec<u8>,
 }
 
 /// A page for `command`, and for each visible command below it.
-pub(super) fn pages(command: Command, date: &str) -> io::Result<Vec<Page>> {
+pub(super) fn pages(command: Command, date: &str) -> io::Result<Vec<ManPage>> {
     // `help` would otherwise get a page for each command below it.
     let mut command = command.disable_help_subcommand(true);
     command.build();
@@ -42,7 +42,7 @@ pub(super) fn pages(command: Command, date: &str) -> io::Result<Vec<Page>> {
     Ok(pages)
 }
 
-fn add(command: &Command, above: Option<&Command>, date: &str, pages: &mut Vec<Page>) -> io::Result<()> {
+fn add(command: &Command, above: Option<&Command>, date: &str, pages: &mut Vec<ManPage>) -> io::Result<()> {
     pages.push(page(command, above, date)?);
     let below = command.get_subcommands().filter(|below| !below.is_hide_set());
     below.into_iter().try_for_each(|below| add(below, Some(command), date, pages))
@@ -52,7 +52,7 @@ fn page_name(command: &Command) -> &str {
     command.get_display_name().unwrap_or_else(|| command.get_name())
 }
 
-fn page(command: &Command, above: Option<&Command>, date: &str) -> io::Result<Page> {
+fn page(command: &Command, above: Option<&Command>, date: &str) -> io::Result<ManPage> {
     let source = concat!("weir ", env!("CARGO_PKG_VERSION"));
     let man = Man::new(command.clone()).date(date).source(source).manual("User Commands");
     let mut text = Vec::new();
@@ -69,8 +69,8 @@ fn page(command: &Command, above: Option<&Command>, date: &str) -> io::Result<Pa
     }
     let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     below_options(&help).to_writer(&mut text)?;
-    surroundings(command, above).to_writer(&mut text)?;
-    Ok(Page { file: man.get_filename(), text: without_repeated_breaks(&text) })
+    related(command, above).to_writer(&mut text)?;
+    Ok(ManPage { file: man.get_filename(), text: without_repeated_breaks(&text) })
 }
 
 /// Merges the two line breaks that `clap_mangen` sets before the values of an option.
@@ -179,7 +179,7 @@ fn roff_line(roff: &mut Roff, inline: Inline) {
 }
 
 /// Files, variables, and related pages.
-fn surroundings(command: &Command, above: Option<&Command>) -> Roff {
+fn related(command: &Command, above: Option<&Command>) -> Roff {
     let mut roff = Roff::new();
     let is_top = above.is_none();
     let has = |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
@@ -213,15 +213,15 @@ mod tests {
     use crate::cli::Cli;
 
     fn made(file: &str) -> String {
-        let pages = pages(Cli::whole(), "2026-01-02").unwrap();
+        let pages = pages(Cli::full_command(), "2026-01-02").unwrap();
         let page = pages.into_iter().find(|page| page.file == file).expect(file);
         String::from_utf8(page.text).unwrap()
     }
 
     #[test]
-    fn each_command_that_is_shown_has_a_page_and_no_other() {
+    fn every_visible_command_has_a_page() {
         let files: Vec<_> =
-            pages(Cli::whole(), "2026-01-02").unwrap().into_iter().map(|page| page.file).collect();
+            pages(Cli::full_command(), "2026-01-02").unwrap().into_iter().map(|page| page.file).collect();
         for file in ["weir.1", "weir-serve.1", "weir-image-convert.1", "weir-cgroup-limit.1"] {
             assert!(files.contains(&file.to_owned()), "{file}: {files:?}");
         }
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_has_what_its_help_says_and_more() {
+    fn page_has_the_help_and_more() {
         let page = made("weir-serve.1");
         let mut at = 0;
         for part in [

@@ -6,7 +6,7 @@
 use serde_json::{Map, Value, json};
 use settings::key::KeyType;
 
-use super::keys::{Row, Section, as_keys, sections};
+use super::keys::{KeyRow, KeySection, as_keys, sections};
 
 /// File below docs/reference.
 pub(super) const FILE: &str = "config.schema.json";
@@ -44,10 +44,10 @@ fn reference(name: &str) -> Value {
     json!({ "$ref": format!("#/$defs/{name}") })
 }
 
-fn object(section: &Section) -> Value {
+fn object(section: &KeySection) -> Value {
     let mut properties: Map<_, _> =
         section.rows.iter().map(|row| (row.name.to_owned(), property(row))).collect();
-    let is_required = |row: &&Row| row.default == "required";
+    let is_required = |row: &&KeyRow| row.default == "required";
     let mut required: Vec<_> = section.rows.iter().filter(is_required).map(|row| row.name).collect();
     if let Some(kind) = section.kind {
         properties.insert("type".to_owned(), json!({ "const": kind }));
@@ -62,7 +62,7 @@ fn object(section: &Section) -> Value {
     })
 }
 
-fn property(row: &Row) -> Value {
+fn property(row: &KeyRow) -> Value {
     let help = row.meaning();
     let description = match row.default {
         "" => help,

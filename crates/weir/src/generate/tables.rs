@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 
 use settings::key::{ChangePolicy, KeyType};
 
-use super::keys::{Row, as_keys, sections};
+use super::keys::{KeyRow, as_keys, sections};
 
 /// File below docs/reference.
 pub(super) const FILE: &str = "config.md";
@@ -24,7 +24,7 @@ const END: &str = "<!-- end -->";
 ///
 /// # Errors
 /// If a marker has no end or names no table.
-pub(super) fn renewed(document: &str) -> anyhow::Result<String> {
+pub(super) fn updated(document: &str) -> anyhow::Result<String> {
     let mut rest = document;
     let mut text = String::new();
     while let Some((before, after)) = rest.split_once(BEGIN) {
@@ -53,7 +53,7 @@ fn table(which: &str) -> anyhow::Result<String> {
     Ok(head.to_owned() + &lines.concat())
 }
 
-fn line(row: &Row) -> String {
+fn line(row: &KeyRow) -> String {
     let reload = match row.change {
         ChangePolicy::Apply => "live",
         ChangePolicy::Reexport => "export",
@@ -72,7 +72,7 @@ fn line(row: &Row) -> String {
     )
 }
 
-fn value(row: &Row) -> String {
+fn value(row: &KeyRow) -> String {
     let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
     let one = match row.value {
         KeyType::Flag => "`true`, `false`".to_owned(),
@@ -89,6 +89,6 @@ fn value(row: &Row) -> String {
 }
 
 /// The placeholder without alternatives: `TIME` of `TIME|auto|off`.
-fn placeholder(row: &Row) -> String {
+fn placeholder(row: &KeyRow) -> String {
     format!("`{}`", row.placeholder.split('|').next().unwrap_or_default())
 }

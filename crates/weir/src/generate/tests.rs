@@ -20,20 +20,20 @@ fn reference(file: &str) -> String {
 #[test]
 fn the_reference_has_the_tables_of_keys() {
     let document = reference(tables::FILE);
-    assert!(tables::renewed(&document).unwrap() == document, "{}: {REMEDY}", tables::FILE);
+    assert!(tables::updated(&document).unwrap() == document, "{}: {REMEDY}", tables::FILE);
     for section in super::keys::sections() {
         for row in section.rows {
             assert!(document.contains(&format!("| `{}` |", row.name)), "{}: {}", section.name, row.name);
         }
     }
     assert_eq!(
-        tables::renewed("a <!-- keys: x -->\n").unwrap_err().to_string(),
+        tables::updated("a <!-- keys: x -->\n").unwrap_err().to_string(),
         "<!-- keys: x: no <!-- end --> below"
     );
 }
 
 #[test]
-fn the_kept_schema_is_that_of_the_tables() {
+fn schema_file_matches_the_tables() {
     let kept: Value = serde_json::from_str(&reference(schema::FILE)).unwrap();
     assert!(kept == schema::schema(), "{}: {REMEDY}", schema::FILE);
 }

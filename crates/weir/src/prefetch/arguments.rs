@@ -10,8 +10,8 @@ use settings::{
 
 use crate::{
     client::{
-        Target,
-        change::{Change, Name, Setpoint},
+        ControlAddress,
+        change::{SettingsChange, SettingName, SettingValue},
     },
     saving::SaveArgs,
 };
@@ -47,32 +47,32 @@ pub(crate) struct PrefetchArgs {
     pub(crate) json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    pub(crate) qmp: Option<Target>,
+    pub(crate) qmp: Option<ControlAddress>,
     #[command(flatten)]
-    numbers: ShortNumbers,
+    numbers: PrefetchNumberArgs,
     #[command(flatten)]
     pub(crate) save: SaveArgs,
 }
 
 impl PrefetchArgs {
-    pub(crate) fn change(&self) -> Change {
-        let mut change = Change::default();
+    pub(crate) fn change(&self) -> SettingsChange {
+        let mut change = SettingsChange::default();
         if let Some(mode) = self.mode {
-            change.set(Name::Prefetch, Setpoint::Text(mode.to_string()));
+            change.set(SettingName::Prefetch, SettingValue::Text(mode.to_string()));
         }
         for &(setting, value) in &self.numbers.given {
-            change.set(Name::PrefetchNumber(setting), Setpoint::Number(value));
+            change.set(SettingName::PrefetchNumber(setting), SettingValue::Number(value));
         }
         change
     }
 }
 
 #[derive(Clone, Debug, Default)]
-struct ShortNumbers {
+struct PrefetchNumberArgs {
     given: Vec<(PrefetchSetting, u64)>,
 }
 
-impl Args for ShortNumbers {
+impl Args for PrefetchNumberArgs {
     fn augment_args(command: Command) -> Command {
         let number = |setting| {
             number(setting, prefetch::short_name(setting)).help(help(setting)).help_heading("Settings")
@@ -86,7 +86,7 @@ impl Args for ShortNumbers {
     }
 }
 
-impl FromArgMatches for ShortNumbers {
+impl FromArgMatches for PrefetchNumberArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         Ok(Self { given: given(matches, prefetch::short_name) })
     }
@@ -102,17 +102,17 @@ mod tests {
     use clap::Parser as _;
     use serde_json::{Value, json};
 
-    use crate::cli::{Cli, Command};
+    use crate::cli::{Cli, WeirCommand};
 
     fn change(line: &str) -> Result<Value, String> {
         let words = ["weir", "prefetch", "vm1"].into_iter().chain(line.split_whitespace());
         let Cli { command } = Cli::try_parse_from(words).map_err(|error| error.render().to_string())?;
-        let Command::Prefetch(arguments) = command else { panic!("another command") };
+        let WeirCommand::Prefetch(arguments) = command else { panic!("another command") };
         Ok(Value::Object(arguments.change().arguments()))
     }
 
     #[test]
-    fn what_is_given_changes_and_nothing_else() {
+    fn only_given_options_change() {
         assert_eq!(change(""), Ok(json!({})));
         assert_eq!(change("off"), Ok(json!({ "prefetch": "off" })));
         let all = "on --memory 64M --largest-request 1M --window-min 4096 --window-max 8M --streams 7";
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_the_wrong_form_is_refused() {
+    fn malformed_values_are_rejected() {
         assert!(change("maybe").unwrap_err().contains("is none of on, off and auto"));
         assert!(change("--streams 1K").unwrap_err().contains("is not a plain number"));
         assert!(change("--memory much").unwrap_err().contains("is not a size"));

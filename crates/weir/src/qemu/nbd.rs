@@ -25,8 +25,8 @@ use block::disk::DetectZeroes;
 use clap::Parser as _;
 use console::CommandFailure;
 
-use self::{arguments::Arguments, image::ServedImage, objects::Objects, overlay::Overlay};
-use super::{answer, ended, serve, version, what_is_wrong};
+use self::{arguments::QemuNbdArgs, image::ServedImage, objects::QemuObjects, overlay::SnapshotOverlay};
+use super::{print_clap_error, exit_status, serve, version, error_line};
 use crate::{background, cli::Cli};
 
 /// Name of the link.
@@ -34,23 +34,23 @@ pub(super) const NAME: &str = "qemu-nbd";
 
 /// Runs the process's command line and returns the exit status, 0 or 1.
 pub(super) fn main() -> ExitCode {
-    let arguments = match Arguments::try_parse() {
+    let arguments = match QemuNbdArgs::try_parse() {
         Ok(arguments) => arguments,
-        Err(error) => return answer(NAME, &error),
+        Err(error) => return print_clap_error(NAME, &error),
     };
     // qemu-nbd forks for -c as well, unless it is verbose.
     let forks = arguments.fork || arguments.connect.is_some() && !arguments.verbose;
-    if forks && !background::is_here() {
-        return background::start().unwrap_or_else(|error| ended(NAME, Err(error.into())));
+    if forks && !background::is_background() {
+        return background::start().unwrap_or_else(|error| exit_status(NAME, Err(error.into())));
     }
-    ended(NAME, run(&arguments))
+    exit_status(NAME, run(&arguments))
 }
 
-fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
+fn run(arguments: &QemuNbdArgs) -> Result<(), CommandFailure> {
     if arguments.version {
         return version(NAME);
     }
-    refuse_absent(arguments)?;
+    reject_unsupported(arguments)?;
     if arguments.list {
         return list::run(arguments);
     }
@@ -61,7 +61,7 @@ fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
     if arguments.disconnect {
         return Ok(device::disconnect(file)?);
     }
-    let objects = Objects::read(&arguments.object)?;
+    let objects = QemuObjects::read(&arguments.object)?;
     let mut image = match arguments.image_opts {
         true => ServedImage::of_options(file, &objects)?,
         false => ServedImage::of_file(file, &objects)?,
@@ -72,21 +72,21 @@ fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
     {
         return Err(anyhow!("--snapshot: cannot be used with --load-snapshot or a part of the image").into());
     }
-    let overlay = arguments.snapshot.then(|| Overlay::over(&mut image, arguments.format.as_deref()));
+    let overlay = arguments.snapshot.then(|| SnapshotOverlay::over(&mut image, arguments.format.as_deref()));
     let overlay = overlay.transpose()?;
-    let words = as_serve(arguments, image, &objects)?;
+    let words = to_serve(arguments, image, &objects)?;
     let arguments = Cli::serve(words.into_iter().map(OsString::from));
     let arguments =
-        arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
+        arguments.map_err(|error| anyhow!(error_line(&error.render().to_string()).to_owned()))?;
     // When the server is ready, the daemon has the overlay open and its name can go.
     serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
-        CommandFailure::Failed(error) | CommandFailure::Usage(error) => CommandFailure::Failed(in_its_words(error)),
+        CommandFailure::Failed(error) | CommandFailure::Usage(error) => CommandFailure::Failed(with_qemu_options(error)),
         other => other,
     })
 }
 
 /// Replaces the option of `weir serve` in an error by the option of `qemu-nbd`.
-fn in_its_words(error: anyhow::Error) -> anyhow::Error {
+fn with_qemu_options(error: anyhow::Error) -> anyhow::Error {
     let text = format!("{error:#}");
     for (there, here) in
         [("--snapshot", "--load-snapshot"), ("--options", "--offset"), ("--name", "--export-name")]
@@ -99,7 +99,7 @@ fn in_its_words(error: anyhow::Error) -> anyhow::Error {
 }
 
 /// Rejects options that weir does not support.
-fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
+fn reject_unsupported(arguments: &QemuNbdArgs) -> anyhow::Result<()> {
     let absent = [
         ("trace", &arguments.trace, "weir has no trace events; --verbose logs more"),
         ("selinux-label", &arguments.selinux_label, "label the socket's directory instead"),
@@ -112,15 +112,15 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Equivalent command line of `weir serve`.
-fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> anyhow::Result<Vec<String>> {
+fn to_serve(arguments: &QemuNbdArgs, image: ServedImage, objects: &QemuObjects) -> anyhow::Result<Vec<String>> {
     // qemu-nbd prints nothing on success.
     let level = if arguments.verbose { "info" } else { "error" };
     let mut words = vec![format!("--log={level}"), "--qmp=none".to_owned()];
     let device = arguments.connect.as_deref();
-    let nbd = listening(arguments)?;
+    let nbd = listen_option(arguments)?;
     if device.is_none() || nbd.is_some() {
         words.extend(nbd);
-        words.extend(of_clients(arguments, objects)?);
+        words.extend(client_options(arguments, objects)?);
     } else if arguments.tls_creds.is_some() {
         bail!("TLS is not supported with a host device");
     }
@@ -179,12 +179,12 @@ fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> any
 }
 
 /// Address to listen on; `None` with socket activation, or with a host device.
-fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
+fn listen_option(arguments: &QemuNbdArgs) -> anyhow::Result<Option<String>> {
     let (port, bind) = (arguments.port.as_deref(), arguments.bind.as_deref());
     match &arguments.socket {
         // QEMU ignores a port beside a socket too.
         Some(path) => return Ok(Some(format!("--nbd=unix:{path}"))),
-        None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_activated()) => {
+        None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_socket_activated()) => {
             return Ok(None);
         }
         None => {}
@@ -197,13 +197,13 @@ fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
 }
 
 /// True if the service manager has passed sockets (sd_listen_fds(3)).
-fn is_activated() -> bool {
+fn is_socket_activated() -> bool {
     let is_us = |number: String| number == std::process::id().to_string();
     env::var_os("LISTEN_FDS").is_some() && env::var("LISTEN_PID").map_or(true, is_us)
 }
 
 /// Options that concern only NBD clients.
-fn of_clients(arguments: &Arguments, objects: &Objects) -> anyhow::Result<Vec<String>> {
+fn client_options(arguments: &QemuNbdArgs, objects: &QemuObjects) -> anyhow::Result<Vec<String>> {
     let mut words = vec![
         format!("--name={}", arguments.export_name.as_deref().unwrap_or_default()),
         format!("--max-connections={}", shared(arguments.shared.as_deref())?),
@@ -239,7 +239,7 @@ fn umask() -> u32 {
     line.and_then(|octal| u32::from_str_radix(octal.trim(), 8).ok()).unwrap_or(0o177)
 }
 
-fn cache(arguments: &Arguments) -> anyhow::Result<Option<&str>> {
+fn cache(arguments: &QemuNbdArgs) -> anyhow::Result<Option<&str>> {
     if arguments.nocache {
         return Ok(Some("none"));
     }
@@ -278,15 +278,15 @@ mod tests {
 
     fn read(line: &str) -> Result<String, String> {
         let words = std::iter::once(NAME).chain(line.split_whitespace());
-        let arguments = Arguments::try_parse_from(words).map_err(|error| error.to_string())?;
-        let told = |arguments: &Arguments| {
-            let objects = Objects::read(&arguments.object)?;
+        let arguments = QemuNbdArgs::try_parse_from(words).map_err(|error| error.to_string())?;
+        let told = |arguments: &QemuNbdArgs| {
+            let objects = QemuObjects::read(&arguments.object)?;
             let file = arguments.file[0].to_str().unwrap();
             let image = match arguments.image_opts {
                 true => ServedImage::of_options(file, &objects)?,
                 false => ServedImage::of_file(file, &objects)?,
             };
-            as_serve(arguments, image, &objects)
+            to_serve(arguments, image, &objects)
         };
         let words = told(&arguments).map_err(|error: anyhow::Error| error.to_string())?;
         let is_serve = Cli::serve(words.iter().map(OsString::from));
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_refused() {
+    fn invalid_options_are_rejected() {
         for (line, expect) in [
             ("-p x a", "0.0.0.0:x: has no port"),
             ("-e -1 a", "Invalid shared device number '-1'"),
@@ -367,7 +367,7 @@ mod tests {
             let said = read(line).unwrap_err();
             assert!(said.contains(expect), "{line}: {said}");
         }
-        let absent = Arguments::try_parse_from([NAME, "-T", "x", "a"]).unwrap();
-        assert!(refuse_absent(&absent).unwrap_err().to_string().starts_with("--trace: not supported"));
+        let absent = QemuNbdArgs::try_parse_from([NAME, "-T", "x", "a"]).unwrap();
+        assert!(reject_unsupported(&absent).unwrap_err().to_string().starts_with("--trace: not supported"));
     }
 }

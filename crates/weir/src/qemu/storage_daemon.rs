@@ -4,7 +4,7 @@
 
 use std::{env, ffi::OsString, process::ExitCode};
 
-use super::{answer, ended, serve, version};
+use super::{print_clap_error, exit_status, serve, version};
 use crate::{background, cli::Cli};
 
 /// Name of the link.
@@ -15,7 +15,7 @@ pub(super) fn main() -> ExitCode {
     let words: Vec<OsString> = env::args_os().skip(1).collect();
     // Before parsing: `weir serve --version` prints another text.
     if words.iter().any(|word| word == "-V" || word == "--version") {
-        return ended(NAME, version(NAME));
+        return exit_status(NAME, version(NAME));
     }
     // qemu-storage-daemon prints errors only.
     let mut before = vec![OsString::from("--log=error")];
@@ -27,10 +27,10 @@ pub(super) fn main() -> ExitCode {
     }
     let arguments = match Cli::serve(before.into_iter().chain(words)) {
         Ok(arguments) => arguments,
-        Err(error) => return answer(NAME, &error),
+        Err(error) => return print_clap_error(NAME, &error),
     };
-    if arguments.is_to_daemonize() && !background::is_here() {
-        return background::start().unwrap_or_else(|error| ended(NAME, Err(error.into())));
+    if arguments.is_to_daemonize() && !background::is_background() {
+        return background::start().unwrap_or_else(|error| exit_status(NAME, Err(error.into())));
     }
-    ended(NAME, serve(arguments, || {}))
+    exit_status(NAME, serve(arguments, || {}))
 }

@@ -14,10 +14,10 @@ use settings::{
 };
 use toml_edit::{Array, Decor, DocumentMut, InlineTable, Item, Table, TableLike, Value};
 
-use crate::client::change::{Change, Name, Setpoint};
+use crate::client::change::{SettingsChange, SettingName, SettingValue};
 
 /// Applies a change. Fails if the text is not TOML or has no table `[kind.name]`.
-pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
+pub(super) fn with_change(text: &str, kind: &str, name: &str, change: &SettingsChange) -> Result<String, String> {
     let mut document = parsed(text)?;
     let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|it| it.get_mut(name));
     // In an inline table, whitespace around the values is part of their decor.
@@ -26,16 +26,16 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
         format!("has no [{kind}.{name}] (did the {kind} come from another file, or over QMP?)")
     })?;
     for (setting, value) in change.iter() {
-        match set_to(setting, value)? {
+        match setting_value(setting, value)? {
             Some(written) => set(table, is_inline, setting, written, *value == setting.default()),
             None => remove(table, setting.text()),
         }
     }
-    as_it_was(text, document.to_string())
+    with_original_newlines(text, document.to_string())
 }
 
 /// Appends a table `[kind.name]` with the given keys. Fails if it exists.
-pub(crate) fn added<T: KeyTable>(
+pub(crate) fn with_table<T: KeyTable>(
     text: &str,
     kind: &str,
     name: &str,
@@ -73,11 +73,11 @@ pub(crate) fn added<T: KeyTable>(
         false => Item::Table(table),
     };
     of_kind.insert(name, item);
-    as_it_was(text, document.to_string())
+    with_original_newlines(text, document.to_string())
 }
 
 /// Removes the table `[kind.name]` and the comment directly above it. Unchanged if there is none.
-pub(crate) fn removed(text: &str, kind: &str, name: &str) -> Result<String, String> {
+pub(crate) fn without_table(text: &str, kind: &str, name: &str) -> Result<String, String> {
     let mut document = parsed(text)?;
     let of_kind = document.get_mut(kind).and_then(Item::as_table_like_mut);
     let Some(table) = of_kind.and_then(|of_kind| of_kind.remove(name)) else { return Ok(text.to_owned()) };
@@ -88,16 +88,16 @@ pub(crate) fn removed(text: &str, kind: &str, name: &str) -> Result<String, Stri
     let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
     let position = table.as_table().and_then(Table::position);
     if kept.contains('#') {
-        match position.and_then(|position| following(document.as_table_mut(), position)) {
+        match position.and_then(|position| next_table(document.as_table_mut(), position)) {
             Some(next) => prepend(next.decor_mut(), &kept),
             None => document.set_trailing(kept + document.trailing().as_str().unwrap_or_default()),
         }
     }
-    as_it_was(text, document.to_string())
+    with_original_newlines(text, document.to_string())
 }
 
 /// The table that follows a position in the text.
-fn following(root: &mut Table, position: isize) -> Option<&mut Table> {
+fn next_table(root: &mut Table, position: isize) -> Option<&mut Table> {
     let next = positions(root).into_iter().filter(|&other| other > position).min()?;
     at_position(root, next)
 }
@@ -137,7 +137,7 @@ fn parsed(text: &str) -> Result<DocumentMut, String> {
     })
 }
 
-fn as_it_was(text: &str, edited: String) -> Result<String, String> {
+fn with_original_newlines(text: &str, edited: String) -> Result<String, String> {
     // toml_edit drops a byte order mark and writes \n for new lines; restore the file's convention.
     let mark = if text.starts_with('\u{feff}') && !edited.starts_with('\u{feff}') { "\u{feff}" } else { "" };
     let (all, carriage) = (text.matches('\n').count(), text.matches("\r\n").count());
@@ -183,11 +183,11 @@ fn as_toml(literal: &KeyLiteral) -> Value {
 ///
 /// # Errors
 /// If the key does not accept the value.
-fn set_to(name: Name, value: &Setpoint) -> Result<Option<Value>, String> {
+fn setting_value(name: SettingName, value: &SettingValue) -> Result<Option<Value>, String> {
     let text = match value {
-        Setpoint::Text(text) if text.is_empty() => return Ok(None),
-        Setpoint::Text(text) => text.clone(),
-        Setpoint::Number(number) => number.to_string(),
+        SettingValue::Text(text) if text.is_empty() => return Ok(None),
+        SettingValue::Text(text) => text.clone(),
+        SettingValue::Number(number) => number.to_string(),
     };
     let key = DiskConfig::key(name.text()).expect("a setting is a key of a disk");
     let mut config = DiskConfig::default();
@@ -199,7 +199,7 @@ fn set_to(name: Name, value: &Setpoint) -> Result<Option<Value>, String> {
     }
 }
 
-fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value, is_default: bool) {
+fn set(table: &mut dyn TableLike, is_inline: bool, name: SettingName, mut value: Value, is_default: bool) {
     if let Some(present) = table.get_mut(name.text()).and_then(Item::as_value_mut) {
         *value.decor_mut() = present.decor().clone();
         *present = value;
@@ -287,13 +287,13 @@ group = \"gold\"
 ";
 
     fn edit(kind: &str, name: &str, words: &str) -> Result<String, String> {
-        let mut change = Change::default();
+        let mut change = SettingsChange::default();
         for word in words.split_whitespace() {
             let (name, value) = word.split_once('=').unwrap();
-            let name = Name::find(name).unwrap();
+            let name = SettingName::find(name).unwrap();
             change.set(name, name.read(value).unwrap());
         }
-        edited(FILE, kind, name, &change)
+        with_change(FILE, kind, name, &change)
     }
 
     #[track_caller]
@@ -339,25 +339,25 @@ group = \"gold\"
     #[test]
     fn tables_may_be_written_in_any_way() {
         let number = |name: &str| {
-            let name = Name::find(name).unwrap();
-            let mut change = Change::default();
-            change.set(name, Setpoint::Number(5));
+            let name = SettingName::find(name).unwrap();
+            let mut change = SettingsChange::default();
+            change.set(name, SettingValue::Number(5));
             change
         };
         let check = |before: &str, after: &str| {
-            assert_eq!(edited(before, "disk", "a", &number("iops-total")).as_deref(), Ok(after));
+            assert_eq!(with_change(before, "disk", "a", &number("iops-total")).as_deref(), Ok(after));
         };
         check("disk.a.image = \"x\"\n", "disk.a.image = \"x\"\ndisk.a.iops-total = 5\n");
         check("disk = { a = { image = \"x\" } }\n", "disk = { a = { image = \"x\", iops-total = 5 } }\n");
         check("[disk]\na.image = \"x\"\n", "[disk]\na.image = \"x\"\na.iops-total = 5\n");
         check("[disk.a]\r\nimage = \"x\"\r\n", "[disk.a]\r\nimage = \"x\"\r\niops-total = 5\r\n");
         check("\u{feff}[disk.a]\nimage = \"x\"\n", "\u{feff}[disk.a]\nimage = \"x\"\niops-total = 5\n");
-        let mixed = edited("[disk.a]\r\nimage = \"x\"\n", "disk", "a", &number("iops-total"));
+        let mixed = with_change("[disk.a]\r\nimage = \"x\"\n", "disk", "a", &number("iops-total"));
         assert_eq!(mixed.unwrap_err(), "mixes line ends, \\n and \\r\\n (convert them to one kind)");
     }
 
     #[test]
-    fn a_table_that_is_added_stands_behind_those_of_its_kind() {
+    fn added_table_follows_its_kind() {
         let disk = |image: &str| {
             let mut disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("new"));
             let key = DiskConfig::key("image").unwrap();
@@ -365,13 +365,13 @@ group = \"gold\"
             disk
         };
         let new = "\n[disk.new]\nimage = \"y\"\n";
-        let after = added(FILE, "disk", "new", &disk("y")).unwrap();
+        let after = with_table(FILE, "disk", "new", &disk("y")).unwrap();
         assert_eq!(after, FILE.replace("\n# the end", &format!("{new}\n# the end")));
         // Inserted between groups and disks.
-        let after = added(FILE, "group", "new", &disk("y")).unwrap();
+        let after = with_table(FILE, "group", "new", &disk("y")).unwrap();
         assert_eq!(after, FILE.replace("\n[disk.vm1]", "\n[group.new]\nimage = \"y\"\n\n[disk.vm1]"));
         let check = |before: &str, expect: &str| {
-            assert_eq!(added(before, "disk", "new", &disk("y")).as_deref(), Ok(expect));
+            assert_eq!(with_table(before, "disk", "new", &disk("y")).as_deref(), Ok(expect));
         };
         check("", "[disk.new]\nimage = \"y\"\n");
         check("[daemon]\nworkers = 1\n", &format!("[daemon]\nworkers = 1\n{new}"));
@@ -379,29 +379,29 @@ group = \"gold\"
             "disk = { a = { image = \"x\" } }\n",
             "disk = { a = { image = \"x\" }, new = { image = \"y\" } }\n",
         );
-        assert_eq!(added(FILE, "disk", "vm1", &disk("y")).unwrap_err(), "already has a [disk.vm1]");
+        assert_eq!(with_table(FILE, "disk", "vm1", &disk("y")).unwrap_err(), "already has a [disk.vm1]");
     }
 
     #[test]
-    fn a_table_that_is_removed_takes_its_own_comment_along() {
+    fn removed_table_takes_its_comment() {
         let (start, rest) = FILE.split_once("[disk.vm1]").unwrap();
         let end = rest.find("# the last").unwrap();
-        assert_eq!(removed(FILE, "disk", "vm1").unwrap(), format!("{start}{}", &rest[end..]));
-        let without = removed(FILE, "disk", "a b").unwrap();
+        assert_eq!(without_table(FILE, "disk", "vm1").unwrap(), format!("{start}{}", &rest[end..]));
+        let without = without_table(FILE, "disk", "a b").unwrap();
         assert!(without.ends_with("bps-read = \"10M\"\n\n# the end\n"), "{without}");
         // A comment followed by an empty line concerns all tables below it.
         let text = "# tenants\n\n# one\n[disk.a]\nimage = \"x\"\n\n# two\n[disk.b]\nimage = \"x\"\n";
         let expect = "# tenants\n\n# two\n[disk.b]\nimage = \"x\"\n";
-        assert_eq!(removed(text, "disk", "a").unwrap(), expect);
-        assert_eq!(removed(FILE, "disk", "vm9").as_deref(), Ok(FILE), "it came over QMP");
+        assert_eq!(without_table(text, "disk", "a").unwrap(), expect);
+        assert_eq!(without_table(FILE, "disk", "vm9").as_deref(), Ok(FILE), "it came over QMP");
     }
 
     #[test]
-    fn what_is_not_there_is_not_invented() {
+    fn missing_tables_are_errors() {
         let said = edit("disk", "vm9", "iops-total=1").unwrap_err();
         assert_eq!(said, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
         assert!(
-            edited("[disk", "disk", "a", &Change::default()).unwrap_err().starts_with("is not valid TOML")
+            with_change("[disk", "disk", "a", &SettingsChange::default()).unwrap_err().starts_with("is not valid TOML")
         );
     }
 }

@@ -27,17 +27,17 @@ use settings::{DesiredState, config};
 use tempfile::NamedTempFile;
 
 /// A new config file, ready to replace the old one. Dropping it deletes it.
-pub(crate) struct Saving {
+pub(crate) struct PreparedConfigFile {
     path: PathBuf,
     old: Flock<File>,
     old_text: String,
     /// `None` if the text is unchanged.
     new: Option<NamedTempFile>,
     /// Error that the file had before and still has.
-    remark: Option<String>,
+    existing_error: Option<String>,
 }
 
-impl Saving {
+impl PreparedConfigFile {
     /// Prepares the text that `edit` makes of the old one.
     pub(crate) fn prepare(
         path: &Path,
@@ -56,7 +56,7 @@ impl Saving {
                 "{shown}: cannot be replaced (this user must own it and be able to write to its directory)"
             )
         })?;
-        Ok(Self { path, old, old_text, new, remark })
+        Ok(Self { path, old, old_text, new, existing_error: remark })
     }
 
     /// True if the file is to change.
@@ -70,7 +70,7 @@ impl Saving {
         if !self.is_unchanged().with_context(|| shown.clone())? {
             bail!("{shown}: was changed by another process meanwhile (run the command again)");
         }
-        if let Some(remark) = self.remark {
+        if let Some(remark) = self.existing_error {
             print_notice(&remark);
         }
         let Some(new) = self.new else { return Ok(shown) };
@@ -147,13 +147,13 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
     use super::{super::edit, *};
-    use crate::client::change::{Change, Name, Setpoint};
+    use crate::client::change::{SettingsChange, SettingName, SettingValue};
 
     const CONFIG: &str = "[disk.a]\nimage = \"memory:1M\"\niops-total = 5 # sold\n";
 
-    fn set(name: &str, value: u64) -> Change {
-        let mut change = Change::default();
-        change.set(Name::find(name).unwrap(), Setpoint::Number(value));
+    fn set(name: &str, value: u64) -> SettingsChange {
+        let mut change = SettingsChange::default();
+        change.set(SettingName::find(name).unwrap(), SettingValue::Number(value));
         change
     }
 
@@ -164,11 +164,11 @@ mod tests {
         (directory, path)
     }
 
-    fn prepare(path: &Path, change: &Change) -> anyhow::Result<Saving> {
-        Saving::prepare(path, |text| edit::edited(text, "disk", "a", change))
+    fn prepare(path: &Path, change: &SettingsChange) -> anyhow::Result<PreparedConfigFile> {
+        PreparedConfigFile::prepare(path, |text| edit::with_change(text, "disk", "a", change))
     }
 
-    fn refusal(path: &Path, change: &Change) -> String {
+    fn refusal(path: &Path, change: &SettingsChange) -> String {
         format!("{:#}", prepare(path, change).err().unwrap())
     }
 
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_is_not_made_leaves_nothing() {
+    fn dropped_change_leaves_no_file() {
         let (directory, path) = file();
         drop(prepare(&path, &set("iops-total", 7)).unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG);
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn somebody_else_s_change_is_not_lost() {
+    fn concurrent_edit_is_not_overwritten() {
         let (_directory, path) = file();
         for replace in [true, false] {
             let saving = prepare(&path, &set("iops-total", 7)).unwrap();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn two_do_not_save_at_once() {
+    fn concurrent_saves_are_rejected() {
         let (_directory, path) = file();
         let first = prepare(&path, &set("iops-total", 7)).unwrap();
         assert!(refusal(&path, &set("iops-total", 8)).contains("another process is saving to it"));
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_could_not_be_served_is_not_written() {
+    fn invalid_result_is_not_written() {
         let (_directory, path) = file();
         let said = refusal(&path, &set("iops-total-max", 2));
         assert!(
@@ -242,7 +242,7 @@ mod tests {
         // The file alone is incomplete, so it cannot be checked.
         fs::write(&path, "[disk.a]\niops-total = 5\n").unwrap();
         let saving = prepare(&path, &set("iops-total-max", 2)).unwrap();
-        let remark = saving.remark.unwrap();
+        let remark = saving.existing_error.unwrap();
         assert!(
             remark.contains("as before this change: ") && remark.contains("weir.toml:1: disk.a: no image"),
             "{remark}"
@@ -250,14 +250,14 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_saved_to_is_said() {
+    fn unwritable_files_are_reported() {
         let (directory, path) = file();
         let missing = directory.path().join("none.toml");
         assert!(
             refusal(&missing, &set("iops-total", 1)).contains("none.toml: cannot be saved to: No such file")
         );
         let change = set("iops-total", 1);
-        let said = Saving::prepare(&path, |text| edit::edited(text, "group", "g", &change)).err().unwrap();
+        let said = PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change)).err().unwrap();
         let said = format!("{said:#}");
         assert!(said.contains("has no [group.g]"), "{said}");
         assert!(

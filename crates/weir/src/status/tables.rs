@@ -10,21 +10,21 @@ use console::{
     table::{ColumnAlignment, TextTable},
 };
 
-use super::{Form, Shown};
+use super::{StatusForm, StatusSelection};
 use crate::client::{
-    latency::Latency,
-    rates::{Rate, Rates},
-    report::{Node, Report, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
+    latency::RequestLatency,
+    rates::{NodeRate, IntervalRates},
+    report::{StatusNode, DaemonReport, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
 };
 
 /// All tables with rows, separated by empty lines. `bold` is for terminals.
-pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, bold: bool) -> String {
+pub(super) fn render(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection, form: StatusForm, bold: bool) -> String {
     let mut tables = vec![
         disks(report, rates, shown, form),
         groups(report, rates, shown, form),
-        shared(report, shown),
-        unopened(report, shown),
-        left_out(report, shown),
+        cluster_groups(report, shown),
+        unavailable_disks(report, shown),
+        unmet_reservations(report, shown),
         errors(report, shown),
     ];
     if form.all {
@@ -32,11 +32,11 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, 
             caches(report, shown),
             read_ahead(report, shown),
             devices(report, shown),
-            machines(report, shown),
+            vhost_user_exports(report, shown),
             host_devices(report, shown),
-            clusters(report, shown),
-            remote(report, shown),
-            refused(report),
+            ceph_disks(report, shown),
+            nbd_disks(report, shown),
+            rejected_clients(report),
             memory(report, shown),
         ]);
     }
@@ -51,28 +51,28 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, 
 const WEIGHT: (&str, ColumnAlignment) = ("WEIGHT", ColumnAlignment::Right);
 
 fn weight(settings: &MemberSettings) -> String {
-    settings.weight.map_or_else(nothing, |weight| weight.to_string())
+    settings.weight.map_or_else(dash, |weight| weight.to_string())
 }
 
-fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable {
+fn disks(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection, form: StatusForm) -> TextTable {
     let mut columns = vec![("DISK", ColumnAlignment::Left), ("GROUP", ColumnAlignment::Left), ("LIMITS", ColumnAlignment::Left)];
     columns.extend(form.wide.then_some(WEIGHT));
     let measured_columns = measured_columns(form, rates);
     columns.extend(measured_columns.iter().map(|(name, side)| (name.as_str(), *side)));
     let mut table = TextTable::new(columns);
-    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         let DiskStatus { name, settings, .. } = disk;
-        let group = settings.group.clone().unwrap_or_else(nothing);
+        let group = settings.group.clone().unwrap_or_else(dash);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(form.wide.then(|| weight(settings)));
-        row.extend(measured(report, (name, Node::Disk(disk)), rates, form));
+        row.extend(measured(report, (name, StatusNode::Disk(disk)), rates, form));
         table.row(row);
     }
     table
 }
 
 /// Disks whose storage does not answer yet.
-fn unopened(report: &Report, shown: &Shown) -> TextTable {
+fn unavailable_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("UNAVAILABLE", ColumnAlignment::Left),
         ("IMAGE", ColumnAlignment::Left),
@@ -80,7 +80,7 @@ fn unopened(report: &Report, shown: &Shown) -> TextTable {
         ("REASON", ColumnAlignment::Left),
     ]);
     for UnavailableDisk { name, image, age_ns, reason } in &report.unopened {
-        if shown.has(name) {
+        if shown.includes(name) {
             let why = reason.clone().unwrap_or_else(|| "no response yet".to_owned());
             table.row(vec![name.clone(), image.clone(), figures::time(*age_ns), why]);
         }
@@ -89,7 +89,7 @@ fn unopened(report: &Report, shown: &Shown) -> TextTable {
 }
 
 /// Counters of vhost-user exports since they were added.
-fn machines(report: &Report, shown: &Shown) -> TextTable {
+fn vhost_user_exports(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("VHOST-USER EXPORT", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
@@ -101,13 +101,13 @@ fn machines(report: &Report, shown: &Shown) -> TextTable {
         ("CALLS", ColumnAlignment::Right),
         ("COPIES", ColumnAlignment::Right),
     ]);
-    for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.has(&export.disk)) {
+    for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.includes(&export.disk)) {
         let ExportStatus { id, disk, counters, .. } = export;
         let ExportCounters { queues, requests, in_flight, kicks, calls, copies, .. } = *counters;
         let mut row = vec![
             id.clone(),
             disk.clone(),
-            counters.front_end.as_ref().map_or_else(nothing, ToString::to_string),
+            counters.front_end.as_ref().map_or_else(dash, ToString::to_string),
         ];
         let counts = [queues, in_flight, requests, kicks, calls, copies];
         row.extend(counts.map(|count| figures::count(count.unwrap_or(0) as f64)));
@@ -117,7 +117,7 @@ fn machines(report: &Report, shown: &Shown) -> TextTable {
 }
 
 /// NBD servers that have rejected clients.
-fn refused(report: &Report) -> TextTable {
+fn rejected_clients(report: &DaemonReport) -> TextTable {
     let mut table = TextTable::new([
         ("REJECTED AT", ColumnAlignment::Left),
         ("CONNECTED", ColumnAlignment::Right),
@@ -140,26 +140,26 @@ fn refused(report: &Report) -> TextTable {
 }
 
 /// Block devices and files of this host, with their mounts and stacked devices.
-fn host_devices(report: &Report, shown: &Shown) -> TextTable {
+fn host_devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("HOST DEVICE", ColumnAlignment::Left),
         ("TYPE", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
         ("USED BY", ColumnAlignment::Left),
     ]);
-    for export in report.exports.iter().filter(|export| shown.has(&export.disk)) {
+    for export in report.exports.iter().filter(|export| shown.includes(&export.disk)) {
         let Some(device) = &export.device else { continue };
-        let users = device_users(export).unwrap_or_else(nothing);
+        let users = device_users(export).unwrap_or_else(dash);
         table.row(vec![device.clone(), export.kind.clone(), export.disk.clone(), users]);
     }
     table
 }
 
 /// Images in Ceph. A cluster that does not respond shows as a request that grows old.
-fn clusters(report: &Report, shown: &Shown) -> TextTable {
+fn ceph_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table =
         TextTable::new([("DISK", ColumnAlignment::Left), ("CEPH IMAGE", ColumnAlignment::Left), ("OLDEST REQUEST", ColumnAlignment::Right)]);
-    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         // Disks at NBD servers report the oldest request too, and have their own table.
         if let (Some(oldest), None) = (disk.oldest_request, &disk.server) {
             table.row(vec![disk.name.clone(), disk.image.clone(), age(oldest)]);
@@ -170,11 +170,11 @@ fn clusters(report: &Report, shown: &Shown) -> TextTable {
 
 /// Age of the oldest request in nanoseconds; 0 if there is none.
 fn age(oldest_ns: u64) -> String {
-    if oldest_ns == 0 { nothing() } else { figures::time(oldest_ns) }
+    if oldest_ns == 0 { dash() } else { figures::time(oldest_ns) }
 }
 
 /// Disks at other NBD servers. A server that does not respond shows as a request that grows old.
-fn remote(report: &Report, shown: &Shown) -> TextTable {
+fn nbd_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("NBD SERVER", ColumnAlignment::Left),
@@ -183,7 +183,7 @@ fn remote(report: &Report, shown: &Shown) -> TextTable {
         ("OLDEST REQUEST", ColumnAlignment::Right),
         ("UNFLUSHED", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         let Some(server) = &disk.server else { continue };
         table.row(vec![
             disk.name.clone(),
@@ -198,7 +198,7 @@ fn remote(report: &Report, shown: &Shown) -> TextTable {
 }
 
 /// I/O errors since the disks were opened, and disks that are stopped by one.
-fn errors(report: &Report, shown: &Shown) -> TextTable {
+fn errors(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("STATE", ColumnAlignment::Left),
@@ -207,7 +207,7 @@ fn errors(report: &Report, shown: &Shown) -> TextTable {
         ("FLUSH ERRORS", ColumnAlignment::Right),
         ("DISCARD ERRORS", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         let stopped_by = disk.stopped_by();
         if stopped_by.is_none() && disk.errors == ErrorCounts::default() {
             continue;
@@ -224,7 +224,7 @@ fn errors(report: &Report, shown: &Shown) -> TextTable {
 }
 
 /// Metadata caches of qcow2 images, with counters since they were opened.
-fn caches(report: &Report, shown: &Shown) -> TextTable {
+fn caches(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("FORMAT", ColumnAlignment::Left),
@@ -236,7 +236,7 @@ fn caches(report: &Report, shown: &Shown) -> TextTable {
         ("EVICTED", ColumnAlignment::Right),
         ("REFCOUNTS", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         let DiskStatus { name, size, format, l2_cache: Some(l2), refcount_cache, .. } = disk else {
             continue;
         };
@@ -252,14 +252,14 @@ fn caches(report: &Report, shown: &Shown) -> TextTable {
             figures::count(hits as f64),
             figures::count(misses as f64),
             figures::count(evictions.unwrap_or(0) as f64),
-            refcount_cache.map_or_else(nothing, |cache| figures::bytes(cache.bytes as f64)),
+            refcount_cache.map_or_else(dash, |cache| figures::bytes(cache.bytes as f64)),
         ]);
     }
     table
 }
 
 /// Memory for data: total, and each disk's part.
-fn memory(report: &Report, shown: &Shown) -> TextTable {
+fn memory(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("MEMORY", ColumnAlignment::Left),
         ("LIMIT", ColumnAlignment::Right),
@@ -268,13 +268,13 @@ fn memory(report: &Report, shown: &Shown) -> TextTable {
         ("REQUESTS", ColumnAlignment::Right),
         ("WAIT", ColumnAlignment::Right),
     ]);
-    let size = |bytes: u64| if bytes == 0 { nothing() } else { figures::bytes(bytes as f64) };
+    let size = |bytes: u64| if bytes == 0 { dash() } else { figures::bytes(bytes as f64) };
     // The total of all disks would mislead beside a selection of them.
     let Some(all) = report.memory.filter(|_| shown.names.is_none()) else { return table };
-    let waiting = if all.waiting == 0 { nothing() } else { figures::count(all.waiting as f64) };
+    let waiting = if all.waiting == 0 { dash() } else { figures::count(all.waiting as f64) };
     table.row(vec![
         "all".to_owned(),
-        all.total.map_or_else(nothing, size),
+        all.total.map_or_else(dash, size),
         size(all.reserved),
         size(all.disks_in_memory),
         size(all.requests),
@@ -282,12 +282,12 @@ fn memory(report: &Report, shown: &Shown) -> TextTable {
     ]);
     for disk in report.disks.iter().filter(|disk| disk.memory.reserved + disk.memory.requests > 0) {
         let DiskMemory { reserved, requests, .. } = disk.memory;
-        table.row(vec![disk.name.clone(), nothing(), size(reserved), nothing(), size(requests), nothing()]);
+        table.row(vec![disk.name.clone(), dash(), size(reserved), dash(), size(requests), dash()]);
     }
     table
 }
 
-fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
+fn read_ahead(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("PREFETCH", ColumnAlignment::Left),
@@ -299,7 +299,7 @@ fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
         ("LIMIT", ColumnAlignment::Right),
         ("STREAMS", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         let Some(prefetch) = disk.settings.prefetch.as_ref().filter(|prefetch| prefetches(prefetch)) else {
             continue;
         };
@@ -308,8 +308,8 @@ fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
         table.row(vec![
             disk.name.clone(),
             prefetch_state(prefetch, &disk.read_ahead),
-            hit_rate.map_or_else(nothing, figures::share),
-            accuracy.map_or_else(nothing, figures::share),
+            hit_rate.map_or_else(dash, figures::share),
+            accuracy.map_or_else(dash, figures::share),
             figures::bytes(read_ahead_bytes as f64),
             figures::bytes(wasted_bytes as f64),
             figures::bytes(memory as f64),
@@ -320,11 +320,11 @@ fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
     table
 }
 
-fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable {
-    let all = || report.groups.iter().filter(|group| shown.has(&group.name));
+fn groups(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection, form: StatusForm) -> TextTable {
+    let all = || report.groups.iter().filter(|group| shown.includes(&group.name));
     // Columns with dashes only are omitted.
     let has_parents = form.wide || all().any(|group| group.settings.group.is_some());
-    let has_watermarks = form.wide || all().any(|group| watermark(group) != nothing());
+    let has_watermarks = form.wide || all().any(|group| watermark(group) != dash());
     let mut columns = vec![("GROUP", ColumnAlignment::Left)];
     columns.extend(has_parents.then_some(("IN", ColumnAlignment::Left)));
     columns.extend([("DISKS", ColumnAlignment::Right), ("LIMITS", ColumnAlignment::Left)]);
@@ -336,22 +336,22 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTabl
     for group in all() {
         let GroupStatus { name, settings, .. } = group;
         let mut row = vec![name.clone()];
-        row.extend(has_parents.then(|| settings.group.clone().unwrap_or_else(nothing)));
+        row.extend(has_parents.then(|| settings.group.clone().unwrap_or_else(dash)));
         row.extend([group.disks.len().to_string(), figures::limits(&settings.limits)]);
         row.extend(form.wide.then(|| weight(settings)));
         row.extend(has_watermarks.then(|| watermark(group)));
-        row.extend(measured(report, (name, Node::Group(group)), rates, form));
+        row.extend(measured(report, (name, StatusNode::Group(group)), rates, form));
         table.row(row);
     }
     table
 }
 
 /// Local groups of cluster-wide limits.
-fn shared(report: &Report, shown: &Shown) -> TextTable {
+fn cluster_groups(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table =
         TextTable::new(["GROUP", "CLUSTER", "CLUSTER LIMITS", "QUOTA"].map(|name| (name, ColumnAlignment::Left)));
     let Some(cluster) = &report.cluster else { return table };
-    for group in report.groups.iter().filter(|group| shown.has(&group.name)) {
+    for group in report.groups.iter().filter(|group| shown.includes(&group.name)) {
         let Some(whole) = &group.cluster else { continue };
         let mut here = if whole.leased { "leased" } else { "fallback share" }.to_owned();
         if !cluster.connected {
@@ -363,11 +363,11 @@ fn shared(report: &Report, shown: &Shown) -> TextTable {
 }
 
 /// Unmet reservations.
-fn left_out(report: &Report, shown: &Shown) -> TextTable {
+fn unmet_reservations(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new(["NAME", "UNMET RESERVATION", "REASON"].map(|name| (name, ColumnAlignment::Left)));
     let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
     let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
-    for (name, settings) in all.filter(|(name, _)| shown.has(name)) {
+    for (name, settings) in all.filter(|(name, _)| shown.includes(name)) {
         let Some(unmet) = &settings.unmet_reservation else { continue };
         let UnmetReservation { iops_reservation, bps_reservation, why } = unmet;
         let amounts = [("iops", iops_reservation), ("bps", bps_reservation)].into_iter();
@@ -380,7 +380,7 @@ fn left_out(report: &Report, shown: &Shown) -> TextTable {
 
 /// `90% lifted`, `90% scaled ×3.5`; a dash without a watermark.
 fn watermark(group: &GroupStatus) -> String {
-    let Some(percent) = group.settings.watermark.filter(|&percent| percent > 0) else { return nothing() };
+    let Some(percent) = group.settings.watermark.filter(|&percent| percent > 0) else { return dash() };
     let state = group.watermark_status.enforcement.as_deref().unwrap_or_default();
     let scale =
         group.watermark_status.scale.filter(|_| state == "scaled").map(|scale| format!(" ×{scale:.1}"));
@@ -404,7 +404,7 @@ const MEASURED: [(&str, ColumnAlignment, bool); 10] = [
     ("HELD BY", ColumnAlignment::Left, false),
 ];
 
-fn measured_columns(form: Form, rates: &Rates) -> Vec<(String, ColumnAlignment)> {
+fn measured_columns(form: StatusForm, rates: &IntervalRates) -> Vec<(String, ColumnAlignment)> {
     let shown = MEASURED.into_iter().filter(|(.., wide)| form.wide || !wide);
     let named = shown.map(|(name, side, _)| match rates.interval_ns {
         // Named in the heading, as the column beside it covers the time since the start.
@@ -415,17 +415,17 @@ fn measured_columns(form: Form, rates: &Rates) -> Vec<(String, ColumnAlignment)>
 }
 
 fn measured(
-    report: &Report,
-    (name, node): (&str, Node<'_>),
-    rates: &Rates,
-    form: Form,
+    report: &DaemonReport,
+    (name, node): (&str, StatusNode<'_>),
+    rates: &IntervalRates,
+    form: StatusForm,
 ) -> impl Iterator<Item = String> {
-    let (rate, held_by) = (rates.of(name), rates.held_by(report, name, node));
-    let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
+    let (rate, held_by) = (rates.of(name), rates.throttle_cause(report, name, node));
+    let of = |figure: fn(&NodeRate) -> String| rate.map_or_else(dash, figure);
     let ThrottleStatus { waiting, wait_ns, .. } = node.throttle();
-    let latency = |of: fn(&Latency) -> u64| {
+    let latency = |of: fn(&RequestLatency) -> u64| {
         let latency = rate.and_then(|rate| rate.latency);
-        latency.as_ref().map_or_else(nothing, |latency| figures::time(of(latency)))
+        latency.as_ref().map_or_else(dash, |latency| figures::time(of(latency)))
     };
     // Zero: fewer than one request in 100 waited. A dash is easier to read.
     let wait_p99 = rate.and_then(|rate| rate.wait_p99_ns).filter(|&p99_ns| p99_ns > 0);
@@ -435,16 +435,16 @@ fn measured(
         of(|rate| figures::bytes(rate.write_bps)),
         latency(|latency| latency.p50_ns),
         latency(|latency| latency.p99_ns),
-        wait_p99.map_or_else(nothing, figures::time),
-        wait_ns.map_or_else(nothing, |waits: WaitPercentiles| figures::time(waits.p99)),
+        wait_p99.map_or_else(dash, figures::time),
+        wait_ns.map_or_else(dash, |waits: WaitPercentiles| figures::time(waits.p99)),
         waiting.total().to_string(),
         of(|rate| figures::share(rate.limited)),
-        held_by.unwrap_or_else(nothing),
+        held_by.unwrap_or_else(dash),
     ];
     cells.into_iter().zip(MEASURED).filter(move |(_, (.., wide))| form.wide || !wide).map(|(cell, _)| cell)
 }
 
-fn devices(report: &Report, shown: &Shown) -> TextTable {
+fn devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DEVICE", ColumnAlignment::Left),
         ("DISKS", ColumnAlignment::Left),
@@ -454,7 +454,7 @@ fn devices(report: &Report, shown: &Shown) -> TextTable {
         ("SOURCE", ColumnAlignment::Left),
     ]);
     for device in &report.devices {
-        if !device.disks.iter().any(|disk| shown.has(disk)) {
+        if !device.disks.iter().any(|disk| shown.includes(disk)) {
             continue;
         }
         let DeviceStatus { name, disks, capacity, capacity_source, utilization } = device;
@@ -462,23 +462,23 @@ fn devices(report: &Report, shown: &Shown) -> TextTable {
         table.row(vec![
             name.clone(),
             disks.join(" "),
-            utilization.map_or_else(nothing, figures::share),
-            ability(read_iops, read_bps),
-            ability(write_iops, write_bps),
-            capacity_source.clone().unwrap_or_else(nothing),
+            utilization.map_or_else(dash, figures::share),
+            capacity_text(read_iops, read_bps),
+            capacity_text(write_iops, write_bps),
+            capacity_source.clone().unwrap_or_else(dash),
         ]);
     }
     table
 }
 
 /// `85.2K iops, 1.4G/s`, without unknown values.
-fn ability(iops: Option<u64>, bps: Option<u64>) -> String {
+fn capacity_text(iops: Option<u64>, bps: Option<u64>) -> String {
     let iops = iops.map(|iops| format!("{} iops", figures::count(iops as f64)));
     let bps = bps.map(|bps| format!("{}/s", figures::bytes(bps as f64)));
     let known: Vec<String> = iops.into_iter().chain(bps).collect();
-    if known.is_empty() { nothing() } else { known.join(", ") }
+    if known.is_empty() { dash() } else { known.join(", ") }
 }
 
-fn nothing() -> String {
+fn dash() -> String {
     "-".to_owned()
 }

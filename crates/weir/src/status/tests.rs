@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::client::latency::{self, Counted};
+use crate::client::latency::{self, DiskRequestTimes};
 
 fn answer(uptime_ns: u64, reads: u64) -> Value {
     let waits = json!({ "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 });
@@ -62,7 +62,7 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
 }
 
 /// Histograms of vm1: `quick` requests of 1.0 ms, and 2% as many of 31 ms.
-fn latencies(quick: u64) -> Counted {
+fn latencies(quick: u64) -> DiskRequestTimes {
     let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
     let latencies = [bucket(999_999, quick), bucket(31_000_000, quick / 50)];
     let waits = [bucket(0, quick), bucket(12_000_000, quick / 50)];
@@ -70,11 +70,11 @@ fn latencies(quick: u64) -> Counted {
     latency::read(json!([vm1, { "name": "vm2", "latencies": [] }])).unwrap()
 }
 
-fn reports() -> (Value, Report, Rates) {
-    let mut earlier = Report::read(&answer(1_000_000_000, 1000).to_string()).unwrap();
-    let mut later = Report::read(&answer(2_000_000_000, 2000).to_string()).unwrap();
+fn reports() -> (Value, DaemonReport, IntervalRates) {
+    let mut earlier = DaemonReport::read(&answer(1_000_000_000, 1000).to_string()).unwrap();
+    let mut later = DaemonReport::read(&answer(2_000_000_000, 2000).to_string()).unwrap();
     (earlier.latencies, later.latencies) = (latencies(9_000), latencies(10_000));
-    let rates = Rates::between(&earlier, &later);
+    let rates = IntervalRates::between(&earlier, &later);
     (answer(2_000_000_000, 2000), later, rates)
 }
 
@@ -83,9 +83,9 @@ fn names(names: &[&str]) -> Vec<String> {
 }
 
 /// Tables of the disks and groups with these names, or of all.
-fn tables_of(asked: &[&str], form: Form) -> String {
+fn tables_of(asked: &[&str], form: StatusForm) -> String {
     let (_, report, rates) = reports();
-    tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), form, false)
+    tables::render(&report, &rates, &StatusSelection::new(&report, &names(asked)).unwrap(), form, false)
 }
 
 #[test]
@@ -108,7 +108,7 @@ gold  iops 500           b has it
 DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
 vm2   stopped: nospace            0             3             1               0
 ";
-    assert_eq!(tables_of(&[], Form::default()), expect);
+    assert_eq!(tables_of(&[], StatusForm::default()), expect);
 }
 
 #[test]
@@ -143,24 +143,24 @@ DEVICE    DISKS  UTILIZATION  CAPACITY READ       CAPACITY WRITE  SOURCE
 VHOST-USER EXPORT  DISK  USED BY                 QUEUES  IN FLIGHT  REQUESTS  KICKS  CALLS  COPIES
 vm2                vm2   qemu-system-x86 (4711)       4         32      1.5M  20.0K  30.0K       7
 ";
-    assert_eq!(tables_of(&[], Form { all: true, wide: true }), expect);
+    assert_eq!(tables_of(&[], StatusForm { all: true, wide: true }), expect);
 }
 
 #[test]
-fn names_choose_disks_groups_and_what_is_in_them() {
-    let table = |asked: &[&str]| tables_of(asked, Form { all: true, ..Form::default() });
+fn names_select_disks_and_groups() {
+    let table = |asked: &[&str]| tables_of(asked, StatusForm { all: true, ..StatusForm::default() });
     assert!(!table(&["vm2"]).contains("vm1") && !table(&["vm2"]).contains("DEVICE"));
     assert!(table(&["gold"]).contains("\nvm1 ") && table(&["gold"]).contains("/dev/vda"));
     let (_, report, _) = reports();
-    let unknown = Shown::new(&report, &names(&["vm3"])).err().unwrap();
+    let unknown = StatusSelection::new(&report, &names(&["vm3"])).err().unwrap();
     assert_eq!(unknown, "vm3: no disk and no group has this name (did you mean \"vm2\"?)");
 }
 
 #[test]
 fn json_is_the_daemon_s_answer_with_rates() {
     let (answer, report, rates) = reports();
-    let shown = Shown::new(&report, &names(&["vm1"])).unwrap();
-    let printed = serde_json::to_value(shown.only(with_rates(&report, &rates))).unwrap();
+    let shown = StatusSelection::new(&report, &names(&["vm1"])).unwrap();
+    let printed = serde_json::to_value(shown.select(with_rates(&report, &rates))).unwrap();
     assert_eq!(printed["disks"].as_array().unwrap().len(), 1);
     assert_eq!(printed["exports"].as_array().unwrap().len(), 1);
     assert_eq!(printed["groups"], json!([]));
@@ -183,8 +183,8 @@ fn json_is_the_daemon_s_answer_with_rates() {
 #[test]
 fn one_report_has_no_rates() {
     let (_, report, _) = reports();
-    let shown = Shown::new(&report, &[]).unwrap();
-    let table = tables::render(&report, &Rates::default(), &shown, Form::default(), false);
+    let shown = StatusSelection::new(&report, &[]).unwrap();
+    let table = tables::render(&report, &IntervalRates::default(), &shown, StatusForm::default(), false);
     let row =
         "vm1   gold   iops 1000↑5000×5s     -       -        -    -         -    31     -  iops-total\n";
     assert!(table.starts_with("DISK") && table.contains(row), "{table}");

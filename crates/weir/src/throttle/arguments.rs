@@ -13,8 +13,8 @@ use settings::arguments::limits;
 
 use crate::{
     client::{
-        Target,
-        change::{Change, Name, Setpoint},
+        ControlAddress,
+        change::{SettingsChange, SettingName, SettingValue},
     },
     saving::SaveArgs,
 };
@@ -51,22 +51,22 @@ pub(crate) struct ThrottleArgs {
     pub(crate) json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    pub(crate) qmp: Option<Target>,
+    pub(crate) qmp: Option<ControlAddress>,
     #[command(flatten)]
-    pub(crate) limits: NamedLimits,
+    pub(crate) limits: NamedLimitArgs,
     #[command(flatten)]
-    pub(crate) cluster: ClusterArgs,
+    pub(crate) cluster: ClusterLimitArgs,
     #[command(flatten)]
-    scheduler: SchedulerArgs,
+    scheduler: ThrottleShareArgs,
     #[command(flatten)]
     pub(crate) save: SaveArgs,
 }
 
 /// Fallback share of each host in millionths of a limit; `None` for the default.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SafeShare(pub(crate) Option<u32>);
+pub(crate) struct FallbackShareArg(pub(crate) Option<u32>);
 
-impl SafeShare {
+impl FallbackShareArg {
     fn read(text: &str) -> Result<Self, String> {
         if text == "default" {
             return Ok(Self(None));
@@ -76,7 +76,7 @@ impl SafeShare {
     }
 }
 
-impl fmt::Display for SafeShare {
+impl fmt::Display for FallbackShareArg {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(ppm) => write!(f, "{}%", f64::from(ppm) / 10_000.0),
@@ -87,7 +87,7 @@ impl fmt::Display for SafeShare {
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Cluster")]
-pub(crate) struct ClusterArgs {
+pub(crate) struct ClusterLimitArgs {
     /// Change the group's limits for all hosts of the cluster together, kept in etcd (weights,
     /// reservations and watermarks are set on each host)
     #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "group", "no_group"])]
@@ -97,16 +97,16 @@ pub(crate) struct ClusterArgs {
     pub(crate) hosts: Option<u64>,
     /// Fallback share: the part of the limits that each host may use without etcd; `default` is
     /// 2% for all hosts together
-    #[arg(long, value_name = "PART%|default", value_parser = SafeShare::read, requires = "cluster")]
-    pub(crate) fallback_share: Option<SafeShare>,
+    #[arg(long, value_name = "PART%|default", value_parser = FallbackShareArg::read, requires = "cluster")]
+    pub(crate) fallback_share: Option<FallbackShareArg>,
     /// The old name of --fallback-share
-    #[arg(long, value_name = "PART%|default", value_parser = SafeShare::read, requires = "cluster", hide = true, conflicts_with = "fallback_share")]
-    pub(crate) safe_share: Option<SafeShare>,
+    #[arg(long, value_name = "PART%|default", value_parser = FallbackShareArg::read, requires = "cluster", hide = true, conflicts_with = "fallback_share")]
+    pub(crate) safe_share: Option<FallbackShareArg>,
 }
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Shares")]
-struct SchedulerArgs {
+struct ThrottleShareArgs {
     /// Weight under contention, relative to other members of the group: 1 to 10000 [initially: 100]
     #[arg(long, value_name = "N", value_parser = settings::count)]
     weight: Option<u64>,
@@ -129,51 +129,51 @@ struct SchedulerArgs {
 }
 
 #[derive(Clone, Debug, Default)]
-pub(crate) struct NamedLimits {
+pub(crate) struct NamedLimitArgs {
     given: Vec<(LimitSetting, u64)>,
     /// Subset of [`NamedLimits::given`] that was given under virsh's name.
-    as_virsh: Vec<LimitSetting>,
+    by_virsh_name: Vec<LimitSetting>,
 }
 
 impl ThrottleArgs {
-    pub(crate) fn change(&self, before: &MemberSettings) -> Change {
-        let mut change = Change::default();
+    pub(crate) fn change(&self, before: &MemberSettings) -> SettingsChange {
+        let mut change = SettingsChange::default();
         for &(setting, value) in &self.limits.given {
-            change.set(Name::Limit(setting), Setpoint::Number(value));
+            change.set(SettingName::Limit(setting), SettingValue::Number(value));
         }
         // Explicitly given limits are kept; only limits in force are cleared, so that the printed
         // change lists no limit that was not set.
-        for &setting in &self.limits.as_virsh {
-            for other in cleared_with(setting).map(Name::Limit) {
+        for &setting in &self.limits.by_virsh_name {
+            for other in cleared_by_virsh(setting).map(SettingName::Limit) {
                 if other.of(before) != other.default() && !change.iter().any(|(name, _)| name == other) {
                     change.set(other, other.default());
                 }
             }
         }
-        let SchedulerArgs { weight, iops_reservation, bps_reservation, watermark, group, no_group } =
+        let ThrottleShareArgs { weight, iops_reservation, bps_reservation, watermark, group, no_group } =
             &self.scheduler;
         let numbers = [
-            (Name::Weight, weight),
-            (Name::IopsReservation, iops_reservation),
-            (Name::BpsReservation, bps_reservation),
-            (Name::Watermark, watermark),
+            (SettingName::Weight, weight),
+            (SettingName::IopsReservation, iops_reservation),
+            (SettingName::BpsReservation, bps_reservation),
+            (SettingName::Watermark, watermark),
         ];
         for (name, value) in numbers {
             if let Some(value) = value {
-                change.set(name, Setpoint::Number(*value));
+                change.set(name, SettingValue::Number(*value));
             }
         }
         // The protocol has an empty name for no group.
         let group = group.clone().or_else(|| no_group.then(String::new));
         if let Some(group) = group {
-            change.set(Name::Group, Setpoint::Text(group));
+            change.set(SettingName::Group, SettingValue::Text(group));
         }
         change
     }
 }
 
 /// Limits that virsh clears with this one: same part, same unit, other direction.
-fn cleared_with(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
+fn cleared_by_virsh(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
     let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
         LimitSetting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
             Some(LimitSetting::Limit(other, part))
@@ -224,7 +224,7 @@ fn virsh_option(setting: LimitSetting, (name, old_name): (&'static str, &'static
         .hide(true)
 }
 
-impl Args for NamedLimits {
+impl Args for NamedLimitArgs {
     fn augment_args(command: Command) -> Command {
         let as_virsh = LimitSetting::ALL.into_iter().zip(VIRSH);
         let as_virsh = as_virsh.map(|(setting, names)| virsh_option(setting, names));
@@ -236,7 +236,7 @@ impl Args for NamedLimits {
     }
 }
 
-impl FromArgMatches for NamedLimits {
+impl FromArgMatches for NamedLimitArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut limits = Self::default();
         for (setting, (virsh_name, _)) in LimitSetting::ALL.into_iter().zip(VIRSH) {
@@ -247,7 +247,7 @@ impl FromArgMatches for NamedLimits {
                 // virsh's length of 0 means the default of one second.
                 let is_length = matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength));
                 limits.given.push((setting, if is_length { value.max(1) } else { value }));
-                limits.as_virsh.push(setting);
+                limits.by_virsh_name.push(setting);
             }
         }
         Ok(limits)
@@ -265,12 +265,12 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::cli::{Cli, Command};
+    use crate::cli::{Cli, WeirCommand};
 
     fn change(before: Value, line: &str) -> Result<Value, String> {
         let words = ["weir", "throttle", "vm1"].into_iter().chain(line.split_whitespace());
         let Cli { command } = Cli::try_parse_from(words).map_err(|error| error.render().to_string())?;
-        let Command::Throttle(arguments) = command else { panic!("another command") };
+        let WeirCommand::Throttle(arguments) = command else { panic!("another command") };
         let before = serde_json::from_value(before).unwrap();
         Ok(Value::Object(arguments.change(&before).arguments()))
     }
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_is_taken_under_either_name() {
+    fn every_setting_has_both_names() {
         for (setting, (virsh, old_virsh)) in LimitSetting::ALL.into_iter().zip(VIRSH) {
             for name in [setting.name(), virsh, old_virsh] {
                 let expect = json!({ setting.name(): 7 });
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_s_names_change_what_they_name_and_virsh_s_clear_the_rest_of_their_kind() {
+    fn virsh_names_clear_other_limits_of_their_kind() {
         let before = json!({ "limits": { "iops-total": 100, "iops-total-max": 200, "bps-total": 5 } });
         assert_eq!(change(before.clone(), "--iops-read 7"), Ok(json!({ "iops-read": 7 })));
         let cleared = json!({ "iops-read": 7, "iops-total": 0 });
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_virsh_know_powers_of_1000() {
+    fn virsh_sizes_accept_powers_of_1000() {
         let sizes = ["10", "10b", "10bytes", "10K", "10KiB", "10kb", "2GB", "1.5M"]
             .map(|text| virsh_size(text).unwrap());
         assert_eq!(sizes, [10, 10, 10, 10 << 10, 10 << 10, 10_000, 2_000_000_000, 3 << 19]);

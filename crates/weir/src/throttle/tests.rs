@@ -4,7 +4,7 @@ use serde_json::json;
 
 use super::*;
 
-fn report() -> (Value, Report) {
+fn report() -> (Value, DaemonReport) {
     let answer = json!({
         "disks": [{
             "name": "vm1", "group": "gold", "weight": 200,
@@ -15,12 +15,12 @@ fn report() -> (Value, Report) {
             { "name": "host", "weight": 100, "watermark": 90, "limits": { "bps-total": 1 << 30 } }
         ]
     });
-    let report = Report::read(&answer.to_string()).unwrap();
+    let report = DaemonReport::read(&answer.to_string()).unwrap();
     (answer, report)
 }
 
 #[test]
-fn settings_and_what_holds_from_above() {
+fn settings_and_limits_of_groups_above() {
     let (answer, report) = report();
     let shown = |name: &str| show(&report, name, report.find(name).unwrap());
     let expect = "\

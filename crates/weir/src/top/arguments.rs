@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use console::keys;
 
-use crate::client::Target;
+use crate::client::ControlAddress;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -24,5 +24,5 @@ pub(crate) struct TopArgs {
     pub(crate) interval: Duration,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    pub(crate) qmp: Option<Target>,
+    pub(crate) qmp: Option<ControlAddress>,
 }

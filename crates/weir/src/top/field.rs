@@ -3,16 +3,16 @@
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 /// Longest text in bytes. All settings with their largest values have a tenth of it.
-const MOST: usize = 4096;
+const MAX_BYTES: usize = 4096;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Field {
+pub(super) struct TextField {
     text: String,
     /// Byte offset on a character boundary.
     cursor: usize,
 }
 
-impl Field {
+impl TextField {
     pub(super) fn new(text: impl Into<String>) -> Self {
         let text = text.into();
         Self { cursor: text.len(), text }
@@ -55,7 +55,7 @@ impl Field {
     }
 
     fn insert(&mut self, letter: char) {
-        if self.text.len() < MOST && !letter.is_control() {
+        if self.text.len() < MAX_BYTES && !letter.is_control() {
             self.text.insert(self.cursor, letter);
             self.cursor += letter.len_utf8();
         }
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     fn typed(start: &str, keys: &[KeyCode]) -> (String, usize) {
-        let mut field = Field::new(start);
+        let mut field = TextField::new(start);
         for &key in keys {
             assert!(field.press(KeyEvent::new(key, KeyModifiers::NONE)));
         }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_edited_where_the_cursor_stands() {
+    fn text_is_edited_at_the_cursor() {
         use KeyCode::{Backspace, Char, Delete, End, Home, Left, Right};
         assert_eq!(typed("iops=1", &[Char('0')]), ("iops=10".to_owned(), 7));
         assert_eq!(typed("aé", &[Left, Char('b'), Right, Char('c')]), ("abéc".to_owned(), 4));
@@ -100,20 +100,20 @@ mod tests {
 
     #[test]
     fn words_and_lines_are_deleted_with_control() {
-        let press = |field: &mut Field, letter| {
+        let press = |field: &mut TextField, letter| {
             field.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL))
         };
-        let mut field = Field::new("one two  ");
+        let mut field = TextField::new("one two  ");
         press(&mut field, 'w');
         assert_eq!(field.text(), "one ");
         press(&mut field, 'u');
-        assert_eq!(field, Field::default());
+        assert_eq!(field, TextField::default());
         assert!(!press(&mut field, 'c'), "what it does not know is somebody else's");
     }
 
     #[test]
-    fn what_is_longer_than_the_screen_is_seen_around_the_cursor() {
-        let mut field = Field::new("0123456789");
+    fn long_text_scrolls_with_the_cursor() {
+        let mut field = TextField::new("0123456789");
         assert_eq!(field.window(5), ("6789".to_owned(), 4));
         field.press(KeyEvent::new(KeyCode::Home, KeyModifiers::NONE));
         assert_eq!(field.window(5), ("01234".to_owned(), 0));

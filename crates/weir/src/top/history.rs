@@ -5,12 +5,12 @@ use std::{
     time::Duration,
 };
 
-use crate::client::{rates::Rates, report::Report};
+use crate::client::{rates::IntervalRates, report::DaemonReport};
 
 pub(super) const WINDOW: Duration = Duration::from_secs(120);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Point {
+pub(super) struct RatePoint {
     /// Seconds since the program's start.
     pub(super) at: f64,
     /// Operations per second.
@@ -27,13 +27,13 @@ pub(super) struct Point {
 
 /// Points of each disk and group, oldest first, none older than [`WINDOW`].
 #[derive(Debug, Default)]
-pub(super) struct History {
-    points: HashMap<String, VecDeque<Point>>,
+pub(super) struct RateHistory {
+    points: HashMap<String, VecDeque<RatePoint>>,
 }
 
-impl History {
+impl RateHistory {
     /// Adds a report with its rates. Removes old points, and disks and groups that are gone.
-    pub(super) fn add(&mut self, report: &Report, rates: &Rates, at: Duration) {
+    pub(super) fn add(&mut self, report: &DaemonReport, rates: &IntervalRates, at: Duration) {
         let now = at.as_secs_f64();
         let names: HashSet<&str> = report.names().collect();
         // Otherwise a daemon with many short-lived disks would let the history grow without bound.
@@ -41,7 +41,7 @@ impl History {
         for name in names {
             let Some(rate) = rates.of(name) else { continue };
             let points = self.points.entry(name.to_owned()).or_default();
-            points.push_back(Point {
+            points.push_back(RatePoint {
                 at: now,
                 read_iops: rate.read_iops as f32,
                 write_iops: rate.write_iops as f32,
@@ -55,7 +55,7 @@ impl History {
         }
     }
 
-    pub(super) fn of(&self, name: &str) -> impl DoubleEndedIterator<Item = &Point> {
+    pub(super) fn of(&self, name: &str) -> impl DoubleEndedIterator<Item = &RatePoint> {
         self.points.get(name).into_iter().flatten()
     }
 }
@@ -66,24 +66,24 @@ mod tests {
 
     use super::*;
 
-    fn report(names: &[&str], second: u64) -> Report {
+    fn report(names: &[&str], second: u64) -> DaemonReport {
         let disk = |name: &&str| json!({ "name": name, "reads": { "requests": second * 10, "bytes": 0 } });
         let disks: Vec<_> = names.iter().map(disk).collect();
-        Report::read(&json!({ "uptime-ns": second * 1_000_000_000, "disks": disks }).to_string()).unwrap()
+        DaemonReport::read(&json!({ "uptime-ns": second * 1_000_000_000, "disks": disks }).to_string()).unwrap()
     }
 
     #[test]
-    fn it_is_as_long_as_the_window_and_knows_who_is_there() {
-        let mut history = History::default();
+    fn history_keeps_the_window_and_present_names() {
+        let mut history = RateHistory::default();
         for second in 1..=200 {
             let (earlier, later) = (report(&["a", "b"], second - 1), report(&["a", "b"], second));
-            history.add(&later, &Rates::between(&earlier, &later), Duration::from_secs(second));
+            history.add(&later, &IntervalRates::between(&earlier, &later), Duration::from_secs(second));
         }
         let points: Vec<_> = history.of("a").collect();
         assert_eq!((points[0].at, points.len()), (80.0, 121));
         assert_eq!(points[120].read_iops, 10.0);
         let (earlier, later) = (report(&["a"], 200), report(&["a"], 201));
-        history.add(&later, &Rates::between(&earlier, &later), Duration::from_secs(201));
+        history.add(&later, &IntervalRates::between(&earlier, &later), Duration::from_secs(201));
         assert_eq!(history.of("b").count(), 0);
     }
 }

@@ -3,12 +3,12 @@
 use std::cmp::Ordering;
 
 use crate::client::{
-    rates::{Rate, Rates},
-    report::{Node, Report},
+    rates::{NodeRate, IntervalRates},
+    report::{StatusNode, DaemonReport},
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Column {
+pub(super) enum WeirTopColumn {
     Name,
     Group,
     Iops,
@@ -20,7 +20,7 @@ pub(super) enum Column {
     Limited,
 }
 
-impl Column {
+impl WeirTopColumn {
     pub(super) const ALL: [Self; 9] = [
         Self::Name,
         Self::Group,
@@ -54,39 +54,39 @@ impl Column {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Order {
+pub(super) struct TopSortOrder {
     /// Primary sort column; ties are sorted by name.
-    pub(super) column: Column,
+    pub(super) column: WeirTopColumn,
     /// True for the opposite of the column's default order.
     pub(super) reversed: bool,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Row<'a> {
+pub(super) struct TopRow<'a> {
     pub(super) name: &'a str,
-    pub(super) node: Node<'a>,
+    pub(super) node: StatusNode<'a>,
     /// Rates of the last interval; `None` after a single report.
-    pub(super) rate: Option<&'a Rate>,
+    pub(super) rate: Option<&'a NodeRate>,
     /// Throttle cause.
     pub(super) held_by: Option<String>,
 }
 
 /// Rows whose name or group contains `filter`, ignoring case.
-pub(super) fn rows<'a>(report: &'a Report, rates: &'a Rates, filter: &str, order: Order) -> Vec<Row<'a>> {
-    let groups = report.groups.iter().map(|group| (group.name.as_str(), Node::Group(group)));
-    let disks = report.disks.iter().map(|disk| (disk.name.as_str(), Node::Disk(disk)));
+pub(super) fn rows<'a>(report: &'a DaemonReport, rates: &'a IntervalRates, filter: &str, order: TopSortOrder) -> Vec<TopRow<'a>> {
+    let groups = report.groups.iter().map(|group| (group.name.as_str(), StatusNode::Group(group)));
+    let disks = report.disks.iter().map(|disk| (disk.name.as_str(), StatusNode::Disk(disk)));
     let filter = filter.to_lowercase();
-    let mut rows: Vec<Row<'_>> = groups
+    let mut rows: Vec<TopRow<'_>> = groups
         .chain(disks)
         .filter(|(name, node)| {
             let group = node.settings().group.as_deref().unwrap_or_default();
             [name, group].iter().any(|text| text.to_lowercase().contains(&filter))
         })
-        .map(|(name, node)| Row {
+        .map(|(name, node)| TopRow {
             name,
             node,
             rate: rates.of(name),
-            held_by: rates.held_by(report, name, node),
+            held_by: rates.throttle_cause(report, name, node),
         })
         .collect();
     rows.sort_by(|a, b| {
@@ -99,27 +99,27 @@ pub(super) fn rows<'a>(report: &'a Report, rates: &'a Rates, filter: &str, order
     rows
 }
 
-fn compare(a: &Row<'_>, b: &Row<'_>, column: Column) -> Ordering {
-    let group = |row: &Row<'_>| row.node.settings().group.clone().unwrap_or_default();
+fn compare(a: &TopRow<'_>, b: &TopRow<'_>, column: WeirTopColumn) -> Ordering {
+    let group = |row: &TopRow<'_>| row.node.settings().group.clone().unwrap_or_default();
     match column {
-        Column::Name => a.name.cmp(b.name),
-        Column::Group => group(a).cmp(&group(b)),
+        WeirTopColumn::Name => a.name.cmp(b.name),
+        WeirTopColumn::Group => group(a).cmp(&group(b)),
         _ => number(a, column).total_cmp(&number(b, column)),
     }
 }
 
-fn number(row: &Row<'_>, column: Column) -> f64 {
+fn number(row: &TopRow<'_>, column: WeirTopColumn) -> f64 {
     let rate = row.rate.copied().unwrap_or_default();
     let throttle = row.node.throttle();
     match column {
-        Column::Iops => rate.iops(),
-        Column::Reads => rate.read_bps,
-        Column::Writes => rate.write_bps,
-        Column::LatencyP50 => rate.latency.map_or(0.0, |latency| latency.p50_ns as f64),
-        Column::LatencyP99 => rate.latency.map_or(0.0, |latency| latency.p99_ns as f64),
-        Column::Limited => rate.limited,
-        Column::Waiting => throttle.waiting.total() as f64,
-        Column::Name | Column::Group => 0.0,
+        WeirTopColumn::Iops => rate.iops(),
+        WeirTopColumn::Reads => rate.read_bps,
+        WeirTopColumn::Writes => rate.write_bps,
+        WeirTopColumn::LatencyP50 => rate.latency.map_or(0.0, |latency| latency.p50_ns as f64),
+        WeirTopColumn::LatencyP99 => rate.latency.map_or(0.0, |latency| latency.p99_ns as f64),
+        WeirTopColumn::Limited => rate.limited,
+        WeirTopColumn::Waiting => throttle.waiting.total() as f64,
+        WeirTopColumn::Name | WeirTopColumn::Group => 0.0,
     }
 }
 
@@ -129,33 +129,33 @@ mod tests {
 
     use super::*;
 
-    fn report() -> Report {
+    fn report() -> DaemonReport {
         let disk = |name: &str, group: Option<&str>, waiting: u64| json!({ "name": name, "group": group, "throttle": { "waiting": { "reads": waiting } } });
         let disks = [disk("vm2", Some("gold"), 5), disk("vm10", None, 9), disk("Vm1", None, 5)];
-        Report::read(&json!({ "disks": disks, "groups": [{ "name": "gold" }] }).to_string()).unwrap()
+        DaemonReport::read(&json!({ "disks": disks, "groups": [{ "name": "gold" }] }).to_string()).unwrap()
     }
 
     #[track_caller]
-    fn check(filter: &str, column: Column, reversed: bool, expect: &[&str]) {
-        let (report, rates) = (report(), Rates::default());
+    fn check(filter: &str, column: WeirTopColumn, reversed: bool, expect: &[&str]) {
+        let (report, rates) = (report(), IntervalRates::default());
         let names: Vec<_> =
-            rows(&report, &rates, filter, Order { column, reversed }).iter().map(|row| row.name).collect();
+            rows(&report, &rates, filter, TopSortOrder { column, reversed }).iter().map(|row| row.name).collect();
         assert_eq!(names, expect);
     }
 
     #[test]
     fn names_ascend_and_numbers_descend_unless_reversed() {
-        check("", Column::Name, false, &["Vm1", "gold", "vm10", "vm2"]);
-        check("", Column::Name, true, &["vm2", "vm10", "gold", "Vm1"]);
-        check("", Column::Waiting, false, &["vm10", "Vm1", "vm2", "gold"]);
-        check("", Column::Waiting, true, &["gold", "Vm1", "vm2", "vm10"]);
-        check("", Column::Group, false, &["Vm1", "gold", "vm10", "vm2"]);
+        check("", WeirTopColumn::Name, false, &["Vm1", "gold", "vm10", "vm2"]);
+        check("", WeirTopColumn::Name, true, &["vm2", "vm10", "gold", "Vm1"]);
+        check("", WeirTopColumn::Waiting, false, &["vm10", "Vm1", "vm2", "gold"]);
+        check("", WeirTopColumn::Waiting, true, &["gold", "Vm1", "vm2", "vm10"]);
+        check("", WeirTopColumn::Group, false, &["Vm1", "gold", "vm10", "vm2"]);
     }
 
     #[test]
     fn a_filter_looks_at_names_and_groups() {
-        check("VM1", Column::Name, false, &["Vm1", "vm10"]);
-        check("gold", Column::Name, false, &["gold", "vm2"]);
-        check("nothing", Column::Name, false, &[]);
+        check("VM1", WeirTopColumn::Name, false, &["Vm1", "vm10"]);
+        check("gold", WeirTopColumn::Name, false, &["gold", "vm2"]);
+        check("nothing", WeirTopColumn::Name, false, &[]);
     }
 }

@@ -9,146 +9,146 @@ use console::keys::{self, SelectedRow, ListKey, ExitKey};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 use super::{
-    field::Field,
-    history::History,
-    list::{self, Column, Order, Row},
+    field::TextField,
+    history::RateHistory,
+    list::{self, WeirTopColumn, TopSortOrder, TopRow},
 };
 use crate::client::{
-    change::{Change, listing},
-    rates::Rates,
-    report::Report,
+    change::{SettingsChange, listing},
+    rates::IntervalRates,
+    report::DaemonReport,
 };
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Action {
+pub(super) enum TopAction {
     Leave(ExitKey),
-    Change { name: String, change: Change },
+    Change { name: String, change: SettingsChange },
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Mode {
+pub(super) enum TopMode {
     List,
-    Filter(Field),
-    Edit(Box<Edit>),
+    Filter(TextField),
+    Edit(Box<SettingsEditor>),
     Help,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Edit {
+pub(super) struct SettingsEditor {
     pub(super) name: String,
-    pub(super) field: Field,
+    pub(super) field: TextField,
     pub(super) error: Option<String>,
     pub(super) is_waiting: bool,
     /// Settings when the edit began. Only settings that the user changed are sent, even if others
     /// changed meanwhile.
     before: MemberSettings,
     /// Message to show once the daemon has applied the change.
-    told: String,
+    success_message: String,
 }
 
-pub(super) struct State {
+pub(super) struct TopState {
     pub(super) target: String,
-    pub(super) report: Report,
+    pub(super) report: DaemonReport,
     /// Rates between the last two reports.
-    pub(super) rates: Rates,
-    pub(super) history: History,
+    pub(super) rates: IntervalRates,
+    pub(super) history: RateHistory,
     /// Error of the last query; `None` if it succeeded.
-    pub(super) lost: Option<String>,
-    pub(super) mode: Mode,
-    pub(super) order: Order,
+    pub(super) query_error: Option<String>,
+    pub(super) mode: TopMode,
+    pub(super) order: TopSortOrder,
     pub(super) filter: String,
     /// Result of the last action, shown until the next key.
     pub(super) notice: Option<String>,
     /// Time of the last report, since the program's start.
     pub(super) now: Duration,
-    chosen: SelectedRow,
+    selected: SelectedRow,
     /// Rows in a page, set by the view.
     pub(super) page: usize,
 }
 
-impl State {
+impl TopState {
     pub(super) fn new(target: String) -> Self {
         Self {
             target,
-            report: Report::default(),
-            rates: Rates::default(),
-            history: History::default(),
-            lost: None,
-            mode: Mode::List,
-            order: Order { column: Column::Name, reversed: false },
+            report: DaemonReport::default(),
+            rates: IntervalRates::default(),
+            history: RateHistory::default(),
+            query_error: None,
+            mode: TopMode::List,
+            order: TopSortOrder { column: WeirTopColumn::Name, reversed: false },
             filter: String::new(),
             notice: None,
             now: Duration::ZERO,
-            chosen: SelectedRow::default(),
+            selected: SelectedRow::default(),
             page: 1,
         }
     }
 
-    pub(super) fn learn(&mut self, report: Report, now: Duration) {
-        self.rates = Rates::between(&self.report, &report);
+    pub(super) fn add_report(&mut self, report: DaemonReport, now: Duration) {
+        self.rates = IntervalRates::between(&self.report, &report);
         self.history.add(&report, &self.rates, now);
         self.report = report;
         self.now = now;
-        self.lost = None;
+        self.query_error = None;
         self.settle();
     }
 
-    pub(super) fn lose(&mut self, said: String) {
-        self.lost = Some(said);
+    pub(super) fn set_unreachable(&mut self, said: String) {
+        self.query_error = Some(said);
         // Rates of an interval that has ended must not look current.
-        self.rates = Rates::default();
+        self.rates = IntervalRates::default();
     }
 
     pub(super) fn changed(&mut self, result: Result<(), String>) {
-        let Mode::Edit(edit) = &mut self.mode else { return };
+        let TopMode::Edit(edit) = &mut self.mode else { return };
         edit.is_waiting = false;
         match result {
             Ok(()) => {
-                self.notice = Some(std::mem::take(&mut edit.told));
-                self.mode = Mode::List;
+                self.notice = Some(std::mem::take(&mut edit.success_message));
+                self.mode = TopMode::List;
             }
             Err(said) => edit.error = Some(said),
         }
     }
 
-    pub(super) fn rows(&self) -> Vec<Row<'_>> {
+    pub(super) fn rows(&self) -> Vec<TopRow<'_>> {
         list::rows(&self.report, &self.rates, &self.filter, self.order)
     }
 
     /// Index of the selected row; 0 if there is none.
-    pub(super) fn chosen(&self, rows: &[Row<'_>]) -> usize {
-        self.chosen.index(rows.iter().map(|row| row.name))
+    pub(super) fn selected_row(&self, rows: &[TopRow<'_>]) -> usize {
+        self.selected.index(rows.iter().map(|row| row.name))
     }
 
-    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
+    pub(super) fn press(&mut self, key: KeyEvent) -> Option<TopAction> {
         // Ctrl-C and Ctrl-Z work in every mode.
         if let Some(leave) = ExitKey::of(key) {
-            return Some(Action::Leave(leave));
+            return Some(TopAction::Leave(leave));
         }
         self.notice = None;
-        match std::mem::replace(&mut self.mode, Mode::List) {
-            Mode::List => return self.press_in_list(key),
-            Mode::Help => {}
-            Mode::Filter(field) => self.press_in_filter(field, key),
-            Mode::Edit(edit) => return self.press_in_edit(edit, key),
+        match std::mem::replace(&mut self.mode, TopMode::List) {
+            TopMode::List => return self.press_in_list(key),
+            TopMode::Help => {}
+            TopMode::Filter(field) => self.press_in_filter(field, key),
+            TopMode::Edit(edit) => return self.press_in_edit(edit, key),
         }
         None
     }
 
-    fn press_in_list(&mut self, key: KeyEvent) -> Option<Action> {
+    fn press_in_list(&mut self, key: KeyEvent) -> Option<TopAction> {
         match ListKey::of(key, self.page) {
-            Some(ListKey::End) => return Some(Action::Leave(ExitKey::End)),
+            Some(ListKey::End) => return Some(TopAction::Leave(ExitKey::End)),
             Some(ListKey::Step(by)) => self.with_names(|chosen, names| {
                 chosen.step(names, by);
             }),
             Some(ListKey::Sort) => {
-                let column = keys::next(&Column::ALL, self.order.column);
-                self.order = Order { column, reversed: false };
+                let column = keys::next(&WeirTopColumn::ALL, self.order.column);
+                self.order = TopSortOrder { column, reversed: false };
             }
             Some(ListKey::Reverse) => self.order.reversed = !self.order.reversed,
-            Some(ListKey::Help) => self.mode = Mode::Help,
+            Some(ListKey::Help) => self.mode = TopMode::Help,
             None => match key.code {
-                KeyCode::Char('/') => self.mode = Mode::Filter(Field::new(self.filter.as_str())),
+                KeyCode::Char('/') => self.mode = TopMode::Filter(TextField::new(self.filter.as_str())),
                 KeyCode::Char('t') | KeyCode::Enter => self.begin_edit(),
                 KeyCode::Esc => self.set_filter(String::new()),
                 _ => {}
@@ -158,14 +158,14 @@ impl State {
     }
 
     /// The filter applies while it is typed; Escape clears it.
-    fn press_in_filter(&mut self, mut field: Field, key: KeyEvent) {
+    fn press_in_filter(&mut self, mut field: TextField, key: KeyEvent) {
         match key.code {
             KeyCode::Enter => {}
             KeyCode::Esc => self.set_filter(String::new()),
             _ => {
                 field.press(key);
                 self.set_filter(field.text().to_owned());
-                self.mode = Mode::Filter(field);
+                self.mode = TopMode::Filter(field);
             }
         }
     }
@@ -177,30 +177,30 @@ impl State {
 
     fn begin_edit(&mut self) {
         let rows = self.rows();
-        let Some(row) = rows.get(self.chosen(&rows)) else { return };
+        let Some(row) = rows.get(self.selected_row(&rows)) else { return };
         let before = row.node.settings().clone();
         let text = listing(&before);
         // A trailing space, so that the next setting can be typed at once.
-        let field = Field::new(if text.is_empty() { text } else { text + " " });
+        let field = TextField::new(if text.is_empty() { text } else { text + " " });
         let name = row.name.to_owned();
-        let edit = Edit { name, field, error: None, is_waiting: false, before, told: String::new() };
-        self.mode = Mode::Edit(Box::new(edit));
+        let edit = SettingsEditor { name, field, error: None, is_waiting: false, before, success_message: String::new() };
+        self.mode = TopMode::Edit(Box::new(edit));
     }
 
-    fn press_in_edit(&mut self, mut edit: Box<Edit>, key: KeyEvent) -> Option<Action> {
+    fn press_in_edit(&mut self, mut edit: Box<SettingsEditor>, key: KeyEvent) -> Option<TopAction> {
         let mut action = None;
         match key.code {
             KeyCode::Esc => return None,
             // The daemon's response is outstanding: a second Enter would send the change twice.
             _ if edit.is_waiting => {}
-            KeyCode::Enter => match Change::to_listing(&edit.before, edit.field.text()) {
+            KeyCode::Enter => match SettingsChange::from_listing(&edit.before, edit.field.text()) {
                 Ok(change) if change.is_empty() => return None,
                 Ok(change) => {
                     let name = edit.name.clone();
-                    edit.told = format!("{name}: {}", change.describe(&edit.before).join(", "));
+                    edit.success_message = format!("{name}: {}", change.describe(&edit.before).join(", "));
                     edit.is_waiting = true;
                     edit.error = None;
-                    action = Some(Action::Change { name, change });
+                    action = Some(TopAction::Change { name, change });
                 }
                 Err(said) => edit.error = Some(said),
             },
@@ -210,7 +210,7 @@ impl State {
                 }
             }
         }
-        self.mode = Mode::Edit(edit);
+        self.mode = TopMode::Edit(edit);
         action
     }
 
@@ -220,9 +220,9 @@ impl State {
     }
 
     fn with_names(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str])) {
-        let mut chosen = std::mem::take(&mut self.chosen);
+        let mut chosen = std::mem::take(&mut self.selected);
         choose(&mut chosen, &self.rows().iter().map(|row| row.name).collect::<Vec<_>>());
-        self.chosen = chosen;
+        self.selected = chosen;
     }
 }
 

@@ -4,11 +4,11 @@ use ratatui::crossterm::event::KeyModifiers;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::client::{latency, report::Report};
+use crate::client::{latency, report::DaemonReport};
 
 /// A report of these disks, all in the group `gold`, each with about 1000 more operations and 4 MiB
 /// more each second.
-pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
+pub(in crate::top) fn report(second: u64, disks: &[&str]) -> DaemonReport {
     // Rates rise for twenty seconds, then start again.
     let requests = second * 1000 - 30 * (second % 20) * (20 - second % 20);
     let disk = |name: &&str| {
@@ -44,36 +44,36 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
     let report = json!({
         "version": "0.1.0", "uptime-ns": second * 1_000_000_000, "disks": disks, "groups": [gold]
     });
-    Report { latencies, ..Report::read(&report.to_string()).unwrap() }
+    DaemonReport { latencies, ..DaemonReport::read(&report.to_string()).unwrap() }
 }
 
 /// State after this many seconds.
-pub(in crate::top) fn watched(seconds: u64, disks: &[&str]) -> State {
-    let mut state = State::new("unix:/run/weir/qmp.sock".to_owned());
+pub(in crate::top) fn watched(seconds: u64, disks: &[&str]) -> TopState {
+    let mut state = TopState::new("unix:/run/weir/qmp.sock".to_owned());
     for second in 1..=seconds {
-        state.learn(report(second, disks), Duration::from_secs(second));
+        state.add_report(report(second, disks), Duration::from_secs(second));
     }
     state
 }
 
-pub(in crate::top) fn press(state: &mut State, code: KeyCode) -> Option<Action> {
+pub(in crate::top) fn press(state: &mut TopState, code: KeyCode) -> Option<TopAction> {
     state.press(KeyEvent::new(code, KeyModifiers::NONE))
 }
 
-pub(in crate::top) fn write(state: &mut State, text: &str) {
+pub(in crate::top) fn write(state: &mut TopState, text: &str) {
     for letter in text.chars() {
         assert_eq!(press(state, KeyCode::Char(letter)), None);
     }
 }
 
-fn chosen(state: &State) -> &str {
+fn chosen(state: &TopState) -> &str {
     let rows = state.rows();
-    rows[state.chosen(&rows)].name
+    rows[state.selected_row(&rows)].name
 }
 
-fn edit(state: &State) -> &Edit {
+fn edit(state: &TopState) -> &SettingsEditor {
     match &state.mode {
-        Mode::Edit(edit) => edit,
+        TopMode::Edit(edit) => edit,
         other => panic!("{other:?}"),
     }
 }
@@ -98,16 +98,16 @@ fn keys_walk_the_list_and_stop_at_its_ends() {
 }
 
 #[test]
-fn what_is_chosen_stays_chosen_while_rows_move_and_its_neighbour_follows_when_it_goes() {
+fn selection_follows_its_row_or_moves_to_the_neighbour() {
     let mut state = watched(1, &["vm1", "vm2", "vm3"]);
     write(&mut state, "jj");
     assert_eq!(chosen(&state), "vm2");
     press(&mut state, KeyCode::Char('r'));
     assert_eq!(chosen(&state), "vm2", "the order is the other one");
     press(&mut state, KeyCode::Char('r'));
-    state.learn(report(2, &["vm1", "vm3"]), Duration::from_secs(2));
+    state.add_report(report(2, &["vm1", "vm3"]), Duration::from_secs(2));
     assert_eq!(chosen(&state), "vm3", "in its place");
-    state.learn(report(3, &[]), Duration::from_secs(3));
+    state.add_report(report(3, &[]), Duration::from_secs(3));
     assert_eq!(chosen(&state), "gold");
 }
 
@@ -118,19 +118,19 @@ fn a_filter_holds_while_it_is_typed_and_until_escape() {
     assert_eq!(state.rows().len(), 0, "q is a letter here");
     press(&mut state, KeyCode::Backspace);
     press(&mut state, KeyCode::Enter);
-    assert_eq!((chosen(&state), state.rows().len(), &state.mode), ("web", 1, &Mode::List));
+    assert_eq!((chosen(&state), state.rows().len(), &state.mode), ("web", 1, &TopMode::List));
     press(&mut state, KeyCode::Esc);
     assert_eq!(state.rows().len(), 4);
 }
 
 #[test]
-fn a_limit_is_edited_asked_for_and_told() {
+fn limit_is_edited_sent_and_reported() {
     let mut state = watched(1, &["vm1"]);
     write(&mut state, "jt");
     let listed = "iops-total=1000 iops-total-max=5000 iops-total-max-length=5 group=gold prefetch-memory=8M ";
     assert_eq!(edit(&state).field.text(), listed);
     write(&mut state, "weight=200");
-    let Some(Action::Change { name, change }) = press(&mut state, KeyCode::Enter) else {
+    let Some(TopAction::Change { name, change }) = press(&mut state, KeyCode::Enter) else {
         panic!("{:?}", state.mode)
     };
     assert_eq!((name.as_str(), Value::Object(change.arguments())), ("vm1", json!({ "weight": 200 })));
@@ -139,57 +139,57 @@ fn a_limit_is_edited_asked_for_and_told() {
     assert_eq!(edit(&state).error.as_deref(), Some("weight (200) is too large"));
     press(&mut state, KeyCode::Enter);
     state.changed(Ok(()));
-    assert_eq!((state.notice.as_deref(), &state.mode), (Some("vm1: weight: 100 → 200"), &Mode::List));
+    assert_eq!((state.notice.as_deref(), &state.mode), (Some("vm1: weight: 100 → 200"), &TopMode::List));
 }
 
 #[test]
-fn only_what_the_user_changed_is_changed_whatever_others_do_meanwhile() {
+fn only_the_users_changes_are_sent() {
     let mut state = watched(1, &["vm1"]);
     write(&mut state, "jt");
     let mut other = report(2, &["vm1"]);
     other.status.disks[0].settings.limits.insert("iops-total".to_owned(), 7);
-    state.learn(other, Duration::from_secs(2));
+    state.add_report(other, Duration::from_secs(2));
     write(&mut state, "weight=200");
-    let Some(Action::Change { change, .. }) = press(&mut state, KeyCode::Enter) else { panic!("no change") };
+    let Some(TopAction::Change { change, .. }) = press(&mut state, KeyCode::Enter) else { panic!("no change") };
     assert_eq!(Value::Object(change.arguments()), json!({ "weight": 200 }));
 }
 
 #[test]
-fn what_cannot_be_read_is_said_and_asked_of_nobody() {
+fn malformed_input_is_reported_and_not_sent() {
     let mut state = watched(1, &["vm1"]);
     write(&mut state, "jtnonsense");
     assert_eq!(press(&mut state, KeyCode::Enter), None);
     assert_eq!(edit(&state).error.as_deref(), Some("nonsense: is not of the form name=value"));
     press(&mut state, KeyCode::Esc);
-    assert_eq!(state.mode, Mode::List);
+    assert_eq!(state.mode, TopMode::List);
     write(&mut state, "t");
-    assert_eq!((press(&mut state, KeyCode::Enter), &state.mode), (None, &Mode::List), "nothing changed");
+    assert_eq!((press(&mut state, KeyCode::Enter), &state.mode), (None, &TopMode::List), "nothing changed");
 }
 
 #[test]
 fn control_ends_and_stops_from_everywhere() {
     let control =
-        |state: &mut State, letter| state.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL));
+        |state: &mut TopState, letter| state.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL));
     for key in ["", "t", "/", "?"] {
         let mut state = watched(1, &["vm1"]);
         write(&mut state, key);
-        assert_eq!(control(&mut state, 'z'), Some(Action::Leave(ExitKey::Stop)));
-        assert_eq!(control(&mut state, 'c'), Some(Action::Leave(ExitKey::End)));
+        assert_eq!(control(&mut state, 'z'), Some(TopAction::Leave(ExitKey::Stop)));
+        assert_eq!(control(&mut state, 'c'), Some(TopAction::Leave(ExitKey::End)));
     }
-    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::Leave(ExitKey::End)));
+    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(TopAction::Leave(ExitKey::End)));
     // Before the first report.
-    let mut empty = State::new(String::new());
+    let mut empty = TopState::new(String::new());
     write(&mut empty, "jkGgtsr");
-    assert_eq!(empty.mode, Mode::List);
+    assert_eq!(empty.mode, TopMode::List);
 }
 
 #[test]
-fn a_daemon_that_comes_back_is_believed_again() {
+fn restarted_daemon_is_accepted() {
     let mut state = watched(30, &["vm1"]);
-    state.lose("gone".to_owned());
+    state.set_unreachable("gone".to_owned());
     assert_eq!(state.rates.of("vm1"), None, "nothing is known of now");
-    state.learn(report(20, &["vm1"]), Duration::from_secs(9));
-    assert_eq!((state.lost.as_deref(), state.rates.of("vm1")), (None, None), "it counts anew");
-    state.learn(report(40, &["vm1"]), Duration::from_secs(10));
+    state.add_report(report(20, &["vm1"]), Duration::from_secs(9));
+    assert_eq!((state.query_error.as_deref(), state.rates.of("vm1")), (None, None), "it counts anew");
+    state.add_report(report(40, &["vm1"]), Duration::from_secs(10));
     assert_eq!(state.rates.of("vm1").unwrap().iops(), 1000.0);
 }

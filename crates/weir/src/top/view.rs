@@ -24,9 +24,9 @@ use ratatui::{
     text::{Line, Span},
 };
 
-use super::state::{Mode, State};
+use super::state::{TopMode, TopState};
 
-pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
+pub(super) fn draw(frame: &mut Frame<'_>, state: &mut TopState) {
     if !screen::has_room(frame, "weir top") {
         return;
     }
@@ -46,20 +46,20 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     draw_title(frame, title, state);
     rows::draw(frame, list, state);
     let all = state.rows();
-    if let Some(row) = all.get(state.chosen(&all)) {
+    if let Some(row) = all.get(state.selected_row(&all)) {
         charts::draw(frame, pictures, state, row);
         details::draw(frame, facts, state, row);
     }
     draw_keys(frame, keys, state);
     match &state.mode {
-        Mode::List | Mode::Filter(_) => {}
-        Mode::Edit(edit) => windows::draw_edit(frame, area, edit),
-        Mode::Help => screen::help(frame, windows::HELP),
+        TopMode::List | TopMode::Filter(_) => {}
+        TopMode::Edit(edit) => windows::draw_edit(frame, area, edit),
+        TopMode::Help => screen::help(frame, windows::HELP),
     }
 }
 
-fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
-    let State { report, target, lost, .. } = state;
+fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
+    let TopState { report, target, query_error: lost, .. } = state;
     let name = Span::styled(format!(" weir {} ", report.version), Modifier::BOLD);
     let line = match lost {
         Some(said) => Line::from(vec![name, Span::styled(format!("no response, retrying: {said}"), FAULT)]),
@@ -74,11 +74,11 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
             Line::from(vec![name, Span::raw(facts)])
         }
     };
-    frame.render_widget(fitted(line, area.width), area);
+    frame.render_widget(truncated(line, area.width), area);
 }
 
 /// Truncates a line to the width, with an ellipsis.
-fn fitted(line: Line<'static>, width: u16) -> Line<'static> {
+fn truncated(line: Line<'static>, width: u16) -> Line<'static> {
     let width = usize::from(width);
     if line.width() <= width {
         return line;
@@ -107,9 +107,9 @@ fn count(number: usize, what: &str) -> String {
     figures::counted(number as u64, what)
 }
 
-fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
+fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
     let line = match (&state.mode, &state.notice) {
-        (Mode::Filter(field), _) => {
+        (TopMode::Filter(field), _) => {
             let (text, column) = field.window(usize::from(area.width).saturating_sub(10));
             frame.set_cursor_position((area.x + 9 + column as u16, area.y));
             Line::from(vec![Span::styled(" filter: ", Modifier::BOLD), Span::raw(text)])
@@ -120,7 +120,7 @@ fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
             DIMMED,
         ),
     };
-    frame.render_widget(fitted(line, area.width), area);
+    frame.render_widget(truncated(line, area.width), area);
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 
-use crate::client::Target;
+use crate::client::ControlAddress;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -51,5 +51,5 @@ pub(crate) struct VerifyArgs {
     pub(crate) json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
-    pub(crate) qmp: Option<Target>,
+    pub(crate) qmp: Option<ControlAddress>,
 }

@@ -5,23 +5,23 @@ use std::path::{self, Path};
 use api::{DiskStatus, MemberSettings, PrefetchSettings};
 use settings::{DesiredState, config, prefetch::short_name};
 
-use super::judge::{Finding, Verdict};
+use super::judge::{GuaranteeFinding, GuaranteeVerdict};
 use crate::client::{
-    change::Name,
-    report::{Node, Report},
+    change::SettingName,
+    report::{StatusNode, DaemonReport},
 };
 
 /// Desired state of disks and groups: settings that can be changed at run time, and how disks are
 /// opened.
-pub(super) struct Intended(Vec<Of>);
+pub(super) struct ConfiguredState(Vec<ConfiguredNode>);
 
-struct Of {
+struct ConfiguredNode {
     name: String,
     settings: MemberSettings,
-    as_what: As,
+    as_what: ConfiguredKind,
 }
 
-enum As {
+enum ConfiguredKind {
     Group {
         /// True if its limits come from the cluster and not from the file.
         is_cluster: bool,
@@ -33,34 +33,34 @@ enum As {
 ///
 /// # Errors
 /// Those of a daemon that loads the file.
-pub(super) fn load(path: &Path) -> anyhow::Result<Intended> {
-    Ok(Intended::of(DesiredState::new(config::load(path)?, 0)?))
+pub(super) fn load(path: &Path) -> anyhow::Result<ConfiguredState> {
+    Ok(ConfiguredState::of(DesiredState::new(config::load(path)?, 0)?))
 }
 
-impl Intended {
+impl ConfiguredState {
     fn of(plan: DesiredState) -> Self {
-        let groups = plan.groups.iter().map(|group| Of {
+        let groups = plan.groups.iter().map(|group| ConfiguredNode {
             name: group.name.clone(),
-            settings: in_words(&group.settings, group.group.clone(), None),
-            as_what: As::Group { is_cluster: group.cluster },
+            settings: reported_form(&group.settings, group.group.clone(), None),
+            as_what: ConfiguredKind::Group { is_cluster: group.cluster },
         });
-        let disks = plan.disks.iter().map(|disk| Of {
+        let disks = plan.disks.iter().map(|disk| ConfiguredNode {
             name: disk.name.clone(),
-            settings: in_words(&disk.settings, disk.group.clone(), Some(&disk.prefetch)),
-            as_what: As::Disk(Box::new(disk.clone().into_config())),
+            settings: reported_form(&disk.settings, disk.group.clone(), Some(&disk.prefetch)),
+            as_what: ConfiguredKind::Disk(Box::new(disk.clone().into_config())),
         });
         Self(groups.chain(disks).collect())
     }
 
     /// Findings for each disk and group: one for each difference, or one that there is none.
-    pub(super) fn compare(&self, report: &Report) -> Vec<Finding> {
+    pub(super) fn compare(&self, report: &DaemonReport) -> Vec<GuaranteeFinding> {
         self.0.iter().flat_map(|of| of.compare(report)).collect()
     }
 }
 
-impl Of {
-    fn compare(&self, report: &Report) -> Vec<Finding> {
-        let line = |asked: String, measured: String, verdict| Finding {
+impl ConfiguredNode {
+    fn compare(&self, report: &DaemonReport) -> Vec<GuaranteeFinding> {
+        let line = |asked: String, measured: String, verdict| GuaranteeFinding {
             kind: self.kind(),
             name: self.name.clone(),
             promise: "config".to_owned(),
@@ -70,51 +70,51 @@ impl Of {
             measured,
         };
         let Some(node) = report.find(&self.name).filter(|node| node.kind() == self.kind()) else {
-            return vec![line(format!("a {}", self.kind()), "missing".to_owned(), Verdict::Broken)];
+            return vec![line(format!("a {}", self.kind()), "missing".to_owned(), GuaranteeVerdict::Broken)];
         };
-        let differs = |Difference { key, runs, said }| {
+        let differs = |SettingDifference { key, running: runs, configured: said }| {
             let measured = format!("{key} is {runs}, in the file {said}");
-            line(format!("{key} {said}"), measured, Verdict::Broken)
+            line(format!("{key} {said}"), measured, GuaranteeVerdict::Broken)
         };
         let lines: Vec<_> = self.differences(node).into_iter().map(differs).collect();
         if lines.is_empty() {
-            return vec![line("as in the file".to_owned(), "in force".to_owned(), Verdict::Held)];
+            return vec![line("as in the file".to_owned(), "in force".to_owned(), GuaranteeVerdict::Held)];
         }
         lines
     }
 
     fn kind(&self) -> &'static str {
         match self.as_what {
-            As::Group { .. } => "group",
-            As::Disk(_) => "disk",
+            ConfiguredKind::Group { .. } => "group",
+            ConfiguredKind::Disk(_) => "disk",
         }
     }
 
-    fn differences(&self, node: Node<'_>) -> Vec<Difference> {
+    fn differences(&self, node: StatusNode<'_>) -> Vec<SettingDifference> {
         let opened = match (&self.as_what, node) {
-            (As::Disk(said), Node::Disk(runs)) => otherwise_opened(runs, said),
+            (ConfiguredKind::Disk(said), StatusNode::Disk(runs)) => open_differences(runs, said),
             _ => Vec::new(),
         };
-        let is_cluster = matches!(self.as_what, As::Group { is_cluster: true });
+        let is_cluster = matches!(self.as_what, ConfiguredKind::Group { is_cluster: true });
         // Limits of a cluster-wide group are in etcd and not in the file.
-        let names = Name::all().filter(|name| !(is_cluster && matches!(name, Name::Limit(_))));
+        let names = SettingName::all().filter(|name| !(is_cluster && matches!(name, SettingName::Limit(_))));
         let set = names.filter_map(|name| {
             let [runs, said] = [node.settings(), &self.settings].map(|settings| name.of(settings));
             let differs = runs != said;
-            differs.then(|| Difference { key: name.text(), runs: name.show(&runs), said: name.show(&said) })
+            differs.then(|| SettingDifference { key: name.text(), running: name.format(&runs), configured: name.format(&said) })
         });
         opened.into_iter().chain(set).collect()
     }
 }
 
-struct Difference {
+struct SettingDifference {
     key: &'static str,
-    runs: String,
-    said: String,
+    running: String,
+    configured: String,
 }
 
 /// The settings in the form of a daemon's report.
-fn in_words(
+fn reported_form(
     settings: &settings::ThrottleConfig,
     group: Option<String>,
     prefetch: Option<&policy::prefetch::PrefetchConfig>,
@@ -140,7 +140,7 @@ fn in_words(
 }
 
 /// Differences in how a disk was opened and in its error policy, as far as a daemon reports them.
-fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Difference> {
+fn open_differences(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<SettingDifference> {
     let image = said.image.path().and_then(|path| path::absolute(path).ok());
     // The daemon reports absolute paths.
     let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
@@ -159,7 +159,7 @@ fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Diffe
     let differing =
         told.filter(|(key, runs, said)| runs != said && !(*key == "image" && is_same(runs, said)));
     let difference =
-        |(key, runs, said): (_, &str, &str)| Difference { key, runs: runs.to_owned(), said: said.to_owned() };
+        |(key, runs, said): (_, &str, &str)| SettingDifference { key, running: runs.to_owned(), configured: said.to_owned() };
     differing.map(difference).collect()
 }
 
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_that_are_a_cluster_s_are_not_the_file_s() {
+    fn cluster_limits_are_not_compared_with_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("weir.toml");
         let text = "[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = [\"http://127.0.0.1:2379\"]\n\
@@ -185,7 +185,7 @@ mod tests {
         let intended = load(&file).unwrap();
         let group = |name: &str, weight: u64| json!({ "name": name, "weight": weight, "limits": { "iops-total": 500 } });
         let report =
-            Report::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string()).unwrap();
+            DaemonReport::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string()).unwrap();
         let told: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
         let expect =
             ["in force", "iops-total is 500, in the file none", "weight is 100, in the file 50", "missing"];

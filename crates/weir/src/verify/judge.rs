@@ -16,46 +16,46 @@ use policy::{
     throttle::{LimitKind, LimitPart, LimitSetting},
 };
 
-use crate::client::report::{Node, Report};
+use crate::client::report::{StatusNode, DaemonReport};
 
 /// Fractions of a reservation and of a share that must be met, as in the alerts of
 /// `packaging/prometheus`.
-const RESERVED: f64 = 0.95;
-const SHARED: f64 = 0.9;
+const RESERVATION_FRACTION: f64 = 0.95;
+const SHARE_FRACTION: f64 = 0.9;
 /// Shortest time with waiting requests, in seconds, that is enough for a verdict.
-const SHORTEST_S: f64 = 3.0;
+const MIN_LOAD_S: f64 = 3.0;
 /// Largest I/O into which requests are merged, in bytes; few requests are larger.
 const LARGEST_IO: f64 = 1_048_576.0;
 /// Shares of time above which a limit counts as the effective one, and below which it is
 /// negligible.
-const MATTERS: f64 = 0.9;
-const DOES_NOT_MATTER: f64 = 0.1;
+const EFFECTIVE: f64 = 0.9;
+const NEGLIGIBLE: f64 = 0.1;
 
 /// A report, with the times of its request and response in seconds since the first request.
-pub(super) struct Look {
-    pub(super) report: Report,
-    pub(super) asked_s: f64,
-    pub(super) had_s: f64,
+pub(super) struct TimedReport {
+    pub(super) report: DaemonReport,
+    pub(super) requested_s: f64,
+    pub(super) received_s: f64,
 }
 
 /// Verdict on a guarantee.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum GuaranteeVerdict {
     Held,
     Broken,
     /// There was no load for it, or not for long enough.
-    NotAsked,
+    NoLoad,
     /// It cannot be checked, for this reason.
-    NotJudged(&'static str),
+    NotChecked(&'static str),
 }
 
-impl Verdict {
+impl GuaranteeVerdict {
     pub(super) fn word(&self) -> &'static str {
         match self {
             Self::Held => "held",
             Self::Broken => "broken",
-            Self::NotAsked => "not asked",
-            Self::NotJudged(_) => "not judged",
+            Self::NoLoad => "not asked",
+            Self::NotChecked(_) => "not judged",
         }
     }
 
@@ -66,7 +66,7 @@ impl Verdict {
 
 /// One line of the result.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Finding {
+pub(super) struct GuaranteeFinding {
     /// `disk` or `group`.
     pub(super) kind: &'static str,
     pub(super) name: String,
@@ -74,24 +74,24 @@ pub(super) struct Finding {
     pub(super) asked: String,
     pub(super) measured: String,
     /// Numbers of `asked` and `measured` for programs: operations, bytes, seconds or nanoseconds.
-    pub(super) figures: Figures,
-    pub(super) verdict: Verdict,
+    pub(super) figures: FindingFigures,
+    pub(super) verdict: GuaranteeVerdict,
 }
 
 /// State accumulated from the reports so far.
-pub(super) struct Judge {
+pub(super) struct GuaranteeChecker {
     wait_p99_ns: Option<u64>,
-    before: Option<Look>,
-    nodes: BTreeMap<(&'static str, String), Seen>,
+    before: Option<TimedReport>,
+    nodes: BTreeMap<(&'static str, String), CheckedNode>,
 }
 
 /// State of one disk or group.
-struct Seen {
+struct CheckedNode {
     settings: MemberSettings,
     /// Reason why none of its guarantees can be checked.
     unclear: Option<&'static str>,
     /// Indexed by [`LimitKind::index`].
-    limits: [Passed; 6],
+    limits: [LimitAdmissions; 6],
     /// Seconds in which its requests waited, and requests and bytes admitted in these.
     waiting_s: f64,
     waiting: [f64; 2],
@@ -108,15 +108,15 @@ struct Seen {
 
 /// Admissions by a limit.
 #[derive(Clone, Copy, Default)]
-struct Passed {
+struct LimitAdmissions {
     units: f64,
     seconds: f64,
     /// Least value of (units less rate × time) at any report so far.
     least: Option<f64>,
     /// Largest excess over the rate between two reports.
-    beyond: f64,
+    excess: f64,
     /// Largest number of units of one request, estimated.
-    one: f64,
+    largest_request: f64,
 }
 
 const CHANGED: &str = "its settings changed meanwhile";
@@ -124,16 +124,16 @@ pub(super) const RESTARTED: &str = "the daemon restarted meanwhile";
 const LIFTED: &str = "its watermark lifted or scaled its limits";
 const BY_SIZE: &str = "iops-size counts large requests as several";
 const WITH_GROUPS: &str = "its group contains groups, which take a share as well";
-const PROMISED: &str = "a disk of its group has a reservation, which comes before weights";
+const HAS_RESERVATIONS: &str = "a disk of its group has a reservation, which comes before weights";
 
-impl Judge {
+impl GuaranteeChecker {
     pub(super) fn new(wait_p99_ns: Option<u64>) -> Self {
         Self { wait_p99_ns, before: None, nodes: BTreeMap::new() }
     }
 
-    pub(super) fn take(&mut self, look: Look) {
+    pub(super) fn add_report(&mut self, look: TimedReport) {
         for node in nodes(&look.report) {
-            let seen = self.nodes.entry(key(node)).or_insert_with(|| Seen::new(node.settings()));
+            let seen = self.nodes.entry(key(node)).or_insert_with(|| CheckedNode::new(node.settings()));
             seen.unclear = seen.unclear.or_else(|| {
                 let is_enforced =
                     node.watermark_status().enforcement.as_deref().is_none_or(|word| word == "enforced");
@@ -148,16 +148,16 @@ impl Judge {
         // After `compare`: a minimum that includes this report would hide an excess that ends at
         // it.
         for node in nodes(&look.report) {
-            self.seen(node).begin_limits(node, look.asked_s);
+            self.seen(node).begin_limits(node, look.requested_s);
         }
         self.before = Some(look);
     }
 
-    fn seen(&mut self, node: Node<'_>) -> &mut Seen {
+    fn seen(&mut self, node: StatusNode<'_>) -> &mut CheckedNode {
         self.nodes.get_mut(&key(node)).expect("each report's nodes are put there first")
     }
 
-    fn compare(&mut self, before: &Look, now: &Look) {
+    fn compare(&mut self, before: &TimedReport, now: &TimedReport) {
         // Counters of different runs cannot be subtracted.
         if now.report.uptime_ns <= before.report.uptime_ns {
             self.nodes.values_mut().for_each(|seen| seen.unclear = Some(RESTARTED));
@@ -166,34 +166,34 @@ impl Judge {
         let seconds = (now.report.uptime_ns - before.report.uptime_ns) as f64 / 1e9;
         for node in nodes(&now.report) {
             let Some(earlier) = find(&before.report, node) else { continue };
-            let Some(passed) = Step::between(earlier.throttle(), node.throttle()) else { continue };
+            let Some(passed) = AdmissionDelta::between(earlier.throttle(), node.throttle()) else { continue };
             let seen = self.seen(node);
-            seen.limit(node, now.had_s, &passed, seconds);
+            seen.limit(node, now.received_s, &passed, seconds);
             // Waiting at both ends is taken for waiting throughout: reports are a second apart.
             if waits(earlier) && waits(node) {
                 seen.waiting_s += seconds;
                 seen.waiting[0] += passed.requests;
                 seen.waiting[1] += passed.bytes;
             }
-            if let (Node::Disk(_), Some(WaitPercentiles { p99, .. })) = (node, node.throttle().recent_wait_ns)
+            if let (StatusNode::Disk(_), Some(WaitPercentiles { p99, .. })) = (node, node.throttle().recent_wait_ns)
             {
                 seen.longest_wait_ns = seen.longest_wait_ns.max(p99);
             }
         }
         for group in &now.report.groups {
-            self.share(&before.report, &now.report, Node::Group(group), seconds);
+            self.share(&before.report, &now.report, StatusNode::Group(group), seconds);
         }
     }
 
     /// Accounts the shares of a group's disks that all waited for this group's limits alone.
-    fn share(&mut self, before: &Report, now: &Report, group: Node<'_>, seconds: f64) {
+    fn share(&mut self, before: &DaemonReport, now: &DaemonReport, group: StatusNode<'_>, seconds: f64) {
         let Some(earlier) = find(before, group) else { return };
         let (Some(limited), Some(kind)) =
             (limited(earlier, group, seconds), group.throttle().binding.as_deref().and_then(kind))
         else {
             return;
         };
-        if limited < MATTERS {
+        if limited < EFFECTIVE {
             return;
         }
         let by_size = group.settings().limits.get("iops-size").is_some_and(|size| *size > 0);
@@ -204,17 +204,17 @@ impl Judge {
         let mut members = Vec::new();
         for disk in now.disks.iter().filter(|disk| of_this(&disk.settings)) {
             let Some(earlier) = before.disks.iter().find(|earlier| earlier.name == disk.name) else { return };
-            let (earlier, node) = (Node::Disk(earlier), Node::Disk(disk));
-            let Some(step) = Step::between(earlier.throttle(), node.throttle()) else { return };
+            let (earlier, node) = (StatusNode::Disk(earlier), StatusNode::Disk(disk));
+            let Some(step) = AdmissionDelta::between(earlier.throttle(), node.throttle()) else { return };
             // A disk that its own limit slows down, or that did not wait, does not compete for the
             // share.
             let own = self::limited(earlier, node, seconds).unwrap_or(1.0);
-            if !(waits(earlier) && waits(node)) || own > DOES_NOT_MATTER {
+            if !(waits(earlier) && waits(node)) || own > NEGLIGIBLE {
                 continue;
             }
             let is_promised = [disk.settings.iops_reservation, disk.settings.bps_reservation];
             if is_promised.into_iter().flatten().any(|rate| rate > 0) {
-                unclear = unclear.or(Some(PROMISED));
+                unclear = unclear.or(Some(HAS_RESERVATIONS));
             }
             members.push((disk, step.of(kind)));
         }
@@ -225,7 +225,7 @@ impl Judge {
             return;
         }
         for (disk, units) in members {
-            let seen = self.seen(Node::Disk(disk));
+            let seen = self.seen(StatusNode::Disk(disk));
             if let Some(why) = unclear {
                 (seen.unshared_s, seen.unshared) = (seen.unshared_s + seconds, Some(why));
                 continue;
@@ -239,13 +239,13 @@ impl Judge {
     }
 
     /// One finding for each guarantee of the wanted nodes.
-    pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
+    pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<GuaranteeFinding> {
         let wanted = self.nodes.iter().filter(|((_, name), _)| is_wanted(name));
         wanted.flat_map(|((kind, name), seen)| seen.findings(kind, name, self.wait_p99_ns)).collect()
     }
 }
 
-impl Seen {
+impl CheckedNode {
     fn new(settings: &MemberSettings) -> Self {
         Self {
             settings: settings.clone(),
@@ -274,7 +274,7 @@ impl Seen {
         if burst > 0.0 { burst } else { self.setting(kind, LimitPart::Rate) / 10.0 }
     }
 
-    fn begin_limits(&mut self, node: Node<'_>, asked_s: f64) {
+    fn begin_limits(&mut self, node: StatusNode<'_>, asked_s: f64) {
         for kind in LimitKind::ALL {
             let least = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * asked_s;
             let passed = &mut self.limits[kind.index()];
@@ -282,48 +282,48 @@ impl Seen {
         }
     }
 
-    fn limit(&mut self, node: Node<'_>, had_s: f64, step: &Step, seconds: f64) {
+    fn limit(&mut self, node: StatusNode<'_>, had_s: f64, step: &AdmissionDelta, seconds: f64) {
         for kind in LimitKind::ALL {
             let now = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * had_s;
             let passed = &mut self.limits[kind.index()];
             passed.units += step.of(kind);
             passed.seconds += seconds;
-            passed.beyond = passed.least.map_or(passed.beyond, |least| passed.beyond.max(now - least));
+            passed.excess = passed.least.map_or(passed.excess, |least| passed.excess.max(now - least));
             if step.requests > 0.0 {
                 let length = step.bytes / step.requests;
                 // A bucket admits while its level is at most its capacity, so the last I/O may
                 // exceed it by its own size. Bytes: twice the mean size, as only the mean is known.
                 // Operations: one merged I/O may consist of this many requests.
                 let one = if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
-                passed.one = passed.one.max(one);
+                passed.largest_request = passed.largest_request.max(one);
             }
         }
     }
 
-    fn findings(&self, kind: &'static str, name: &str, wait_p99_ns: Option<u64>) -> Vec<Finding> {
+    fn findings(&self, kind: &'static str, name: &str, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
         let line =
-            |promise: &str, [asked, measured]: [String; 2], figures: Figures, verdict: Verdict| Finding {
+            |promise: &str, [asked, measured]: [String; 2], figures: FindingFigures, verdict: GuaranteeVerdict| GuaranteeFinding {
                 kind,
                 name: name.to_owned(),
                 promise: promise.to_owned(),
                 asked,
                 measured,
                 figures,
-                verdict: self.unclear.map_or(verdict, Verdict::NotJudged),
+                verdict: self.unclear.map_or(verdict, GuaranteeVerdict::NotChecked),
             };
         let mut findings = Vec::new();
         for kind in LimitKind::ALL.into_iter().filter(|&kind| self.setting(kind, LimitPart::Rate) > 0.0) {
-            let Passed { units, seconds, beyond, one, .. } = self.limits[kind.index()];
+            let LimitAdmissions { units, seconds, excess: beyond, largest_request: one, .. } = self.limits[kind.index()];
             let burst = self.burst(kind);
             let one = if kind.counts_bytes() { one.max(LARGEST_IO) } else { one };
             let verdict = match () {
-                () if units == 0.0 => Verdict::NotAsked,
+                () if units == 0.0 => GuaranteeVerdict::NoLoad,
                 () if !kind.counts_bytes()
                     && self.settings.limits.get("iops-size").is_some_and(|&n| n > 0) =>
                 {
-                    Verdict::NotJudged(BY_SIZE)
+                    GuaranteeVerdict::NotChecked(BY_SIZE)
                 }
-                () => Verdict::of(beyond <= burst + one),
+                () => GuaranteeVerdict::of(beyond <= burst + one),
             };
             let show = |units: f64| shown(kind.counts_bytes(), units);
             let (rate, passed) = (self.setting(kind, LimitPart::Rate), a_second(units, seconds));
@@ -337,21 +337,21 @@ impl Seen {
         let weight = self.settings.weight.unwrap_or(100);
         if self.sharing_s > 0.0 {
             let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
-            let held = self.shared >= SHARED * self.share;
+            let held = self.shared >= SHARE_FRACTION * self.share;
             // Over a short time, a single large request can distort a share.
-            let verdict = if self.sharing_s < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(held) };
+            let verdict = if self.sharing_s < MIN_LOAD_S { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(held) };
             let measured = format!("{:.0}% of its share", 100.0 * got / should.max(1e-9));
             let figures = vec![("weight", weight as f64), ("share", should), ("passed", got)];
             findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
         } else if let Some(why) = self.unshared {
             let measured = format!("shared for {:.0}s", self.unshared_s);
             let figures = vec![("weight", weight as f64)];
-            let verdict = Verdict::NotJudged(why);
+            let verdict = GuaranteeVerdict::NotChecked(why);
             findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
         }
         if let (Some(most), "disk") = (wait_p99_ns, kind) {
             let longest = self.longest_wait_ns;
-            let verdict = if longest == 0 { Verdict::NotAsked } else { Verdict::of(longest <= most) };
+            let verdict = if longest == 0 { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(longest <= most) };
             let figures = vec![("most-ns", most as f64), ("wait-p99-ns", longest as f64)];
             let texts = [most, longest].map(figures::time);
             findings.push(line("wait-p99", texts, figures, verdict));
@@ -361,7 +361,7 @@ impl Seen {
 
     /// Findings for reservations. If both rates are reserved, one suffices: the size of the
     /// requests determines which.
-    fn reservations(&self, line: impl Fn(&str, [String; 2], Figures, Verdict) -> Finding) -> Vec<Finding> {
+    fn reservations(&self, line: impl Fn(&str, [String; 2], FindingFigures, GuaranteeVerdict) -> GuaranteeFinding) -> Vec<GuaranteeFinding> {
         let promised = [
             ("iops-reservation", false, self.settings.iops_reservation, self.waiting[0]),
             ("bps-reservation", true, self.settings.bps_reservation, self.waiting[1]),
@@ -371,10 +371,10 @@ impl Seen {
         });
         let promised: Vec<_> = promised.collect();
         let seconds = self.waiting_s;
-        let is_kept = |rate: f64, units: f64| units >= RESERVED * rate * seconds;
+        let is_kept = |rate: f64, units: f64| units >= RESERVATION_FRACTION * rate * seconds;
         let any = promised.iter().any(|&(_, _, rate, units)| is_kept(rate, units));
         let lines = promised.into_iter().map(|(promise, is_bytes, rate, units)| {
-            let verdict = if seconds < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(any) };
+            let verdict = if seconds < MIN_LOAD_S { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(any) };
             let got = a_second(units, seconds);
             let asked = format!("{}/s", shown(is_bytes, rate));
             let measured = format!("{}/s in {seconds:.0}s of waiting", shown(is_bytes, got));
@@ -385,7 +385,7 @@ impl Seen {
     }
 }
 
-type Figures = Vec<(&'static str, f64)>;
+type FindingFigures = Vec<(&'static str, f64)>;
 
 /// Rate; 0 if no time passed.
 fn a_second(units: f64, seconds: f64) -> f64 {
@@ -393,13 +393,13 @@ fn a_second(units: f64, seconds: f64) -> f64 {
 }
 
 /// Admissions of a node between two reports.
-struct Step {
+struct AdmissionDelta {
     requests: f64,
     bytes: f64,
     reads: [f64; 2],
 }
 
-impl Step {
+impl AdmissionDelta {
     fn between(before: &ThrottleStatus, now: &ThrottleStatus) -> Option<Self> {
         let less = |of: fn(&ThrottledTransfers) -> u64| {
             let of_direction = |before: &ThrottledTransfers, now: &ThrottledTransfers| {
@@ -434,35 +434,35 @@ fn applies(kind: LimitKind, direction: Direction) -> bool {
 
 /// Units of a limit admitted since the daemon's start.
 fn total(throttle: &ThrottleStatus, kind: LimitKind) -> f64 {
-    Step::between(&ThrottleStatus::default(), throttle).map_or(0.0, |step| step.of(kind))
+    AdmissionDelta::between(&ThrottleStatus::default(), throttle).map_or(0.0, |step| step.of(kind))
 }
 
-fn nodes(report: &Report) -> impl Iterator<Item = Node<'_>> {
-    report.disks.iter().map(Node::Disk).chain(report.groups.iter().map(Node::Group))
+fn nodes(report: &DaemonReport) -> impl Iterator<Item = StatusNode<'_>> {
+    report.disks.iter().map(StatusNode::Disk).chain(report.groups.iter().map(StatusNode::Group))
 }
 
-fn name(node: Node<'_>) -> &str {
+fn name(node: StatusNode<'_>) -> &str {
     match node {
-        Node::Disk(disk) => &disk.name,
-        Node::Group(group) => &group.name,
+        StatusNode::Disk(disk) => &disk.name,
+        StatusNode::Group(group) => &group.name,
     }
 }
 
-fn key(node: Node<'_>) -> (&'static str, String) {
+fn key(node: StatusNode<'_>) -> (&'static str, String) {
     (node.kind(), name(node).to_owned())
 }
 
 /// This node in another report. Names are unique among disks and groups together.
-fn find<'a>(report: &'a Report, node: Node<'_>) -> Option<Node<'a>> {
+fn find<'a>(report: &'a DaemonReport, node: StatusNode<'_>) -> Option<StatusNode<'a>> {
     report.find(name(node))
 }
 
-fn waits(node: Node<'_>) -> bool {
+fn waits(node: StatusNode<'_>) -> bool {
     node.throttle().waiting.total() > 0
 }
 
 /// Share of the time in which its own limits throttled requests.
-fn limited(before: Node<'_>, now: Node<'_>, seconds: f64) -> Option<f64> {
+fn limited(before: StatusNode<'_>, now: StatusNode<'_>, seconds: f64) -> Option<f64> {
     let ns = counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)?;
     Some(ns as f64 / 1e9 / seconds)
 }

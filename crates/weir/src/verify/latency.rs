@@ -5,45 +5,45 @@
 
 use console::figures;
 
-use super::judge::{Finding, RESTARTED, Verdict};
-use crate::client::latency::{self, Counted, RequestTimes};
+use super::judge::{GuaranteeFinding, RESTARTED, GuaranteeVerdict};
+use crate::client::latency::{self, DiskRequestTimes, RequestTimes};
 
 /// Fraction of requests that must meet the target.
-const PART: f64 = 0.99;
+const QUANTILE: f64 = 0.99;
 
-pub(super) struct Latencies {
+pub(super) struct LatencyCheck {
     most_ns: u64,
-    first: Option<Counted>,
-    last: Counted,
+    first: Option<DiskRequestTimes>,
+    last: DiskRequestTimes,
 }
 
-impl Latencies {
+impl LatencyCheck {
     pub(super) fn new(most_ns: u64) -> Self {
-        Self { most_ns, first: None, last: Counted::new() }
+        Self { most_ns, first: None, last: DiskRequestTimes::new() }
     }
 
     /// Adds a histogram. Only the first and the last one count.
-    pub(super) fn take(&mut self, counted: Counted) {
+    pub(super) fn add_histograms(&mut self, counted: DiskRequestTimes) {
         self.last = counted;
         self.first.get_or_insert_with(|| self.last.clone());
     }
 
     /// A finding for each wanted disk that is in both histograms.
-    pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
+    pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<GuaranteeFinding> {
         let first = self.first.iter().flatten().filter(|(name, _)| is_wanted(name));
         let both = first.filter_map(|(name, before)| Some((name, before, self.last.get(name)?)));
         both.map(|(name, before, now)| self.finding(name, before, now)).collect()
     }
 
-    fn finding(&self, name: &str, before: &RequestTimes, now: &RequestTimes) -> Finding {
+    fn finding(&self, name: &str, before: &RequestTimes, now: &RequestTimes) -> GuaranteeFinding {
         // `None` means that counters fell: the daemon or the disk was restarted.
-        let p99 = now.since(before).map(|grown| latency::rank_ns(&grown.latencies, PART));
+        let p99 = now.since(before).map(|grown| latency::quantile_ns(&grown.latencies, QUANTILE));
         let (p99_ns, verdict) = match p99 {
-            None => (0, Verdict::NotJudged(RESTARTED)),
-            Some(None) => (0, Verdict::NotAsked),
-            Some(Some(ns)) => (ns, Verdict::of(ns <= self.most_ns)),
+            None => (0, GuaranteeVerdict::NotChecked(RESTARTED)),
+            Some(None) => (0, GuaranteeVerdict::NoLoad),
+            Some(Some(ns)) => (ns, GuaranteeVerdict::of(ns <= self.most_ns)),
         };
-        Finding {
+        GuaranteeFinding {
             kind: "disk",
             name: name.to_owned(),
             promise: "latency-p99".to_owned(),

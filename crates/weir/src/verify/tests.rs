@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::{
-    judge::{Finding, Judge, Look, Verdict},
+    judge::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict},
     *,
 };
 use crate::client::latency;
@@ -20,24 +20,24 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
     disk
 }
 
-fn look(second: f64, disks: &[Value], groups: &[Value]) -> Look {
+fn look(second: f64, disks: &[Value], groups: &[Value]) -> TimedReport {
     let uptime_ns = 1_000_000_000 + (second * 1e9) as u64;
     let report = json!({ "uptime-ns": uptime_ns, "disks": disks, "groups": groups });
-    Look { report: Report::read(&report.to_string()).unwrap(), asked_s: second, had_s: second }
+    TimedReport { report: DaemonReport::read(&report.to_string()).unwrap(), requested_s: second, received_s: second }
 }
 
-fn judged(looks: impl IntoIterator<Item = Look>, wait_p99_ns: Option<u64>) -> Vec<Finding> {
-    let mut judge = Judge::new(wait_p99_ns);
-    looks.into_iter().for_each(|look| judge.take(look));
+fn judged(looks: impl IntoIterator<Item = TimedReport>, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
+    let mut judge = GuaranteeChecker::new(wait_p99_ns);
+    looks.into_iter().for_each(|look| judge.add_report(look));
     judge.findings(|_| true)
 }
 
-fn verdicts(findings: &[Finding]) -> Vec<(&str, &str, Verdict)> {
+fn verdicts(findings: &[GuaranteeFinding]) -> Vec<(&str, &str, GuaranteeVerdict)> {
     findings.iter().map(|one| (&*one.name, &*one.promise, one.verdict.clone())).collect()
 }
 
 /// Findings for a disk with a limit of 100 IOPS and these totals of admitted requests.
-fn of_100(passed: &[u64]) -> Vec<Finding> {
+fn of_100(passed: &[u64]) -> Vec<GuaranteeFinding> {
     let limits = json!({ "limits": { "iops-total": 100 } });
     let looks = passed.iter().zip(0_u32..).map(|(&requests, second)| {
         look(second.into(), &[disk("vm1", requests, requests << 20, &limits)], &[])
@@ -46,20 +46,20 @@ fn of_100(passed: &[u64]) -> Vec<Finding> {
 }
 
 #[test]
-fn a_limit_is_its_rate_and_one_burst_between_any_two_looks() {
-    let held = Verdict::Held;
+fn limit_admits_its_rate_and_one_burst_between_reports() {
+    let held = GuaranteeVerdict::Held;
     assert_eq!(verdicts(&of_100(&[7, 117, 217, 317])), [("vm1", "iops-total", held.clone())]);
     // A burst of ten, and one more I/O of any size.
     assert_eq!(verdicts(&of_100(&[0, 111])), [("vm1", "iops-total", held)]);
-    assert_eq!(verdicts(&of_100(&[0, 112])), [("vm1", "iops-total", Verdict::Broken)]);
+    assert_eq!(verdicts(&of_100(&[0, 112])), [("vm1", "iops-total", GuaranteeVerdict::Broken)]);
     // Idle time before or after does not excuse an excess.
-    assert_eq!(verdicts(&of_100(&[0, 0, 0, 130])), [("vm1", "iops-total", Verdict::Broken)]);
-    assert_eq!(verdicts(&of_100(&[0, 130, 130, 130])), [("vm1", "iops-total", Verdict::Broken)]);
-    assert_eq!(verdicts(&of_100(&[5, 5, 5])), [("vm1", "iops-total", Verdict::NotAsked)]);
+    assert_eq!(verdicts(&of_100(&[0, 0, 0, 130])), [("vm1", "iops-total", GuaranteeVerdict::Broken)]);
+    assert_eq!(verdicts(&of_100(&[0, 130, 130, 130])), [("vm1", "iops-total", GuaranteeVerdict::Broken)]);
+    assert_eq!(verdicts(&of_100(&[5, 5, 5])), [("vm1", "iops-total", GuaranteeVerdict::NoLoad)]);
 }
 
 #[test]
-fn what_cannot_be_told_is_not_judged() {
+fn unclear_cases_are_not_checked() {
     let one = |more: [Value; 2], seconds: [f64; 2]| {
         let looks = more.iter().zip(seconds).zip([0, 1_000_000]);
         let looks =
@@ -67,9 +67,9 @@ fn what_cannot_be_told_is_not_judged() {
         judged(looks.collect::<Vec<_>>(), None).remove(0).verdict
     };
     let limits = |rate: u64| json!({ "limits": { "iops-total": rate } });
-    assert_eq!(one([limits(100), limits(100)], [0.0, 1.0]), Verdict::Broken);
+    assert_eq!(one([limits(100), limits(100)], [0.0, 1.0]), GuaranteeVerdict::Broken);
     let is_unclear = |verdict, why: &str| match verdict {
-        Verdict::NotJudged(said) => assert!(said.contains(why), "{said}"),
+        GuaranteeVerdict::NotChecked(said) => assert!(said.contains(why), "{said}"),
         other => panic!("{other:?}"),
     };
     is_unclear(one([limits(100), limits(200)], [0.0, 1.0]), "changed");
@@ -82,19 +82,19 @@ fn what_cannot_be_told_is_not_judged() {
 }
 
 #[test]
-fn a_reservation_counts_while_somebody_waits() {
+fn reservation_counts_while_requests_wait() {
     let one = |rate: u64, waiting: u64| {
         let more = json!({ "iops-reservation": 500, "waiting": { "reads": waiting } });
         let looks = (0..6).map(|second| look(second as f64, &[disk("vm1", second * rate, 0, &more)], &[]));
         judged(looks.collect::<Vec<_>>(), None).remove(0).verdict
     };
-    assert_eq!(one(500, 3), Verdict::Held);
-    assert_eq!(one(400, 3), Verdict::Broken);
-    assert_eq!(one(400, 0), Verdict::NotAsked);
+    assert_eq!(one(500, 3), GuaranteeVerdict::Held);
+    assert_eq!(one(400, 3), GuaranteeVerdict::Broken);
+    assert_eq!(one(400, 0), GuaranteeVerdict::NoLoad);
 }
 
 #[test]
-fn shares_are_of_what_waits_together() {
+fn shares_compare_disks_that_wait_together() {
     let promising = |promised: u64, rates: [u64; 2], waiting: u64| {
         let looks = (0..6_u64).map(|second| {
             let disk = |name, weight: u64, rate: u64| {
@@ -112,21 +112,21 @@ fn shares_are_of_what_waits_together() {
         judged(looks.collect::<Vec<_>>(), None)
     };
     let one = |rates, waiting| promising(0, rates, waiting);
-    let shares = |findings: &[Finding]| {
+    let shares = |findings: &[GuaranteeFinding]| {
         let shares = findings.iter().filter(|finding| finding.promise == "share");
         shares.map(|finding| (finding.name.clone(), finding.verdict.clone())).collect::<Vec<_>>()
     };
     let both = |a, b| vec![("a".to_owned(), a), ("b".to_owned(), b)];
-    assert_eq!(shares(&one([750, 250], 4)), both(Verdict::Held, Verdict::Held));
-    assert_eq!(shares(&one([500, 500], 4)), both(Verdict::Broken, Verdict::Held));
+    assert_eq!(shares(&one([750, 250], 4)), both(GuaranteeVerdict::Held, GuaranteeVerdict::Held));
+    assert_eq!(shares(&one([500, 500], 4)), both(GuaranteeVerdict::Broken, GuaranteeVerdict::Held));
     assert_eq!(shares(&one([500, 500], 0)), []);
     // The part of the capacity that weights should have divided is unknown.
-    let why = Verdict::NotJudged("a disk of its group has a reservation, which comes before weights");
+    let why = GuaranteeVerdict::NotChecked("a disk of its group has a reservation, which comes before weights");
     assert_eq!(shares(&promising(400, [750, 250], 4)), both(why.clone(), why));
 }
 
 #[test]
-fn the_longest_wait_of_any_look_counts() {
+fn longest_wait_of_any_report_counts() {
     let one = |most| {
         let waits = [1_000_000, 9_000_000, 2_000_000].into_iter().zip(0_u32..).map(|(p99, second)| {
             let more = json!({ "recent-wait-ns": { "p50": 1, "p99": p99, "max": p99 } });
@@ -134,12 +134,12 @@ fn the_longest_wait_of_any_look_counts() {
         });
         judged(waits.collect::<Vec<_>>(), Some(most)).remove(0).verdict
     };
-    assert_eq!(one(9_000_000), Verdict::Held);
-    assert_eq!(one(8_999_999), Verdict::Broken);
+    assert_eq!(one(9_000_000), GuaranteeVerdict::Held);
+    assert_eq!(one(8_999_999), GuaranteeVerdict::Broken);
 }
 
 #[test]
-fn a_latency_is_that_of_all_requests_between_two_answers() {
+fn latency_covers_requests_between_two_queries() {
     let counts = |requests: [u64; 3]| {
         let [short, long, endless] = requests;
         let answer = json!([{ "name": "db", "latencies": [
@@ -150,21 +150,21 @@ fn a_latency_is_that_of_all_requests_between_two_answers() {
         latency::read(answer).unwrap()
     };
     let between = |before: [u64; 3], now: [u64; 3]| {
-        let mut latencies = Latencies::new(10_000_000);
-        latencies.take(counts(before));
-        latencies.take(counts(now));
+        let mut latencies = LatencyCheck::new(10_000_000);
+        latencies.add_histograms(counts(before));
+        latencies.add_histograms(counts(now));
         let found = latencies.findings(|_| true).remove(0);
         (found.measured, found.verdict)
     };
-    assert_eq!(between([0, 900, 9], [990, 910, 9]), ("7.5ms".to_owned(), Verdict::Held));
-    assert_eq!(between([0, 0, 0], [989, 11, 0]), ("11ms".to_owned(), Verdict::Broken));
-    assert_eq!(between([0, 0, 0], [0, 0, 1]).1, Verdict::Broken);
-    assert_eq!(between([5, 5, 5], [5, 5, 5]).1, Verdict::NotAsked);
-    assert!(matches!(between([9, 0, 0], [5, 0, 0]).1, Verdict::NotJudged(_)));
+    assert_eq!(between([0, 900, 9], [990, 910, 9]), ("7.5ms".to_owned(), GuaranteeVerdict::Held));
+    assert_eq!(between([0, 0, 0], [989, 11, 0]), ("11ms".to_owned(), GuaranteeVerdict::Broken));
+    assert_eq!(between([0, 0, 0], [0, 0, 1]).1, GuaranteeVerdict::Broken);
+    assert_eq!(between([5, 5, 5], [5, 5, 5]).1, GuaranteeVerdict::NoLoad);
+    assert!(matches!(between([9, 0, 0], [5, 0, 0]).1, GuaranteeVerdict::NotChecked(_)));
 }
 
 #[test]
-fn a_table_has_a_line_for_each_promise() {
+fn table_has_a_line_for_each_guarantee() {
     let findings = of_100(&[0, 50, 100, 150]);
     assert_eq!(
         text(&findings),
@@ -176,7 +176,7 @@ fn a_table_has_a_line_for_each_promise() {
 proptest! {
     /// The output of a leaky bucket is never a violation, at any sampling; twice as much is one.
     #[test]
-    fn what_a_bucket_lets_pass_holds(
+    fn bucket_output_is_never_a_violation(
         rate in 20_u64..2000,
         burst in prop::option::of((1_u64..5, 1_u64..4)),
         wanted in prop::collection::vec(0_u64..4000, 2..40),
@@ -202,11 +202,11 @@ proptest! {
             level = (level - rate as f64 / 2.0).max(0.0);
         }
         let [once, twice] = looks.map(|looks| judged(looks, None).remove(0).verdict);
-        prop_assert_ne!(&once, &Verdict::Broken);
+        prop_assert_ne!(&once, &GuaranteeVerdict::Broken);
         // Twice as much is an excess only if the bucket was full for long enough.
         let seconds = (wanted.len() - 1) as f64 / 2.0;
         if passed as f64 > 0.75 * (rate as f64 * seconds + 2.0 * size) + 4.0 {
-            prop_assert_eq!(twice, Verdict::Broken);
+            prop_assert_eq!(twice, GuaranteeVerdict::Broken);
         }
     }
 }

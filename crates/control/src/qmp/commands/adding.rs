@@ -8,30 +8,30 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     adding::{self, NewDisk},
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
 };
 
 #[derive(Debug)]
 pub(super) struct AddDisk(NewDisk);
 
-impl Command for AddDisk {
+impl QmpCommand for AddDisk {
     const NAME: &'static str = "x-weir-add-disk";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let (name, keys) = (arguments.required("name")?, keys(arguments)?);
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let (name, keys) = (arguments.required("name")?, read_keys(arguments)?);
         let exports: Option<Vec<Value>> = arguments.optional("exports")?;
         let named =
             exports.iter().flatten().filter_map(|export| export["listen"].as_str()?.strip_prefix("fd:"));
-        let passed = arguments.passed();
+        let passed = arguments.descriptors();
         // Takes only descriptors that the exports name; later commands may use the rest.
-        let socket = |name: &str| Some((name.to_owned(), passed.take(name).map(PassedFd::into_owned)?));
+        let socket = |name: &str| Some((name.to_owned(), passed.take_named(name).map(PassedFd::into_owned)?));
         let sockets = named.filter_map(socket).collect();
         Ok(Self(NewDisk { name, keys, exports, sockets }))
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        Ok(json!({ "uris": self.0.add(&registry).await.map_err(Error::of)? }))
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        Ok(json!({ "uris": self.0.add(&registry).await.map_err(QmpError::from_daemon_error)? }))
     }
 }
 
@@ -41,29 +41,29 @@ pub(super) struct AddGroup {
     keys: Map<String, Value>,
 }
 
-impl Command for AddGroup {
+impl QmpCommand for AddGroup {
     const NAME: &'static str = "x-weir-add-group";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self { name: arguments.required("name")?, keys: keys(arguments)? })
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        Ok(Self { name: arguments.required("name")?, keys: read_keys(arguments)? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         if registry.objects.contains(&self.name) {
-            return Err(Error::generic(format!(
+            return Err(QmpError::generic(format!(
                 "{}: an object has this name already (choose another)",
                 self.name
             )));
         }
-        adding::group(&registry, &self.name, &self.keys).await.map_err(Error::of)?;
+        adding::add_group(&registry, &self.name, &self.keys).await.map_err(QmpError::from_daemon_error)?;
         Ok(json!({}))
     }
 }
 
-fn keys(arguments: &mut Arguments) -> Result<Map<String, Value>, Error> {
+fn read_keys(arguments: &mut QmpArguments) -> Result<Map<String, Value>, QmpError> {
     match arguments.required("keys")? {
         Value::Object(keys) => Ok(keys),
-        _ => Err(Error::wrong_type("keys", "object")),
+        _ => Err(QmpError::wrong_type("keys", "object")),
     }
 }

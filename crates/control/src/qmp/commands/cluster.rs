@@ -7,11 +7,11 @@ use serde_json::Value;
 
 use crate::{
     qmp::{
-        arguments::Arguments,
-        command::Command,
-        error::Error,
-        json::shown,
-        settings::{LimitChanges, Naming},
+        arguments::QmpArguments,
+        command::QmpCommand,
+        error::QmpError,
+        json::excerpt,
+        settings::{LimitChanges, SettingNaming},
     },
     registry::Registry,
 };
@@ -19,9 +19,9 @@ use crate::{
 /// Maximum number of hosts, from the policy.
 const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
 
-fn cluster(registry: &Registry) -> Result<Rc<ClusterMembership>, Error> {
+fn cluster(registry: &Registry) -> Result<Rc<ClusterMembership>, QmpError> {
     let none = || {
-        Error::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
+        QmpError::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
     };
     registry.cluster().cloned().ok_or_else(none)
 }
@@ -29,14 +29,14 @@ fn cluster(registry: &Registry) -> Result<Rc<ClusterMembership>, Error> {
 #[derive(Debug)]
 pub(super) struct QueryCluster;
 
-impl Command for QueryCluster {
+impl QmpCommand for QueryCluster {
     const NAME: &'static str = "x-weir-query-cluster";
 
-    fn read(_: &mut Arguments) -> Result<Self, Error> {
+    fn read(_: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self)
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let report = cluster(&registry)?.status().await;
         Ok(serde_json::to_value(report).expect("all keys are strings"))
     }
@@ -47,14 +47,14 @@ pub(super) struct ClusterSet {
     change: GroupLimitChange,
 }
 
-impl Command for ClusterSet {
+impl QmpCommand for ClusterSet {
     const NAME: &'static str = "x-weir-cluster-set";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let group: String = arguments.required("group")?;
         settings::check::check_object_name(&group)
-            .map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
-        let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
+            .map_err(|rule| QmpError::generic(format!("group {:?}: {rule}", excerpt(&group))))?;
+        let limits = LimitChanges::read(arguments, SettingNaming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("fallback-share-ppm", 0..=1_000_000)?;
         // Zero removes the setting, so that the default applies.
@@ -63,15 +63,15 @@ impl Command for ClusterSet {
         Ok(Self { change })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let cluster = cluster(&registry)?;
         if registry.disks.get(&self.change.group).is_ok() {
-            return Err(Error::generic(format!(
+            return Err(QmpError::generic(format!(
                 "{}: is a disk here, and limits of all hosts are a group's (name a group that has cluster = true; without --cluster it is the disk's own limit)",
                 self.change.group
             )));
         }
-        cluster.change(self.change).await.map_err(Error::generic)
+        cluster.change(self.change).await.map_err(QmpError::generic)
     }
 }
 
@@ -81,16 +81,16 @@ pub(super) struct ClusterRemove {
     group: String,
 }
 
-impl Command for ClusterRemove {
+impl QmpCommand for ClusterRemove {
     const NAME: &'static str = "x-weir-cluster-remove";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { group: arguments.required("group")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let change = GroupLimitChange { group: self.group, removes: true, ..GroupLimitChange::default() };
-        cluster(&registry)?.change(change).await.map_err(Error::generic)
+        cluster(&registry)?.change(change).await.map_err(QmpError::generic)
     }
 }
 
@@ -99,14 +99,14 @@ pub(super) struct ClusterForget {
     host: String,
 }
 
-impl Command for ClusterForget {
+impl QmpCommand for ClusterForget {
     const NAME: &'static str = "x-weir-cluster-forget";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { host: arguments.required("host")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        cluster(&registry)?.forget_host(self.host).await.map_err(Error::generic)
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        cluster(&registry)?.forget_host(self.host).await.map_err(QmpError::generic)
     }
 }

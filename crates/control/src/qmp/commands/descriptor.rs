@@ -11,7 +11,7 @@ use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, descriptors::Passed, error::Error},
+    qmp::{arguments::QmpArguments, command::QmpCommand, descriptors::ClientDescriptors, error::QmpError},
     registry::Registry,
 };
 
@@ -19,19 +19,19 @@ use crate::{
 pub(super) struct GetFd {
     name: String,
     descriptor: PassedFd,
-    passed: Rc<Passed>,
+    passed: Rc<ClientDescriptors>,
 }
 
-impl Command for GetFd {
+impl QmpCommand for GetFd {
     const NAME: &'static str = "getfd";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let passed = arguments.passed();
-        Ok(Self { descriptor: passed.next()?, name: arguments.required("fdname")?, passed })
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let passed = arguments.descriptors();
+        Ok(Self { descriptor: passed.take_arrived()?, name: arguments.required("fdname")?, passed })
     }
 
-    async fn run(self, _: Rc<Registry>) -> Result<Value, Error> {
-        self.passed.name(&self.name, self.descriptor)?;
+    async fn run(self, _: Rc<Registry>) -> Result<Value, QmpError> {
+        self.passed.insert_named(&self.name, self.descriptor)?;
         Ok(json!({}))
     }
 }
@@ -39,18 +39,18 @@ impl Command for GetFd {
 #[derive(Debug)]
 pub(super) struct CloseFd {
     name: String,
-    passed: Rc<Passed>,
+    passed: Rc<ClientDescriptors>,
 }
 
-impl Command for CloseFd {
+impl QmpCommand for CloseFd {
     const NAME: &'static str = "closefd";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self { name: arguments.required("fdname")?, passed: arguments.passed() })
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        Ok(Self { name: arguments.required("fdname")?, passed: arguments.descriptors() })
     }
 
-    async fn run(self, _: Rc<Registry>) -> Result<Value, Error> {
-        drop(self.passed.find(&self.name)?);
+    async fn run(self, _: Rc<Registry>) -> Result<Value, QmpError> {
+        drop(self.passed.require_named(&self.name)?);
         Ok(json!({}))
     }
 }
@@ -62,19 +62,19 @@ pub(super) struct AddFd {
     descriptor: PassedFd,
 }
 
-impl Command for AddFd {
+impl QmpCommand for AddFd {
     const NAME: &'static str = "add-fd";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let descriptor = arguments.passed().next()?;
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let descriptor = arguments.descriptors().take_arrived()?;
         let set = arguments.number("fdset-id", 0..=i64::MAX as u64)?;
         Ok(Self { set, opaque: arguments.optional("opaque")?, descriptor })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let number = self.descriptor.as_fd().as_raw_fd();
         let set = registry.objects.descriptors.add(self.set, self.descriptor, self.opaque);
-        let set = set.map_err(Error::generic)?;
+        let set = set.map_err(QmpError::generic)?;
         Ok(json!({ "fdset-id": set, "fd": number }))
     }
 }
@@ -85,17 +85,17 @@ pub(super) struct RemoveFd {
     descriptor: Option<i64>,
 }
 
-impl Command for RemoveFd {
+impl QmpCommand for RemoveFd {
     const NAME: &'static str = "remove-fd";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let descriptor = arguments.number("fd", 0..=i64::MAX as u64)?;
         // At most `i64::MAX` by the range above.
         let descriptor = descriptor.map(|number| number as i64);
         Ok(Self { set: arguments.required("fdset-id")?, descriptor })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         if registry.objects.descriptors.remove(self.set, self.descriptor) {
             return Ok(json!({}));
         }
@@ -103,7 +103,7 @@ impl Command for RemoveFd {
             Some(number) => format!("fdset-id:{}, fd:{number}", self.set),
             None => format!("fdset-id:{}", self.set),
         };
-        Err(Error::generic(format!("File descriptor named '{name}' not found")))
+        Err(QmpError::generic(format!("File descriptor named '{name}' not found")))
     }
 }
 

@@ -9,28 +9,28 @@ use settings::{
     key::{ValueError, KeyType},
 };
 
-use crate::qmp::{arguments::Arguments, error::Error};
+use crate::qmp::{arguments::QmpArguments, error::QmpError};
 
 pub(super) const TYPES: [&str; 4] = ["vhost-user-blk", "fuse", "x-ublk", "x-nbd-device"];
 
 /// Types whose clients learn whether there is a write cache, and flush accordingly.
 pub(super) const WITH_WRITE_CACHE: [&str; 2] = ["vhost-user-blk", "x-ublk"];
 
-pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<ExportTarget, Error> {
+pub(super) fn read_endpoint(kind: &str, arguments: &mut QmpArguments) -> Result<ExportTarget, QmpError> {
     Ok(match kind {
-        "vhost-user-blk" => ExportTarget::VhostUserBlk(machine(arguments)?),
+        "vhost-user-blk" => ExportTarget::VhostUserBlk(read_vhost_user(arguments)?),
         "fuse" => {
             let file: String = arguments.required("mountpoint")?;
             if file.is_empty() {
-                return Err(Error::rule("mountpoint", "is empty; write the path of a regular file"));
+                return Err(QmpError::rule("mountpoint", "is empty; write the path of a regular file"));
             }
-            ExportTarget::Fuse(with_keys(arguments, FuseConfig::new(file.into()), &[])?)
+            ExportTarget::Fuse(read_keys(arguments, FuseConfig::new(file.into()), &[])?)
         }
         "x-ublk" => {
             // Fits into u32 by the range.
             let number = arguments.number("number", 0..=(1 << 20) - 1)?.map(|number| number as u32);
-            let write_cache = !writethrough(arguments)?;
-            ExportTarget::Ublk(with_keys(
+            let write_cache = !is_writethrough(arguments)?;
+            ExportTarget::Ublk(read_keys(
                 arguments,
                 UblkConfig { number, write_cache, ..UblkConfig::default() },
                 &["write-cache"],
@@ -39,19 +39,19 @@ pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<ExportTarget
         _ => {
             let device: Option<String> = arguments.optional("device")?;
             let device = device.as_deref().unwrap_or("auto").parse();
-            let device: NbdDeviceConfig = device.map_err(|rule: String| Error::rule("device", rule))?;
-            ExportTarget::NbdDevice(with_keys(arguments, device, &[])?)
+            let device: NbdDeviceConfig = device.map_err(|rule: String| QmpError::rule("device", rule))?;
+            ExportTarget::NbdDevice(read_keys(arguments, device, &[])?)
         }
     })
 }
 
 /// Reads the keys of an export, except those that QEMU has by other names. `writable` states
 /// whether it is read-only.
-fn with_keys<K: AddressedConfig>(
-    arguments: &mut Arguments,
+fn read_keys<K: AddressedConfig>(
+    arguments: &mut QmpArguments,
     mut export: K,
     others: &[&str],
-) -> Result<K, Error> {
+) -> Result<K, QmpError> {
     for key in K::options().filter(|key| key.name != "read-only" && !others.contains(&key.name)) {
         // Converted to text, so that the config file's parser applies with its ranges.
         let text = match key.value {
@@ -61,61 +61,61 @@ fn with_keys<K: AddressedConfig>(
                 Some(Value::String(text)) => Some(text),
                 Some(Value::Number(number)) => Some(number.to_string()),
                 Some(_) => {
-                    return Err(Error::wrong_type(&arguments.name_of(key.name), "string or integer"));
+                    return Err(QmpError::wrong_type(&arguments.full_name(key.name), "string or integer"));
                 }
             },
         };
         let Some(text) = text else { continue };
         key.read(&mut export, &text, Path::new("")).map_err(|unread| match unread {
             ValueError::Malformed(rule) | ValueError::OutOfRange(rule) => {
-                Error::rule(&arguments.name_of(key.name), rule)
+                QmpError::rule(&arguments.full_name(key.name), rule)
             }
         })?;
     }
     for (key, rule) in K::REMOVED {
         if arguments.optional::<Value>(key)?.is_some() {
-            return Err(Error::rule(&arguments.name_of(key), rule));
+            return Err(QmpError::rule(&arguments.full_name(key), rule));
         }
     }
     Ok(export)
 }
 
 /// QEMU's argument for a device without a write cache.
-fn writethrough(arguments: &mut Arguments) -> Result<bool, Error> {
+fn is_writethrough(arguments: &mut QmpArguments) -> Result<bool, QmpError> {
     Ok(arguments.optional("writethrough")?.unwrap_or(false))
 }
 
 /// Arguments of QEMU's `BlockExportOptionsVhostUserBlk`; the default is one queue.
-fn machine(arguments: &mut Arguments) -> Result<VhostUserBlkConfig, Error> {
-    let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
+fn read_vhost_user(arguments: &mut QmpArguments) -> Result<VhostUserBlkConfig, QmpError> {
+    let mut address = arguments.object("addr")?.ok_or_else(|| QmpError::missing("addr"))?;
     let kind = address.choice("type", &["unix", "fd"])?;
-    let kind = kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
+    let kind = kind.ok_or_else(|| QmpError::missing(&address.full_name("type")))?;
     let (member, scheme, empty) = match kind {
         0 => ("path", "unix", "is empty; write the socket's path"),
         _ => ("str", "fd", "is empty; write the name of a socket that was passed"),
     };
     let place: String = address.required(member)?;
     if place.is_empty() {
-        return Err(Error::rule(&address.name_of(member), empty));
+        return Err(QmpError::rule(&address.full_name(member), empty));
     }
     let socket = format!("{scheme}:{place}").parse::<VhostUserSocket>();
-    let socket = socket.map_err(|rule| Error::rule(&address.name_of(member), rule))?;
+    let socket = socket.map_err(|rule| QmpError::rule(&address.full_name(member), rule))?;
     address.finish()?;
     if arguments.optional::<Value>("queues")?.is_some() {
-        return Err(Error::rule("queues", "is 'num-queues' here"));
+        return Err(QmpError::rule("queues", "is 'num-queues' here"));
     }
     if arguments.optional::<Value>("write-cache")?.is_some() {
-        return Err(Error::rule(
+        return Err(QmpError::rule(
             "write-cache",
             "is given by its inverse here, 'writethrough' (default false)",
         ));
     }
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
-    let write_cache = !writethrough(arguments)?;
+    let write_cache = !is_writethrough(arguments)?;
     // Fits into u16 by the range.
     let machine = VhostUserBlkConfig { queues: queues as u16, write_cache, ..VhostUserBlkConfig::new(socket) };
-    let machine = with_keys(arguments, machine, &["queues", "write-cache"])?;
-    machine.check().map_err(Error::generic)?;
+    let machine = read_keys(arguments, machine, &["queues", "write-cache"])?;
+    machine.check().map_err(QmpError::generic)?;
     Ok(machine)
 }
 
@@ -126,20 +126,20 @@ mod tests {
     use super::*;
 
     /// Endpoint in the syntax of the command line, or the error.
-    fn told(kind: &str, arguments: Value) -> Result<String, String> {
-        Arguments::read_all(arguments, |arguments| read(kind, arguments)).map(|door| door.to_string())
+    fn endpoint_text(kind: &str, arguments: Value) -> Result<String, String> {
+        QmpArguments::read_all(arguments, |arguments| read_endpoint(kind, arguments)).map(|door| door.to_string())
     }
 
     #[test]
-    fn a_machine_has_the_keys_of_the_config_file() {
+    fn vhost_user_export_has_the_keys_of_the_config_file() {
         let addr = json!({ "type": "unix", "path": "/s" });
         let machine = json!({
             "addr": addr, "num-queues": 4, "queue-size": 64, "serial": "disk-1", "discard": false,
             "write-zeroes": false, "client": true, "writethrough": true, "logical-block-size": 4096,
         });
         let expect = "unix:/s,queues=4,queue-size=64,serial=disk-1,logical-block-size=4096,discard=off,write-zeroes=off,write-cache=off,client=on";
-        assert_eq!(told("vhost-user-blk", machine).unwrap(), expect);
-        assert_eq!(told("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
+        assert_eq!(endpoint_text("vhost-user-blk", machine).unwrap(), expect);
+        assert_eq!(endpoint_text("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
         for (wrong, said) in [
             (json!({ "addr": addr, "queue-size": 100 }), "a power of two from 4 to 32768"),
             (json!({ "addr": addr, "serial": "x".repeat(21) }), "20 at most"),
@@ -150,7 +150,7 @@ mod tests {
             (json!({ "addr": addr, "write-cache": false }), "'writethrough'"),
             (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "needs unix:PATH"),
         ] {
-            let error = told("vhost-user-blk", wrong.clone()).unwrap_err();
+            let error = endpoint_text("vhost-user-blk", wrong.clone()).unwrap_err();
             assert!(error.contains(said), "{wrong}: {error}");
         }
     }
@@ -158,9 +158,9 @@ mod tests {
     #[test]
     fn a_device_without_a_write_cache_is_writethrough() {
         assert_eq!(
-            told("x-ublk", json!({ "writethrough": true, "queues": 2 })).unwrap(),
+            endpoint_text("x-ublk", json!({ "writethrough": true, "queues": 2 })).unwrap(),
             ",queues=2,write-cache=off"
         );
-        assert_eq!(told("x-ublk", json!({ "writethrough": false })).unwrap(), "");
+        assert_eq!(endpoint_text("x-ublk", json!({ "writethrough": false })).unwrap(), "");
     }
 }

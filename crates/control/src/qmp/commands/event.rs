@@ -5,7 +5,7 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
 };
 
@@ -14,14 +14,14 @@ pub(super) struct QueryEvents {
     since: u64,
 }
 
-impl Command for QueryEvents {
+impl QmpCommand for QueryEvents {
     const NAME: &'static str = "x-weir-query-events";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { since: arguments.number("since", 0..=u64::MAX)?.unwrap_or(0) })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         Ok(registry.events.since(self.since).iter().map(|event| event.to_json()).collect())
     }
 }

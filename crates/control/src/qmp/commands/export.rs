@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 use settings::ExportTarget;
 
 use super::door;
-use crate::users::Users;
+use crate::users::DeviceOpeners;
 use crate::{
     bitmaps,
-    qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
-    registry::{Door as Reach, NewExport, Refused, Registry, RunningDisk},
-    serving::Serving,
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, identifier, json::excerpt},
+    registry::{RunningEndpoint as Reach, NewNbdExport, RegistryError, Registry, RunningDisk},
+    serving::RunningServer,
 };
 
 /// Maximum length of a name or description in bytes: the limit of the NBD protocol ("Values",
@@ -27,20 +27,20 @@ pub(super) struct BlockExportAdd {
     id: String,
     node: String,
     writable: bool,
-    kind: Kind,
+    kind: ExportArguments,
     /// False for a command of the command line.
     is_sent: bool,
 }
 
 #[derive(Debug)]
-enum Kind {
-    Nbd(Nbd),
+enum ExportArguments {
+    Nbd(NbdExportArguments),
     /// With the socket that was passed for it, if there is one.
     Own(ExportTarget, Option<OwnedFd>),
 }
 
 #[derive(Debug)]
-struct Nbd {
+struct NbdExportArguments {
     name: String,
     description: String,
     access: AccessRules,
@@ -48,64 +48,64 @@ struct Nbd {
     listen: Option<String>,
 }
 
-impl Command for BlockExportAdd {
+impl QmpCommand for BlockExportAdd {
     const NAME: &'static str = "block-export-add";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let is_sent = arguments.sent().is_some();
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let is_sent = arguments.sent_json().is_some();
         let types = ["nbd"].into_iter().chain(door::TYPES).collect::<Vec<_>>();
-        let kind = arguments.choice("type", &types)?.ok_or_else(|| Error::missing("type"))?;
+        let kind = arguments.choice("type", &types)?.ok_or_else(|| QmpError::missing("type"))?;
         let id: String = arguments.required("id")?;
         let node: String = arguments.required("node-name")?;
         // Before the options are read, so that the more specific error wins.
-        refuse_unsupported(arguments, types[kind])?;
+        reject_unsupported(arguments, types[kind])?;
         let kind = match kind {
-            0 => Kind::Nbd(Nbd::read(arguments, &node)?),
+            0 => ExportArguments::Nbd(NbdExportArguments::read(arguments, &node)?),
             own => {
-                let door = door::read(door::TYPES[own - 1], arguments)?;
+                let door = door::read_endpoint(door::TYPES[own - 1], arguments)?;
                 let socket =
-                    door.inherited_name().and_then(|name| arguments.passed().take(name)).map(PassedFd::into_owned);
-                Kind::Own(door, socket)
+                    door.inherited_name().and_then(|name| arguments.descriptors().take_named(name)).map(PassedFd::into_owned);
+                ExportArguments::Own(door, socket)
             }
         };
         let name = match &kind {
-            Kind::Nbd(nbd) => &nbd.name,
-            Kind::Own(..) => &node,
+            ExportArguments::Nbd(nbd) => &nbd.name,
+            ExportArguments::Own(..) => &node,
         };
-        if !identifier::is_well_formed(&id) && !is_ours(&id, [&node, name]) {
-            return Err(Error::generic("Invalid block export id"));
+        if !identifier::is_well_formed(&id) && !is_generated_id(&id, [&node, name]) {
+            return Err(QmpError::generic("Invalid block export id"));
         }
         Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind, is_sent })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let Self { id, node, writable, kind, is_sent } = self;
         if registry.exports.get(&id).is_ok() {
-            return Err(Error::generic(format!("Block export id '{id}' is already in use")));
+            return Err(QmpError::generic(format!("Block export id '{id}' is already in use")));
         }
         let disk = registry
             .disks
             .get(&node)
-            .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(&node))))?;
+            .map_err(|_| QmpError::generic(format!("Cannot find device='' nor node-name='{}'", excerpt(&node))))?;
         if writable && disk.disk.image().is_read_only() {
-            return Err(Error::generic("Cannot export read-only node as writable"));
+            return Err(QmpError::generic("Cannot export read-only node as writable"));
         }
         let address = match kind {
-            Kind::Nbd(nbd) => nbd.add(&registry, &disk, &id, writable).await?,
-            Kind::Own(door, socket) => {
+            ExportArguments::Nbd(nbd) => nbd.add(&registry, &disk, &id, writable).await?,
+            ExportArguments::Own(door, socket) => {
                 if let (Some(name), Some(socket)) = (door.inherited_name(), socket) {
                     let terms =
-                        registry.exports.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+                        registry.exports.endpoint_parameters().map_err(|error| QmpError::generic(error.to_string()))?;
                     // The endpoint finds it there by its name.
                     terms.inherited.borrow_mut().add(name, socket);
                 }
-                let added = registry.add_door(id.clone(), disk, !writable, &door, None).await;
-                added.map_err(|error| Error::generic(format!("{error:#}")))?
+                let added = registry.add_endpoint(id.clone(), disk, !writable, &door, None).await;
+                added.map_err(|error| QmpError::generic(format!("{error:#}")))?
             }
         };
         // Exports of the command line belong to the config; a reload or upgrade treats them so.
-        registry.exports.get(&id)?.added.set(is_sent);
+        registry.exports.get(&id)?.is_added.set(is_sent);
         tracing::info!(export = %id, disk = %node, at = %address, "an export was added");
         Ok(json!({}))
     }
@@ -113,7 +113,7 @@ impl Command for BlockExportAdd {
 
 /// True for ids that weir assigns to exports of a config file or command line: the disk or the
 /// name, with `@` and the address if that is in use.
-fn is_ours(id: &str, names: [&String; 2]) -> bool {
+fn is_generated_id(id: &str, names: [&String; 2]) -> bool {
     let behind = |name: &String| id.strip_prefix(name.as_str());
     let is_called = |behind: &str| behind.is_empty() || behind.len() > 1 && behind.starts_with('@');
     !id.is_empty()
@@ -122,15 +122,15 @@ fn is_ours(id: &str, names: [&String; 2]) -> bool {
         && names.into_iter().filter_map(behind).any(is_called)
 }
 
-impl Nbd {
-    fn read(arguments: &mut Arguments, node: &str) -> Result<Self, Error> {
+impl NbdExportArguments {
+    fn read(arguments: &mut QmpArguments, node: &str) -> Result<Self, QmpError> {
         let bitmaps = read_bitmaps(arguments, node)?;
         let text = |key: &str, what: &str, text: String| {
             if text.len() > MAX_STRING_BYTES {
-                return Err(Error::generic(format!("{what} '{}' too long", shown(&text))));
+                return Err(QmpError::generic(format!("{what} '{}' too long", excerpt(&text))));
             }
             if text.chars().any(char::is_control) {
-                return Err(Error::rule(key, "holds a control character"));
+                return Err(QmpError::rule(key, "holds a control character"));
             }
             Ok(text)
         };
@@ -139,7 +139,7 @@ impl Nbd {
         Ok(Self {
             name: text("name", "export name", name)?,
             description: text("description", "description", description)?,
-            access: access(arguments)?,
+            access: read_access(arguments)?,
             bitmaps,
             listen: arguments.optional("x-weir-listen")?,
         })
@@ -152,11 +152,11 @@ impl Nbd {
         disk: &Rc<RunningDisk>,
         id: &str,
         writable: bool,
-    ) -> Result<String, Error> {
-        let views = bitmaps::of_image(disk, &self.bitmaps).await;
-        let views = views.map_err(|error| Error::generic(error.to_string()))?;
-        let serving = self.serving(registry, disk.disk.name())?;
-        let new = NewExport {
+    ) -> Result<String, QmpError> {
+        let views = bitmaps::find_bitmaps(disk, &self.bitmaps).await;
+        let views = views.map_err(|error| QmpError::generic(error.to_string()))?;
+        let serving = self.server(registry, disk.disk.name())?;
+        let new = NewNbdExport {
             id: id.to_owned(),
             name: self.name,
             description: self.description,
@@ -166,48 +166,48 @@ impl Nbd {
             bitmaps: views,
         };
         registry.add_export(&serving, new).map_err(|refused| match refused {
-            Refused::ExportNameTaken { name, .. } => {
-                Error::generic(format!("NBD server already has export named '{}'", shown(&name)))
+            RegistryError::ExportNameTaken { name, .. } => {
+                QmpError::generic(format!("NBD server already has export named '{}'", excerpt(&name)))
             }
-            other => Error::generic(other.to_string()),
+            other => QmpError::generic(other.to_string()),
         })?;
         Ok(serving.address())
     }
 
-    fn serving(&self, registry: &Registry, disk: &str) -> Result<Rc<Serving>, Error> {
+    fn server(&self, registry: &Registry, disk: &str) -> Result<Rc<RunningServer>, QmpError> {
         let servers = registry.exports.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
         let none = "NBD server not running (start weir with --nbd ADDRESS, or export the disk another way)";
         match (&self.listen, &*servers) {
-            (_, []) => Err(Error::generic(none)),
+            (_, []) => Err(QmpError::generic(none)),
             (Some(address), _) => {
-                servers.iter().find(|serving| serving.is_at(address)).cloned().ok_or_else(|| {
+                servers.iter().find(|serving| serving.listens_at(address)).cloned().ok_or_else(|| {
                     let addresses = addresses();
                     let known: Vec<_> = addresses.iter().map(String::as_str).collect();
-                    Error::not_accepted("x-weir-listen", &shown(address), &known)
+                    QmpError::not_accepted("x-weir-listen", &excerpt(address), &known)
                 })
             }
             (None, _) => {
-                let standard = registry.exports.standard_servers();
+                let standard = registry.exports.default_servers();
                 let is_for_all = !standard.is_empty();
                 // Without a default server, a server that exports only this disk is unambiguous.
-                let candidates = if is_for_all { standard } else { registry.exports.servers_of(disk) };
+                let candidates = if is_for_all { standard } else { registry.exports.servers_of_disk_only(disk) };
                 if let [only] = &*candidates {
                     return Ok(Rc::clone(only));
                 }
                 let why = if is_for_all { "several servers are" } else { "no server is for all disks" };
                 let rule = format!("is missing, and {why} (there are: {})", addresses().join(", "));
-                Err(Error::rule("x-weir-listen", rule))
+                Err(QmpError::rule("x-weir-listen", rule))
             }
         }
     }
 }
 
 /// Access rules; a client that they deny does not see the export.
-fn access(arguments: &mut Arguments) -> Result<AccessRules, Error> {
-    let networks = |arguments: &mut Arguments, key: &str| {
+fn read_access(arguments: &mut QmpArguments) -> Result<AccessRules, QmpError> {
+    let networks = |arguments: &mut QmpArguments, key: &str| {
         let texts: Vec<String> = arguments.optional(key)?.unwrap_or_default();
-        let read = |text: &String| text.parse().map_err(|rule: String| Error::rule(key, rule));
+        let read = |text: &String| text.parse().map_err(|rule: String| QmpError::rule(key, rule));
         texts.iter().map(read).collect::<Result<Vec<Network>, _>>()
     };
     let (allow, deny) = (networks(arguments, "x-weir-allow")?, networks(arguments, "x-weir-deny")?);
@@ -216,24 +216,24 @@ fn access(arguments: &mut Arguments) -> Result<AccessRules, Error> {
 }
 
 /// Rejects arguments of QEMU that weir does not support, unless they request weir's behaviour.
-fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error> {
+fn reject_unsupported(arguments: &mut QmpArguments, kind: &str) -> Result<(), QmpError> {
     if !door::WITH_WRITE_CACHE.contains(&kind) && arguments.optional("writethrough")?.unwrap_or(false) {
-        return Err(Error::rule(
+        return Err(QmpError::rule(
             "writethrough",
             "is a setting of the disk here (serve it with cache = \"writethrough\")",
         ));
     }
     if let Some(thread) = arguments.optional::<String>("iothread")? {
-        return Err(Error::generic(format!(
+        return Err(QmpError::generic(format!(
             "iothread \"{}\" not found (omit iothread: the daemon's --workers serve the queues)",
-            shown(&thread)
+            excerpt(&thread)
         )));
     }
     let _: Option<bool> = arguments.optional("fixed-iothread")?;
     // No node of weir is ever inactive.
     let _: Option<bool> = arguments.optional("allow-inactive")?;
     if arguments.optional::<Value>("read-only")?.is_some() {
-        return Err(Error::rule("read-only", "is given by its inverse here, 'writable' (default false)"));
+        return Err(QmpError::rule("read-only", "is given by its inverse here, 'writable' (default false)"));
     }
     // Clients can always request it.
     let _: Option<bool> = arguments.optional("allocation-depth")?;
@@ -241,18 +241,18 @@ fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error
 }
 
 /// Names of dirty bitmaps of the exported node, also in the form `{"node", "name"}`.
-fn read_bitmaps(arguments: &mut Arguments, node: &str) -> Result<Vec<String>, Error> {
+fn read_bitmaps(arguments: &mut QmpArguments, node: &str) -> Result<Vec<String>, QmpError> {
     let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
     let name = |bitmap: &Value| match bitmap {
         Value::String(name) => Ok(name.clone()),
         Value::Object(members) if members.get("node").is_none_or(|of| of == node) => {
             let name = members.get("name").and_then(Value::as_str).map(str::to_owned);
-            name.ok_or_else(|| Error::missing(&arguments.name_of("bitmaps.name")))
+            name.ok_or_else(|| QmpError::missing(&arguments.full_name("bitmaps.name")))
         }
         Value::Object(_) => {
-            Err(Error::rule(&arguments.name_of("bitmaps.node"), "is another node than the exported one"))
+            Err(QmpError::rule(&arguments.full_name("bitmaps.node"), "is another node than the exported one"))
         }
-        _ => Err(Error::wrong_type(&arguments.name_of("bitmaps"), "BlockDirtyBitmapOrStr")),
+        _ => Err(QmpError::wrong_type(&arguments.full_name("bitmaps"), "BlockDirtyBitmapOrStr")),
     };
     bitmaps.iter().map(name).collect()
 }
@@ -263,11 +263,11 @@ pub(super) struct BlockExportDel {
     removal: Removal,
 }
 
-impl Command for BlockExportDel {
+impl QmpCommand for BlockExportDel {
     const NAME: &'static str = "block-export-del";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let removal = match arguments.choice("mode", &["safe", "hard"])? {
             Some(1) => Removal::Hard,
             _ => Removal::IfUnused,
@@ -275,39 +275,39 @@ impl Command for BlockExportDel {
         Ok(Self { id: arguments.required("id")?, removal })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let id = shown(&self.id);
-        let not_found = |_| Error::generic(format!("Export '{id}' is not found"));
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        let id = excerpt(&self.id);
+        let not_found = |_| QmpError::generic(format!("Export '{id}' is not found"));
         if registry.exports.get(&self.id).map_err(not_found)?.is_ending() {
-            return Err(Error::generic(format!("Export '{id}' is already shutting down")));
+            return Err(QmpError::generic(format!("Export '{id}' is already shutting down")));
         }
         if self.removal == Removal::IfUnused {
-            refuse_used(&registry, &self.id).await?;
+            check_unused(&registry, &self.id).await?;
         }
         match registry.remove_export(&self.id, self.removal) {
             Ok(()) => {
                 tracing::info!(export = %self.id, "an export was removed");
                 Ok(json!({}))
             }
-            Err(Refused::HasClients { clients, .. }) => Err(Error::generic(format!(
+            Err(RegistryError::HasClients { clients, .. }) => Err(QmpError::generic(format!(
                 "export '{id}' still in use: {clients} (use mode 'hard' to remove it all the same)"
             ))),
-            Err(other) => Err(Error::generic(other.to_string())),
+            Err(other) => Err(QmpError::generic(other.to_string())),
         }
     }
 }
 
 /// Fails if a device of this host is mounted, claimed or open.
-async fn refuse_used(registry: &Registry, id: &str) -> Result<(), Error> {
+async fn check_unused(registry: &Registry, id: &str) -> Result<(), QmpError> {
     let export = registry.exports.get(id)?;
-    let Reach::Own(entrance) = &export.door else { return Ok(()) };
+    let Reach::Separate(entrance) = &export.endpoint else { return Ok(()) };
     let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
-    let users = reactor::run_blocking(move || Users::of(&device).with_processes().with_claims()).await;
+    let users = reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims()).await;
     match users.is_empty() {
         true => Ok(()),
-        false => Err(Error::generic(format!(
+        false => Err(QmpError::generic(format!(
             "export '{}' still in use: {users} (use mode 'hard' to remove it all the same)",
-            shown(id)
+            excerpt(id)
         ))),
     }
 }
@@ -317,7 +317,7 @@ query!(QueryBlockExports, "query-block-exports", |registry| {
     let info = exports.iter().map(|export| {
         json!({
             "id": export.id,
-            "type": export.door.kind(),
+            "type": export.endpoint.kind(),
             "node-name": &**export.disk.disk.name(),
             "shutting-down": export.is_ending(),
         })

@@ -11,11 +11,11 @@ use policy::request::Direction;
 use serde_json::{Value, json};
 
 query!(QueryLatencies, "x-weir-query-latencies", |registry| {
-    registry.disks.all().iter().map(|running| told(&running.disk)).collect()
+    registry.disks.all().iter().map(|running| histograms(&running.disk)).collect()
 });
 
 /// Returns the histograms of a disk, of reads and writes together.
-fn told(disk: &Disk) -> Value {
+fn histograms(disk: &Disk) -> Value {
     // Starts measuring at the first call.
     let measures = disk.measure();
     json!({

@@ -5,19 +5,19 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    moving::{self, Wish},
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    moving::{self, MigrationRequest},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
 };
 
 #[derive(Debug)]
-pub(super) struct MoveDisk(Wish);
+pub(super) struct MoveDisk(MigrationRequest);
 
-impl Command for MoveDisk {
+impl QmpCommand for MoveDisk {
     const NAME: &'static str = "x-weir-move-disk";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self(Wish {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        Ok(Self(MigrationRequest {
             disk: arguments.required("name")?,
             to: arguments.required("to")?,
             listen: arguments.optional("listen")?,
@@ -25,7 +25,7 @@ impl Command for MoveDisk {
         }))
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        moving::away(&registry, self.0).await.map_err(|error| Error::generic(format!("{error:#}")))
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        moving::migrate(&registry, self.0).await.map_err(|error| QmpError::generic(format!("{error:#}")))
     }
 }

@@ -23,28 +23,28 @@ use storage::{CacheMode, ImageFormat, OpenOptions, StoragePart, Root, delay::Del
 
 use crate::{
     qmp::{
-        arguments::{Arguments, Reference},
-        caches::CacheChanges,
-        error::Error,
-        errors::PolicyChanges,
+        arguments::{QmpArguments, NodeReference},
+        caches::Qcow2CacheChanges,
+        error::QmpError,
+        errors::ErrorPolicyChanges,
         identifier,
-        json::shown,
+        json::excerpt,
         prefetch::PrefetchChanges,
     },
-    registry::StorageNode,
+    registry::ProtocolNode,
 };
 
 /// Maximum length of a node's name in bytes, as in QEMU.
 const MAX_NODE_NAME: usize = 31;
 /// Maximum `reconnect-delay` and `open-timeout` in seconds: QEMU uses 32 bits.
-const MOST_SECONDS: u64 = u32::MAX as u64;
+const MAX_DELAY_SECONDS: u64 = u32::MAX as u64;
 /// Default size of `null-co`.
 const NULL_BYTES: u64 = 1 << 30;
 const DRIVERS: [&str; 9] =
     ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd", "throttle", "x-weir-memory"];
 
 #[derive(Debug, PartialEq)]
-pub(super) struct Chain {
+pub(super) struct NodeChain {
     /// Node names, topmost first; the first is the disk's.
     pub(super) names: Vec<String>,
     pub(super) group: Option<String>,
@@ -57,8 +57,8 @@ pub(super) struct Chain {
     pub(super) discards: Discards,
     pub(super) detect_zeroes: DetectZeroes,
     pub(super) prefetch: PrefetchChanges,
-    pub(super) policies: PolicyChanges,
-    pub(super) bottom: Bottom,
+    pub(super) policies: ErrorPolicyChanges,
+    pub(super) bottom: ChainBottom,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -72,14 +72,14 @@ pub(super) struct Qcow2Node {
 }
 
 #[derive(Debug, PartialEq)]
-pub(super) enum Bottom {
+pub(super) enum ChainBottom {
     Node(String),
-    Storage(StorageNode),
+    Storage(ProtocolNode),
 }
 
-impl Chain {
+impl NodeChain {
     /// `name` is the disk's name if it was already read, by weir's rule instead of QEMU's.
-    pub(super) fn read(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
+    pub(super) fn read(arguments: &mut QmpArguments, name: Option<String>) -> Result<Self, QmpError> {
         let mut chain = Self {
             names: name.into_iter().collect(),
             group: None,
@@ -90,39 +90,39 @@ impl Chain {
             discards: Discards::default(),
             detect_zeroes: DetectZeroes::default(),
             prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
-            policies: PolicyChanges::read(arguments, "x-weir-")?,
-            bottom: Bottom::Node(String::new()),
+            policies: ErrorPolicyChanges::read(arguments, "x-weir-")?,
+            bottom: ChainBottom::Node(String::new()),
         };
-        let driver = driver(arguments)?;
-        chain.node(driver, arguments, Inherited::default(), true)?;
+        let driver = read_driver(arguments)?;
+        chain.read_node(driver, arguments, InheritedOptions::default(), true)?;
         if chain.part.is_some() && chain.qcow2.is_some() {
-            return Err(Error::rule("offset", "is of a raw image, and this is a 'qcow2'"));
+            return Err(QmpError::rule("offset", "is of a raw image, and this is a 'qcow2'"));
         }
         if chain.detect_zeroes == DetectZeroes::Unmap && chain.discards == Discards::Ignore {
             let rule = "cannot be 'unmap' where 'discard' is 'ignore' (say 'on', or let discards through)";
-            return Err(Error::rule("detect-zeroes", rule));
+            return Err(QmpError::rule("detect-zeroes", rule));
         }
-        if chain.is_opened_anew() {
+        if chain.reopens_node() {
             return Ok(chain);
         }
-        if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
+        if chain.handover && matches!(chain.bottom, ChainBottom::Node(_)) {
             let rule = "is set where the image is opened";
-            return Err(Error::rule("x-weir-handover", rule));
+            return Err(QmpError::rule("x-weir-handover", rule));
         }
-        if chain.discards == Discards::Ignore && matches!(chain.bottom, Bottom::Node(_)) {
-            return Err(Error::rule(
+        if chain.discards == Discards::Ignore && matches!(chain.bottom, ChainBottom::Node(_)) {
+            return Err(QmpError::rule(
                 "discard",
                 "is set where the image is opened; 'ignore' is not supported here",
             ));
         }
-        if chain.detect_zeroes != DetectZeroes::Off && matches!(chain.bottom, Bottom::Node(_)) {
-            return Err(Error::rule("detect-zeroes", "is set where the image is opened, not here"));
+        if chain.detect_zeroes != DetectZeroes::Off && matches!(chain.bottom, ChainBottom::Node(_)) {
+            return Err(QmpError::rule("detect-zeroes", "is set where the image is opened, not here"));
         }
         Ok(chain)
     }
 
     /// Chain of one node that was opened without a format.
-    pub(super) fn of_storage(name: &str, storage: &StorageNode) -> Self {
+    pub(super) fn of_storage(name: &str, storage: &ProtocolNode) -> Self {
         Self {
             names: vec![name.to_owned()],
             group: None,
@@ -133,34 +133,34 @@ impl Chain {
             discards: storage.discards,
             detect_zeroes: storage.detect_zeroes,
             prefetch: PrefetchChanges::default(),
-            policies: PolicyChanges::default(),
-            bottom: Bottom::Storage(storage.clone()),
+            policies: ErrorPolicyChanges::default(),
+            bottom: ChainBottom::Storage(storage.clone()),
         }
     }
 
     /// True if an existing node below must be opened with other options.
-    pub(super) fn is_opened_anew(&self) -> bool {
-        matches!(self.bottom, Bottom::Node(_)) && (self.qcow2.is_some() || self.part.is_some())
+    pub(super) fn reopens_node(&self) -> bool {
+        matches!(self.bottom, ChainBottom::Node(_)) && (self.qcow2.is_some() || self.part.is_some())
     }
 
     /// Chain of these nodes over a node that is described instead of named.
-    pub(super) fn over(self, storage: &StorageNode) -> Self {
+    pub(super) fn over_storage(self, storage: &ProtocolNode) -> Self {
         Self {
             read_only: self.read_only || storage.read_only,
             handover: self.handover || storage.handover,
             discards: if storage.discards == Discards::Ignore { Discards::Ignore } else { self.discards },
             detect_zeroes: self.detect_zeroes.max(storage.detect_zeroes),
-            bottom: Bottom::Storage(storage.clone()),
+            bottom: ChainBottom::Storage(storage.clone()),
             ..self
         }
     }
 
     /// Options of its protocol node, if the nodes above do not change the format.
-    pub(super) fn as_it_lies(&self) -> Option<StorageNode> {
-        let Bottom::Storage(storage) = &self.bottom else { return None };
+    pub(super) fn plain_storage(&self) -> Option<ProtocolNode> {
+        let ChainBottom::Storage(storage) = &self.bottom else { return None };
         let is_plain = self.qcow2.is_none() && self.part.is_none();
         let Self { read_only, handover, discards, detect_zeroes, .. } = *self;
-        is_plain.then(|| StorageNode { read_only, handover, discards, detect_zeroes, ..storage.clone() })
+        is_plain.then(|| ProtocolNode { read_only, handover, discards, detect_zeroes, ..storage.clone() })
     }
 
     pub(super) fn format(&self) -> ImageFormat {
@@ -172,7 +172,7 @@ impl Chain {
     }
 
     /// Config of the described disk on this storage, without settings that can change later.
-    pub(super) fn config(&self, storage: &StorageNode) -> DiskConfig {
+    pub(super) fn config(&self, storage: &ProtocolNode) -> DiskConfig {
         DiskConfig {
             image: storage.image.clone(),
             format: Some(self.format()),
@@ -186,13 +186,13 @@ impl Chain {
             detect_zeroes: self.detect_zeroes,
             reconnect_delay: storage.reconnect_delay,
             open_timeout: storage.open_timeout,
-            delay: storage.latency.map(delay_of),
+            delay: storage.latency.map(uniform_delay),
             ..DiskConfig::default()
         }
     }
 
     /// Option that is no config key, and is valid on this host only.
-    pub(super) fn only_here(&self) -> Option<&'static str> {
+    pub(super) fn host_local_option(&self) -> Option<&'static str> {
         let node = self.qcow2.as_ref()?;
         node.key_secret.is_some().then_some("key-secret").or(node.no_backing.then_some("backing"))
     }
@@ -209,8 +209,8 @@ impl Chain {
     }
 
     fn storage_options(&self) -> OpenOptions {
-        let Bottom::Storage(node) = &self.bottom else { return OpenOptions::default() };
-        let delay = node.latency.map(delay_of);
+        let ChainBottom::Storage(node) = &self.bottom else { return OpenOptions::default() };
+        let delay = node.latency.map(uniform_delay);
         OpenOptions {
             cache: node.cache,
             format: Some(self.format()),
@@ -225,24 +225,24 @@ impl Chain {
         }
     }
 
-    fn node(
+    fn read_node(
         &mut self,
         driver: &str,
-        arguments: &mut Arguments,
-        above: Inherited,
+        arguments: &mut QmpArguments,
+        above: InheritedOptions,
         root: bool,
-    ) -> Result<(), Error> {
+    ) -> Result<(), QmpError> {
         // The name of the root may already be known: see `read`.
         if !root || self.names.is_empty() {
             let name: Option<String> = arguments.optional("node-name")?;
             if let Some(name) = &name {
                 check_name(name)?;
             } else if root {
-                return Err(Error::generic("'node-name' must be specified for the root node"));
+                return Err(QmpError::generic("'node-name' must be specified for the root node"));
             }
             self.names.extend(name);
         }
-        let common = Inherited::read(arguments, above)?;
+        let common = InheritedOptions::read(arguments, above)?;
         self.read_only |= common.read_only;
         // A discard passes only if every node permits it; QEMU's default differs from weir's.
         if arguments.choice("discard", &["unmap", "ignore"])? == Some(1) {
@@ -254,46 +254,46 @@ impl Chain {
         self.detect_zeroes = self.detect_zeroes.max(looks);
         match driver {
             "raw" => {
-                self.part = part(arguments)?.or(self.part);
-                self.below(arguments, common)
+                self.part = read_part(arguments)?.or(self.part);
+                self.read_below(arguments, common)
             }
             "qcow2" => {
-                let node = qcow2(arguments)?;
+                let node = read_qcow2(arguments)?;
                 // An internal snapshot cannot be written.
                 self.read_only |= node.snapshot.is_some();
                 if self.qcow2.replace(node).is_some() {
                     let rule = "does not go into another 'qcow2' (one image, one node)";
-                    return Err(Error::rule(&arguments.name_of("driver"), rule));
+                    return Err(QmpError::rule(&arguments.full_name("driver"), rule));
                 }
-                self.below(arguments, common)
+                self.read_below(arguments, common)
             }
             "throttle" => {
                 let group: String = arguments.required("throttle-group")?;
                 if let Some(other) = self.group.replace(group) {
-                    return Err(Error::rule(
+                    return Err(QmpError::rule(
                         "throttle-group",
-                        format!("is given twice; a disk is in one group, '{}' already", shown(&other)),
+                        format!("is given twice; a disk is in one group, '{}' already", excerpt(&other)),
                     ));
                 }
-                self.below(arguments, common)
+                self.read_below(arguments, common)
             }
             driver => {
-                self.bottom = bottom(driver, arguments, common)?;
+                self.bottom = read_storage(driver, arguments, common)?;
                 Ok(())
             }
         }
     }
 
-    fn below(&mut self, arguments: &mut Arguments, above: Inherited) -> Result<(), Error> {
+    fn read_below(&mut self, arguments: &mut QmpArguments, above: InheritedOptions) -> Result<(), QmpError> {
         match arguments.reference("file", "BlockdevRef")? {
-            None => Err(Error::missing(&arguments.name_of("file"))),
-            Some(Reference::Name(name)) => {
-                self.bottom = Bottom::Node(name);
+            None => Err(QmpError::missing(&arguments.full_name("file"))),
+            Some(NodeReference::Name(name)) => {
+                self.bottom = ChainBottom::Node(name);
                 Ok(())
             }
-            Some(Reference::Description(mut inner)) => {
-                let driver = driver(&mut inner)?;
-                self.node(driver, &mut inner, above, false)?;
+            Some(NodeReference::Description(mut inner)) => {
+                let driver = read_driver(&mut inner)?;
+                self.read_node(driver, &mut inner, above, false)?;
                 inner.finish()
             }
         }
@@ -301,13 +301,13 @@ impl Chain {
 }
 
 /// Emulated device with the same latency for every request.
-fn delay_of(time: Duration) -> DelayOptions {
+fn uniform_delay(time: Duration) -> DelayOptions {
     DelayOptions { read: time, write: time, zero: time, flush: time, parallel: None }
 }
 
 /// Options that nodes below inherit, as in QEMU.
 #[derive(Clone, Copy, Debug, Default)]
-struct Inherited {
+struct InheritedOptions {
     read_only: bool,
     auto_read_only: bool,
     force_share: bool,
@@ -315,9 +315,9 @@ struct Inherited {
     no_flush: bool,
 }
 
-impl Inherited {
-    fn read(arguments: &mut Arguments, above: Self) -> Result<Self, Error> {
-        let mut flag = |key: &str, default: bool| -> Result<bool, Error> {
+impl InheritedOptions {
+    fn read(arguments: &mut QmpArguments, above: Self) -> Result<Self, QmpError> {
+        let mut flag = |key: &str, default: bool| -> Result<bool, QmpError> {
             Ok(arguments.optional(key)?.unwrap_or(default))
         };
         let mut own = Self {
@@ -327,14 +327,14 @@ impl Inherited {
             ..above
         };
         if own.force_share && !own.read_only {
-            return Err(Error::generic("force-share=on can only be used with read-only images"));
+            return Err(QmpError::generic("force-share=on can only be used with read-only images"));
         }
         if let Some(mut cache) = arguments.object("cache")? {
             // As in QEMU, a node inherits cache options that it does not set.
             own.direct = cache.optional("direct")?.unwrap_or(above.direct);
             own.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
             if own.direct && own.no_flush {
-                return Err(Error::rule(&cache.name_of("no-flush"), "does not go with 'direct' (give one)"));
+                return Err(QmpError::rule(&cache.full_name("no-flush"), "does not go with 'direct' (give one)"));
             }
             cache.finish()?;
         }
@@ -351,30 +351,30 @@ impl Inherited {
 }
 
 /// Checks an option whose value is fixed in weir: only `possible` values are accepted.
-fn always(arguments: &mut Arguments, key: &str, words: &[&str], possible: &[&str]) -> Result<(), Error> {
+fn read_fixed(arguments: &mut QmpArguments, key: &str, words: &[&str], possible: &[&str]) -> Result<(), QmpError> {
     match arguments.choice(key, words)? {
-        Some(place) if !possible.contains(&words[place]) => Err(Error::rule(
-            &arguments.name_of(key),
+        Some(place) if !possible.contains(&words[place]) => Err(QmpError::rule(
+            &arguments.full_name(key),
             format!("is always '{}' here; '{}' is not supported", possible[0], words[place]),
         )),
         _ => Ok(()),
     }
 }
 
-fn driver(arguments: &mut Arguments) -> Result<&'static str, Error> {
+fn read_driver(arguments: &mut QmpArguments) -> Result<&'static str, QmpError> {
     let place = arguments.choice("driver", &DRIVERS)?;
-    place.map(|place| DRIVERS[place]).ok_or_else(|| Error::missing(&arguments.name_of("driver")))
+    place.map(|place| DRIVERS[place]).ok_or_else(|| QmpError::missing(&arguments.full_name("driver")))
 }
 
-fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<Bottom, Error> {
+fn read_storage(driver: &str, arguments: &mut QmpArguments, common: InheritedOptions) -> Result<ChainBottom, QmpError> {
     let (mut latency, mut device) = (None, None);
     let (mut reconnect_delay, mut open_timeout) = (Duration::ZERO, Duration::ZERO);
     let spec = match driver {
-        "rbd" => rbd(arguments)?,
+        "rbd" => read_rbd(arguments)?,
         "file" | "host_device" => {
             device = Some(driver == "host_device");
             let path: String = arguments.required("filename")?;
-            always(arguments, "locking", &["on", "auto", "off"], &["on", "auto"])?;
+            read_fixed(arguments, "locking", &["on", "auto", "off"], &["on", "auto"])?;
             // Access method in QEMU; weir always uses io_uring.
             arguments.choice("aio", &["io_uring", "threads", "native"])?;
             format!("file:{path}")
@@ -383,24 +383,24 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
             for (key, time) in
                 [("reconnect-delay", &mut reconnect_delay), ("open-timeout", &mut open_timeout)]
             {
-                *time = Duration::from_secs(arguments.number(key, 0..=MOST_SECONDS)?.unwrap_or(0));
+                *time = Duration::from_secs(arguments.number(key, 0..=MAX_DELAY_SECONDS)?.unwrap_or(0));
             }
-            super::remote::address(arguments)?
+            super::remote::read_uri(arguments)?
         }
         "null-co" => {
             let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);
             latency = nanos.map(Duration::from_nanos);
             // Without it the contents are undefined, so zeroes are valid.
             let _: Option<bool> = arguments.optional("read-zeroes")?;
-            format!("null:{}", size(arguments)?.unwrap_or(NULL_BYTES))
+            format!("null:{}", read_size(arguments)?.unwrap_or(NULL_BYTES))
         }
         _ => {
-            let bytes = size(arguments)?.ok_or_else(|| Error::missing(&arguments.name_of("size")))?;
+            let bytes = read_size(arguments)?.ok_or_else(|| QmpError::missing(&arguments.full_name("size")))?;
             format!("memory:{bytes}")
         }
     };
-    let image = spec.parse().map_err(|error| Error::generic(format!("{error}")))?;
-    Ok(Bottom::Storage(StorageNode {
+    let image = spec.parse().map_err(|error| QmpError::generic(format!("{error}")))?;
+    Ok(ChainBottom::Storage(ProtocolNode {
         image,
         device,
         cache: common.cache_mode(),
@@ -418,7 +418,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
 
 /// Arguments of QEMU's `BlockdevOptionsRbd`: the image, and the connection to its cluster. Keys
 /// must be in a keyring, where they are not exposed; `key-secret` is not supported.
-fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
+fn read_rbd(arguments: &mut QmpArguments) -> Result<String, QmpError> {
     let mut address = RbdAddress {
         pool: arguments.required("pool")?,
         namespace: arguments.optional("namespace")?,
@@ -443,25 +443,25 @@ fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
 }
 
 /// Arguments of QEMU's `BlockdevOptionsRaw`.
-fn part(arguments: &mut Arguments) -> Result<Option<StoragePart>, Error> {
+fn read_part(arguments: &mut QmpArguments) -> Result<Option<StoragePart>, QmpError> {
     let offset = arguments.optional("offset")?;
     let size = arguments.number("size", 1..=u64::MAX)?;
     let is_said = offset.is_some() || size.is_some();
     Ok(is_said.then(|| StoragePart { offset: offset.unwrap_or_default(), size }))
 }
 
-fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
+fn read_qcow2(arguments: &mut QmpArguments) -> Result<Qcow2Node, QmpError> {
     let no_backing = arguments.take_null("backing");
     if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
         let rule = "is what the image says, or null; backing files are no nodes here";
-        return Err(Error::rule(&arguments.name_of("backing"), rule));
+        return Err(QmpError::rule(&arguments.full_name("backing"), rule));
     }
-    let caches = CacheChanges::read(arguments)?.apply_to(CacheSettings::default());
+    let caches = Qcow2CacheChanges::read(arguments)?.apply_to(CacheSettings::default());
     let mut key_secret = None;
     if let Some(mut encrypt) = arguments.object("encrypt")? {
         if encrypt.choice("format", &["aes", "luks"])? == Some(0) {
             let rule = "is 'luks' here; the old 'aes' is broken and not supported";
-            return Err(Error::rule(&encrypt.name_of("format"), rule));
+            return Err(QmpError::rule(&encrypt.full_name("format"), rule));
         }
         key_secret = encrypt.optional("key-secret")?;
         encrypt.finish()?;
@@ -470,17 +470,17 @@ fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
     Ok(Qcow2Node { caches, no_backing, key_secret, snapshot })
 }
 
-fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
+fn read_size(arguments: &mut QmpArguments) -> Result<Option<u64>, QmpError> {
     arguments.number("size", 1..=1 << 63)
 }
 
 /// QEMU's rule for node names.
-fn check_name(name: &str) -> Result<(), Error> {
+fn check_name(name: &str) -> Result<(), QmpError> {
     if !identifier::is_well_formed(name) {
-        return Err(Error::generic(format!("Invalid node-name: '{}' {}", shown(name), identifier::RULE)));
+        return Err(QmpError::generic(format!("Invalid node-name: '{}' {}", excerpt(name), identifier::RULE)));
     }
     if name.len() > MAX_NODE_NAME {
-        return Err(Error::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));
+        return Err(QmpError::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));
     }
     Ok(())
 }
@@ -491,8 +491,8 @@ mod tests {
 
     use super::*;
 
-    fn read(value: Value) -> Result<Chain, String> {
-        Arguments::read_all(value, |arguments| Chain::read(arguments, None))
+    fn read(value: Value) -> Result<NodeChain, String> {
+        QmpArguments::read_all(value, |arguments| NodeChain::read(arguments, None))
     }
 
     #[track_caller]
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_is_read_to_its_bottom() {
+    fn chain_is_read_to_the_protocol_node() {
         let chain = read(json!({
             "driver": "throttle", "node-name": "t0", "throttle-group": "gold", "read-only": true,
             "file": {
@@ -518,7 +518,7 @@ mod tests {
             (options.cache, options.format, options.read_only),
             (CacheMode::None, Some(ImageFormat::Raw), true)
         );
-        let Bottom::Storage(StorageNode { image, device: Some(false), .. }) = chain.bottom else {
+        let ChainBottom::Storage(ProtocolNode { image, device: Some(false), .. }) = chain.bottom else {
             panic!("{chain:?}")
         };
         assert_eq!(
@@ -555,7 +555,7 @@ mod tests {
         );
         // A format over a named node, which is opened again with it.
         let over = read(with("file", json!("f0"))).unwrap();
-        assert!(over.is_opened_anew() && over.bottom == Bottom::Node("f0".to_owned()));
+        assert!(over.reopens_node() && over.bottom == ChainBottom::Node("f0".to_owned()));
         refused(
             with("file", with("node-name", json!("inner"))),
             "Parameter 'file.driver' does not go into another 'qcow2' (one image, one node)",
@@ -563,13 +563,13 @@ mod tests {
     }
 
     #[test]
-    fn a_bottom_may_be_there_already() {
+    fn chain_over_existing_node() {
         let chain = read(json!({"driver": "raw", "node-name": "r0", "file": "f0"})).unwrap();
-        assert_eq!((chain.names, chain.bottom), (vec!["r0".to_owned()], Bottom::Node("f0".to_owned())));
+        assert_eq!((chain.names, chain.bottom), (vec!["r0".to_owned()], ChainBottom::Node("f0".to_owned())));
     }
 
     #[test]
-    fn what_is_wrong_is_refused_in_qemus_words() {
+    fn errors_have_qemus_wording() {
         refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
         refused(
             json!({"driver": "qcow", "node-name": "a"}),

@@ -26,14 +26,14 @@ use tls::TlsServer;
 use super::weir;
 use crate::{
     adding,
-    change::Change,
+    change::RegistryChange,
     qmp::{
-        arguments::Arguments,
-        command::Command,
-        error::{Class, Error},
+        arguments::QmpArguments,
+        command::QmpCommand,
+        error::{QmpErrorClass, QmpError},
         identifier,
-        json::shown,
-        settings::{self, Changes, LimitChanges, Naming},
+        json::excerpt,
+        settings::{self, SettingChanges, LimitChanges, SettingNaming},
     },
     registry::{NamedObject, Registry},
 };
@@ -60,12 +60,12 @@ pub(super) enum ObjectAdd {
     Group {
         id: String,
         parent: Option<String>,
-        changes: Changes,
+        changes: SettingChanges,
         is_sent: bool,
     },
     Secret {
         id: String,
-        from: SecretFrom,
+        from: SecretInput,
     },
     Credentials {
         id: String,
@@ -78,19 +78,19 @@ pub(super) enum ObjectAdd {
 }
 
 #[derive(Debug)]
-pub(super) enum SecretFrom {
+pub(super) enum SecretInput {
     Data(Secret),
     File(String),
 }
 
-impl Command for ObjectAdd {
+impl QmpCommand for ObjectAdd {
     const NAME: &'static str = "object-add";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let is_sent = arguments.sent().is_some();
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let is_sent = arguments.sent_json().is_some();
         // In QEMU's order, so that of two mistakes the same one is reported.
-        let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
+        let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| QmpError::missing("qom-type"))?;
         match TYPES[kind] {
             SECRET => return read_secret(arguments),
             kind @ (X509 | PSK) => return read_credentials(kind, arguments),
@@ -101,16 +101,16 @@ impl Command for ObjectAdd {
         identifier::check("id", &id)?;
         let mut limits = LimitChanges::default();
         if let Some(mut inner) = arguments.object("limits")? {
-            limits = LimitChanges::read(&mut inner, Naming::Plain)?;
+            limits = LimitChanges::read(&mut inner, SettingNaming::Plain)?;
             inner.finish()?;
         }
-        let properties = LimitChanges::read(arguments, Naming::Property)?;
-        let own = Changes::read_own(arguments, "x-weir-")?;
+        let properties = LimitChanges::read(arguments, SettingNaming::Property)?;
+        let own = SettingChanges::read_own(arguments, "x-weir-")?;
         let parent = arguments.optional("x-weir-parent")?;
         Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)), is_sent })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let (id, parent, changes, is_sent) = match self {
             Self::Group { id, parent, changes, is_sent } => (id, parent, changes, is_sent),
             Self::Secret { id, from } => return add_secret(&registry, &id, from).await,
@@ -124,7 +124,7 @@ impl Command for ObjectAdd {
         let parent = parent.map(|name| registry.groups.get(&name)).transpose()?;
         let settings = changes.apply_to(GroupSettings::default())?;
         check_id(&registry, &id)?;
-        adding::make_group(&registry, &id, settings, parent.as_ref()).await.map_err(Error::of)?;
+        adding::add_group_object(&registry, &id, settings, parent.as_ref()).await.map_err(QmpError::from_daemon_error)?;
         if is_sent {
             registry.groups.added.borrow_mut().insert(id);
         }
@@ -132,41 +132,41 @@ impl Command for ObjectAdd {
     }
 }
 
-fn check_id(registry: &Registry, id: &str) -> Result<(), Error> {
-    if registry.groups.get(id).is_ok() || registry.objects.contains(id) { Err(duplicate(id)) } else { Ok(()) }
+fn check_id(registry: &Registry, id: &str) -> Result<(), QmpError> {
+    if registry.groups.get(id).is_ok() || registry.objects.contains(id) { Err(duplicate_error(id)) } else { Ok(()) }
 }
 
-fn duplicate(id: &str) -> Error {
-    Error::generic(format!(
+fn duplicate_error(id: &str) -> QmpError {
+    QmpError::generic(format!(
         "attempt to add duplicate property '{id}' to object (type 'container'): something of this name is \
          there already (choose another)"
     ))
 }
 
 /// Reads a secret, whose type is already read.
-fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+fn read_secret(arguments: &mut QmpArguments) -> Result<ObjectAdd, QmpError> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     if arguments.choice("format", &["raw", "base64"])? == Some(1) {
-        return Err(Error::rule("format", "is always 'raw' here; 'base64' is not supported"));
+        return Err(QmpError::rule("format", "is always 'raw' here; 'base64' is not supported"));
     }
     let data: Option<String> = arguments.optional("data")?;
     let data = data.map(|text| Secret::new(text.into_bytes()));
     let from = match (data, arguments.optional("file")?) {
-        (Some(data), None) => SecretFrom::Data(data),
-        (None, Some(file)) => SecretFrom::File(file),
-        (Some(_), Some(_)) => return Err(Error::generic("'file' and 'data' are mutually exclusive")),
-        (None, None) => return Err(Error::generic("Must provide 'file' or 'data'")),
+        (Some(data), None) => SecretInput::Data(data),
+        (None, Some(file)) => SecretInput::File(file),
+        (Some(_), Some(_)) => return Err(QmpError::generic("'file' and 'data' are mutually exclusive")),
+        (None, None) => return Err(QmpError::generic("Must provide 'file' or 'data'")),
     };
     Ok(ObjectAdd::Secret { id, from })
 }
 
-async fn add_secret(registry: &Registry, id: &str, from: SecretFrom) -> Result<Value, Error> {
+async fn add_secret(registry: &Registry, id: &str, from: SecretInput) -> Result<Value, QmpError> {
     let secret = match from {
-        SecretFrom::Data(secret) => secret,
-        SecretFrom::File(path) => {
+        SecretInput::Data(secret) => secret,
+        SecretInput::File(path) => {
             let read = adding::passphrase(registry, Path::new(&path)).await;
-            read.map_err(|why| Error::generic(format!("Unable to read {}: {why}", shown(&path))))?
+            read.map_err(|why| QmpError::generic(format!("Unable to read {}: {why}", excerpt(&path))))?
         }
     };
     check_id(registry, id)?;
@@ -175,13 +175,13 @@ async fn add_secret(registry: &Registry, id: &str, from: SecretFrom) -> Result<V
 }
 
 /// Reads QEMU's `TlsCredsX509Properties` and `TlsCredsPskProperties`, for servers only.
-fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+fn read_credentials(kind: &str, arguments: &mut QmpArguments) -> Result<ObjectAdd, QmpError> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     let ends = ["client", "server"];
     // QEMU's default is `client`.
     if arguments.choice("endpoint", &ends)? != Some(1) {
-        return Err(Error::rule("endpoint", "must be 'server' here: these objects are for servers"));
+        return Err(QmpError::rule("endpoint", "must be 'server' here: these objects are for servers"));
     }
     let directory: String = arguments.required("dir")?;
     let verify_peer = arguments.optional("verify-peer")?.unwrap_or(true);
@@ -195,7 +195,7 @@ fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, 
 }
 
 /// Reads QEMU's `AuthZSimpleProperties` and `AuthZListProperties`.
-fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+fn read_names(kind: &str, arguments: &mut QmpArguments) -> Result<ObjectAdd, QmpError> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     if kind == SIMPLE {
@@ -208,7 +208,7 @@ fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error>
         let pattern = rule.required("match")?;
         let allows = match rule.choice("policy", &["deny", "allow"])? {
             Some(policy) => policy == 1,
-            None => return Err(Error::missing(&rule.name_of("policy"))),
+            None => return Err(QmpError::missing(&rule.full_name("policy"))),
         };
         let is_glob = rule.choice("format", &["exact", "glob"])? == Some(1);
         rule.finish()?;
@@ -217,12 +217,12 @@ fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error>
     Ok(ObjectAdd::Names { id, names: NameRules { rules, default_allows: otherwise } })
 }
 
-async fn add_credentials(registry: &Registry, id: &str, of: TlsCredentialFiles) -> Result<Value, Error> {
+async fn add_credentials(registry: &Registry, id: &str, of: TlsCredentialFiles) -> Result<Value, QmpError> {
     let read = move || match of {
         TlsCredentialFiles::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
         TlsCredentialFiles::PreShared(directory) => TlsServer::psk(&directory),
     };
-    let keys = reactor::run_blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
+    let keys = reactor::run_blocking(read).await.map_err(|error| QmpError::generic(error.to_string()))?;
     check_id(registry, id)?;
     registry.objects.add(id, NamedObject::Credentials(keys))?;
     Ok(json!({}))
@@ -233,21 +233,21 @@ pub(super) struct ObjectDel {
     id: String,
 }
 
-impl Command for ObjectDel {
+impl QmpCommand for ObjectDel {
     const NAME: &'static str = "object-del";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { id: arguments.required("id")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let id = &self.id;
         if registry.objects.remove(id) {
             return Ok(json!({}));
         }
         let Ok(group) = registry.groups.get(&self.id) else {
-            return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
+            return Err(QmpError::generic(format!("object '{}' not found", excerpt(&self.id))));
         };
         // The counter is exact even while members are not listed, such as disks being closed.
         if group.members() > 0 {
@@ -260,7 +260,7 @@ impl Command for ObjectDel {
                  or none)",
                 self.id
             );
-            return Err(Error::generic(why));
+            return Err(QmpError::generic(why));
         }
         drop(group);
         registry.remove_group(&self.id)?;
@@ -268,26 +268,26 @@ impl Command for ObjectDel {
     }
 }
 
-enum Place {
+enum ObjectPath {
     Root,
     Objects,
     Group(String),
 }
 
 /// Resolves an absolute path, or the name of a group alone, as QEMU does.
-fn resolve(registry: &Registry, path: &str) -> Result<Place, Error> {
-    let not_found = || Error::new(Class::DeviceNotFound, format!("Device '{}' not found", shown(path)));
+fn resolve_path(registry: &Registry, path: &str) -> Result<ObjectPath, QmpError> {
+    let not_found = || QmpError::new(QmpErrorClass::DeviceNotFound, format!("Device '{}' not found", excerpt(path)));
     let name = match path.strip_prefix('/') {
-        Some("") => return Ok(Place::Root),
-        Some("objects" | "objects/") => return Ok(Place::Objects),
+        Some("") => return Ok(ObjectPath::Root),
+        Some("objects" | "objects/") => return Ok(ObjectPath::Objects),
         Some(inner) => inner.strip_prefix("objects/").ok_or_else(not_found)?,
-        None if path == "objects" => return Ok(Place::Objects),
+        None if path == "objects" => return Ok(ObjectPath::Objects),
         None => path.strip_prefix("objects/").unwrap_or(path),
     };
     if registry.groups.get(name).is_err() {
         return Err(not_found());
     }
-    Ok(Place::Group(name.to_owned()))
+    Ok(ObjectPath::Group(name.to_owned()))
 }
 
 #[derive(Debug)]
@@ -295,28 +295,28 @@ pub(super) struct QomList {
     path: String,
 }
 
-impl Command for QomList {
+impl QmpCommand for QomList {
     const NAME: &'static str = "qom-list";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { path: arguments.required("path")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let property = |name: &str, kind: &str| json!({ "name": name, "type": kind });
         let mut list = vec![property("type", "string")];
-        match resolve(&registry, &self.path)? {
-            Place::Root => list.push(property("objects", "child<container>")),
-            Place::Objects => {
+        match resolve_path(&registry, &self.path)? {
+            ObjectPath::Root => list.push(property("objects", "child<container>")),
+            ObjectPath::Objects => {
                 list.extend(
                     registry.groups.all().iter().map(|group| property(group.name(), "child<throttle-group>")),
                 );
                 list.extend(registry.objects.secrets().iter().map(|id| property(id, "child<secret>")));
             }
-            Place::Group(_) => {
+            ObjectPath::Group(_) => {
                 list.push(property("limits", "ThrottleLimits"));
                 let settings = LimitSetting::ALL.iter();
-                list.extend(settings.map(|setting| property(&Naming::Property.name(*setting), "int")));
+                list.extend(settings.map(|setting| property(&SettingNaming::Property.name(*setting), "int")));
                 list.extend(OWN.iter().map(|(name, kind)| property(name, kind)));
             }
         }
@@ -330,24 +330,24 @@ pub(super) struct QomGet {
     property: String,
 }
 
-impl Command for QomGet {
+impl QmpCommand for QomGet {
     const NAME: &'static str = "qom-get";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { path: arguments.required("path")?, property: arguments.required("property")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let property = self.property.as_str();
-        let group = match resolve(&registry, &self.path)? {
-            Place::Root | Place::Objects if property == "type" => return Ok(json!("container")),
-            Place::Root | Place::Objects => return Err(no_property("container", property)),
-            Place::Group(name) => registry.groups.get(&name)?,
+        let group = match resolve_path(&registry, &self.path)? {
+            ObjectPath::Root | ObjectPath::Objects if property == "type" => return Ok(json!("container")),
+            ObjectPath::Root | ObjectPath::Objects => return Err(no_property_error("container", property)),
+            ObjectPath::Group(name) => registry.groups.get(&name)?,
         };
         let GroupSettings { limits, share, watermark } = group.settings();
         Ok(match property {
             "type" => json!(TYPE),
-            "limits" => settings::all(&limits),
+            "limits" => settings::all_limits(&limits),
             "x-weir-weight" => json!(share.weight()),
             "x-weir-iops-reservation" => json!(share.iops_reservation()),
             "x-weir-bps-reservation" => json!(share.bps_reservation()),
@@ -355,7 +355,7 @@ impl Command for QomGet {
             "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
             _ => match limit_property(property) {
                 Some(setting) => json!(limits.get(setting)),
-                None => return Err(no_property(TYPE, property)),
+                None => return Err(no_property_error(TYPE, property)),
             },
         })
     }
@@ -368,11 +368,11 @@ pub(super) struct QomSet {
     value: Value,
 }
 
-impl Command for QomSet {
+impl QmpCommand for QomSet {
     const NAME: &'static str = "qom-set";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self {
             path: arguments.required("path")?,
             property: arguments.required("property")?,
@@ -380,41 +380,41 @@ impl Command for QomSet {
         })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let group = match resolve(&registry, &self.path)? {
-            Place::Root | Place::Objects if self.property == "type" => {
-                return Err(read_only("container", "type"));
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        let group = match resolve_path(&registry, &self.path)? {
+            ObjectPath::Root | ObjectPath::Objects if self.property == "type" => {
+                return Err(read_only_error("container", "type"));
             }
-            Place::Root | Place::Objects => return Err(no_property("container", &self.property)),
-            Place::Group(name) => registry.groups.get(&name)?,
+            ObjectPath::Root | ObjectPath::Objects => return Err(no_property_error("container", &self.property)),
+            ObjectPath::Group(name) => registry.groups.get(&name)?,
         };
-        let changes = changes(self.property, self.value)?;
+        let changes = read_changes(self.property, self.value)?;
         weir::set_group(&registry, &group, changes.apply_to(group.settings())?).await?;
-        registry.tell(&Change::SettingsChanged { name: group.name().to_owned() });
+        registry.notify(&RegistryChange::SettingsChanged { name: group.name().to_owned() });
         Ok(json!({}))
     }
 }
 
 /// Changes of a property. The `x-` limits can only be set at creation, as in QEMU.
-fn changes(property: String, value: Value) -> Result<Changes, Error> {
+fn read_changes(property: String, value: Value) -> Result<SettingChanges, QmpError> {
     if property == "type" || property == "x-weir-parent" {
-        return Err(read_only(TYPE, &property));
+        return Err(read_only_error(TYPE, &property));
     }
     if limit_property(&property).is_some() {
-        return Err(Error::generic("Property cannot be set after initialization"));
+        return Err(QmpError::generic("Property cannot be set after initialization"));
     }
     let is_limits = property == "limits";
     if !is_limits && !OWN.iter().any(|(name, _)| *name == property) {
-        return Err(no_property(TYPE, &property));
+        return Err(no_property_error(TYPE, &property));
     }
-    let mut arguments = Arguments::new(Map::from_iter([(property, value)]));
+    let mut arguments = QmpArguments::new(Map::from_iter([(property, value)]));
     let changes = match arguments.object("limits") {
         Ok(Some(mut inner)) => {
-            let limits = LimitChanges::read(&mut inner, Naming::Plain)?;
+            let limits = LimitChanges::read(&mut inner, SettingNaming::Plain)?;
             inner.finish()?;
-            Changes::default().with_limits(limits)
+            SettingChanges::default().with_limits(limits)
         }
-        Ok(None) => Changes::read_own(&mut arguments, "x-weir-")?,
+        Ok(None) => SettingChanges::read_own(&mut arguments, "x-weir-")?,
         Err(wrong) => return Err(wrong),
     };
     arguments.finish()?;
@@ -425,10 +425,10 @@ fn limit_property(property: &str) -> Option<LimitSetting> {
     LimitSetting::from_name(property.strip_prefix("x-")?)
 }
 
-fn no_property(kind: &str, property: &str) -> Error {
-    Error::generic(format!("Property '{kind}.{}' not found", shown(property)))
+fn no_property_error(kind: &str, property: &str) -> QmpError {
+    QmpError::generic(format!("Property '{kind}.{}' not found", excerpt(property)))
 }
 
-fn read_only(kind: &str, property: &str) -> Error {
-    Error::generic(format!("Property '{kind}.{property}' is not writable"))
+fn read_only_error(kind: &str, property: &str) -> QmpError {
+    QmpError::generic(format!("Property '{kind}.{property}' is not writable"))
 }

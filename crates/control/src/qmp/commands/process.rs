@@ -7,8 +7,8 @@ use policy::time::Duration;
 use serde_json::{Value, json};
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error, session},
-    registry::{End, Registry},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, session},
+    registry::{DaemonEnd, Registry},
 };
 
 query!(QueryVersion, "query-version", |_| session::version());
@@ -23,22 +23,22 @@ query!(Continue, "cont", |registry| {
     json!({})
 });
 /// Time for held requests to be retried before the result is reported.
-const TO_BE_TRIED: Duration = Duration::from_secs(2);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// As `cont`, for all disks or one, and reports whether they stopped again.
 #[derive(Debug)]
-pub(super) struct Resume {
+pub(super) struct ResumeDisks {
     name: Option<String>,
 }
 
-impl Command for Resume {
+impl QmpCommand for ResumeDisks {
     const NAME: &'static str = "x-weir-resume";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { name: arguments.optional("name")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let mut disks = match &self.name {
             Some(name) => vec![registry.disks.get(name)?],
             None => registry.disks.all(),
@@ -49,7 +49,7 @@ impl Command for Resume {
             Some(name) => registry.resume_disk(name)?,
             None => registry.resume(),
         }
-        let deadline = reactor::now() + TO_BE_TRIED;
+        let deadline = reactor::now() + RETRY_TIMEOUT;
         let mut resumed = Vec::new();
         for running in &disks {
             let failures = running.disk.failures();
@@ -65,6 +65,6 @@ impl Command for Resume {
 query!(QueryCommands, "query-commands", |_| super::names().map(|name| json!({ "name": name })).collect());
 // Runs on this thread, so the reply is queued before the end begins.
 query!(Quit, "quit", |registry| {
-    (registry.lifecycle.ender)(End::Asked);
+    (registry.lifecycle.request_end)(DaemonEnd::Quit);
     json!({})
 });

@@ -13,19 +13,19 @@ use policy::time::Duration;
 use serde_json::{Value, json};
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error, errors, settings},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, errors, settings},
     registry::{Registry, RunningDisk},
 };
 
 /// Time that a query waits for the file system of a disk, before it returns the last known figure.
-const TO_SEE_SIZE: Duration = Duration::from_secs(1);
+const SIZE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Nodes of all disks, queried concurrently: several unresponsive file systems cost the time of
 /// one.
-async fn nodes(registry: &Registry) -> Vec<(Rc<RunningDisk>, Value)> {
+async fn all_nodes(registry: &Registry) -> Vec<(Rc<RunningDisk>, Value)> {
     let begin = |running: Rc<RunningDisk>| {
         let of_task = Rc::clone(&running);
-        (running, reactor::spawn_joinable(async move { node(&of_task).await }))
+        (running, reactor::spawn_joinable(async move { block_device_info(&of_task).await }))
     };
     let begun: Vec<_> = registry.disks.all().into_iter().map(begin).collect();
     let mut nodes = Vec::new();
@@ -37,7 +37,7 @@ async fn nodes(registry: &Registry) -> Vec<(Rc<RunningDisk>, Value)> {
 
 query!(QueryBlock, "query-block", |registry| {
     let mut list = Vec::new();
-    for (running, node) in nodes(&registry).await {
+    for (running, node) in all_nodes(&registry).await {
         let mut entry = json!({
             "device": &**running.disk.name(),
             // The value that QEMU always returns.
@@ -57,29 +57,29 @@ query!(QueryBlock, "query-block", |registry| {
 #[derive(Debug)]
 pub(super) struct QueryNamedBlockNodes;
 
-impl Command for QueryNamedBlockNodes {
+impl QmpCommand for QueryNamedBlockNodes {
     const NAME: &'static str = "query-named-block-nodes";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         // Omits backing images, which are no nodes here.
         arguments.optional::<bool>("flat")?;
         Ok(Self)
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let list = nodes(&registry).await.into_iter().map(|(_, node)| node).collect();
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        let list = all_nodes(&registry).await.into_iter().map(|(_, node)| node).collect();
         Ok(Value::Array(list))
     }
 }
 
 /// Returns a `BlockDeviceInfo`.
-async fn node(running: &RunningDisk) -> Value {
+async fn block_device_info(running: &RunningDisk) -> Value {
     let disk = &running.disk;
     let own = disk.throttle().settings().limits;
     // QEMU has one level of limits: the disk's own, or else its group's.
     let group = disk.throttle().group().filter(|_| own.is_unlimited());
     let limits = group.as_ref().map_or(own, |group| group.settings().limits);
-    let mut info = settings::of_device(&limits);
+    let mut info = settings::device_limits(&limits);
     if let Some(group) = group {
         info.insert("group".to_owned(), json!(group.name()));
     } else if !own.is_unlimited() {
@@ -90,20 +90,20 @@ async fn node(running: &RunningDisk) -> Value {
     let header = header(disk.image());
     let others = json!({
         "node-name": &**disk.name(),
-        "drv": driver(running),
+        "drv": driver_name(running),
         "file": file,
         "ro": disk.image().is_read_only(),
         "active": true,
         "encrypted": header.as_ref().is_some_and(|header| header.crypt != EncryptionMethod::None),
         "detect_zeroes": disk.detect_zeroes().name(),
         "write_threshold": 0,
-        "backing_file_depth": depth(disk.image()),
+        "backing_file_depth": backing_depth(disk.image()),
         "cache": {
             "writeback": cache.has_write_cache(),
             "direct": cache.is_direct(),
             "no-flush": cache == storage::CacheMode::Unsafe,
         },
-        "image": image(running, &file).await,
+        "image": image_info(running, &file).await,
     });
     if let Value::Object(others) = others {
         info.extend(others);
@@ -121,15 +121,15 @@ fn header(image: &Image) -> Option<Qcow2Header> {
     }
 }
 
-fn depth(image: &Image) -> usize {
+fn backing_depth(image: &Image) -> usize {
     image.chain().skip(1).count()
 }
 
 /// Returns an `ImageInfo`, without those of its backing chain.
-async fn image(running: &RunningDisk, file: &str) -> Value {
+async fn image_info(running: &RunningDisk, file: &str) -> Value {
     let mut info = json!({
         "filename": file,
-        "format": driver(running),
+        "format": driver_name(running),
         "virtual-size": running.disk.size_bytes(),
     });
     if let Some(header) = header(running.disk.image()) {
@@ -138,7 +138,7 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
             info["full-backing-filename"] = json!(referenced_path(path, &backing.name).display().to_string());
         }
     }
-    let deadline = reactor::now() + TO_SEE_SIZE;
+    let deadline = reactor::now() + SIZE_TIMEOUT;
     if let Some(bytes) = running.disk.image().storage().allocated_bytes_before(deadline).await {
         info["actual-size"] = json!(bytes);
     }
@@ -146,7 +146,7 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
 }
 
 /// Driver by QEMU's name, or weir's own.
-fn driver(running: &RunningDisk) -> &'static str {
+fn driver_name(running: &RunningDisk) -> &'static str {
     match running.config.image.to_string().split(':').next() {
         _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
         _ if running.config.image.path().is_some() => "raw",
@@ -159,23 +159,23 @@ fn driver(running: &RunningDisk) -> &'static str {
 #[derive(Debug)]
 pub(super) struct QueryBlockstats;
 
-impl Command for QueryBlockstats {
+impl QmpCommand for QueryBlockstats {
     const NAME: &'static str = "query-blockstats";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         // Requests nodes that no device uses; here every node is a device.
         arguments.optional::<bool>("query-nodes")?;
         Ok(Self)
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        Ok(registry.disks.all().iter().map(|running| statistics(running)).collect())
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        Ok(registry.disks.all().iter().map(|running| block_stats(running)).collect())
     }
 }
 
 /// Returns a `BlockStats`. Counts requests and bytes of clients, discards as writes; a held request
 /// that failed again has failed twice.
-fn statistics(running: &RunningDisk) -> Value {
+fn block_stats(running: &RunningDisk) -> Value {
     let totals = running.disk.totals();
     let errors = running.disk.failures().errors();
     json!({

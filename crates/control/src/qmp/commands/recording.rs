@@ -5,75 +5,75 @@ use std::{os::fd::OwnedFd, rc::Rc};
 use serde_json::{Value, json};
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error},
-    recording::Running,
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
+    recording::RunningRecording,
     registry::Registry,
 };
 
 #[derive(Debug)]
-pub(super) struct Start {
+pub(super) struct RecordStart {
     of: Vec<String>,
     file: OwnedFd,
 }
 
-impl Command for Start {
+impl QmpCommand for RecordStart {
     const NAME: &'static str = "x-weir-record-start";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let name: String = arguments.required("fdname")?;
         let of = arguments.optional("of")?.unwrap_or_default();
-        Ok(Self { of, file: arguments.passed().find(&name)?.into_owned() })
+        Ok(Self { of, file: arguments.descriptors().require_named(&name)?.into_owned() })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         for name in &self.of {
             if registry.disks.get(name).is_err() && registry.groups.get(name).is_err() {
                 let rule = "no disk and no group has this name (`weir status` lists them)";
-                return Err(Error::generic(format!("{name}: {rule}")));
+                return Err(QmpError::generic(format!("{name}: {rule}")));
             }
         }
         let id = registry.recordings.begin(self.of, self.file).await;
-        Ok(json!({ "id": id.map_err(|error| Error::generic(format!("{error:#}")))? }))
+        Ok(json!({ "id": id.map_err(|error| QmpError::generic(format!("{error:#}")))? }))
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Stop {
+pub(super) struct RecordStop {
     id: u64,
 }
 
-impl Command for Stop {
+impl QmpCommand for RecordStop {
     const NAME: &'static str = "x-weir-record-stop";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self { id: arguments.number("id", 0..=u64::MAX)?.ok_or_else(|| Error::missing("id"))? })
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        Ok(Self { id: arguments.number("id", 0..=u64::MAX)?.ok_or_else(|| QmpError::missing("id"))? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let running = registry.recordings.running();
-        let is_own = |(id, running): &(u64, Rc<Running>)| *id == self.id && running.directory.is_some();
+        let is_own = |(id, running): &(u64, Rc<RunningRecording>)| *id == self.id && running.directory.is_some();
         if running.iter().any(is_own) {
             let rule = "is the daemon's own (take `record` out of what it was started with)";
-            return Err(Error::generic(format!("recording {} {rule}", self.id)));
+            return Err(QmpError::generic(format!("recording {} {rule}", self.id)));
         }
         let ended = registry.recordings.end(self.id).await;
-        let ended = ended.ok_or_else(|| Error::generic(format!("there is no recording {}", self.id)))?;
-        Ok(told(self.id, &ended))
+        let ended = ended.ok_or_else(|| QmpError::generic(format!("there is no recording {}", self.id)))?;
+        Ok(recording_json(self.id, &ended))
     }
 }
 
 query!(QueryRecordings, "x-weir-query-recordings", |registry| {
     let running = registry.recordings.running();
-    Value::Array(running.iter().map(|(id, running)| told(*id, running)).collect())
+    Value::Array(running.iter().map(|(id, running)| recording_json(*id, running)).collect())
 });
 
-fn told(id: u64, running: &Running) -> Value {
+fn recording_json(id: u64, running: &RunningRecording) -> Value {
     let progress = &running.progress;
     let mut told = json!({
         "id": id,
-        "of": running.of,
+        "of": running.names,
         "requests": progress.requests(),
-        "lost": progress.lost(),
+        "lost": progress.dropped(),
         "bytes": progress.bytes(),
     });
     if let Some(directory) = &running.directory {

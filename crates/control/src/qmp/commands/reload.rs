@@ -6,25 +6,25 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
-    reload::{foresee, reload},
+    reload::{dry_run, reload},
 };
 
 #[derive(Debug)]
-pub(super) struct Reload {
+pub(super) struct ReloadConfig {
     is_dry_run: bool,
 }
 
-impl Command for Reload {
+impl QmpCommand for ReloadConfig {
     const NAME: &'static str = "x-weir-reload";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { is_dry_run: arguments.optional("dry-run")?.unwrap_or(false) })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let changes = if self.is_dry_run { foresee(&registry).await } else { reload(&registry).await };
-        changes.map(Value::Array).map_err(|error| Error::generic(format!("{error:#}")))
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        let changes = if self.is_dry_run { dry_run(&registry).await } else { reload(&registry).await };
+        changes.map(Value::Array).map_err(|error| QmpError::generic(format!("{error:#}")))
     }
 }

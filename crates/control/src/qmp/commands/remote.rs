@@ -12,17 +12,17 @@
 
 use nbd::uri;
 
-use crate::qmp::{arguments::Arguments, error::Error};
+use crate::qmp::{arguments::QmpArguments, error::QmpError};
 
 /// URI of the export.
-pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
+pub(super) fn read_uri(arguments: &mut QmpArguments) -> Result<String, QmpError> {
     for (key, rule) in [
         ("tls-creds", "is part of 'x-weir-uri' here (nbds://HOST/EXPORT?tls-certificates=DIR)"),
         ("tls-hostname", "is part of 'x-weir-uri' here (nbds://HOST/EXPORT?tls-hostname=NAME)"),
         ("x-dirty-bitmap", "is not supported; only base:allocation is requested"),
     ] {
         if arguments.optional::<String>(key)?.is_some() {
-            return Err(Error::rule(&arguments.name_of(key), rule));
+            return Err(QmpError::rule(&arguments.full_name(key), rule));
         }
     }
     let export: Option<String> = arguments.optional("export")?;
@@ -30,9 +30,9 @@ pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
     let Some(mut server) = server else {
         let uri: Option<String> = arguments.optional("x-weir-uri")?;
         if export.is_some() && uri.is_some() {
-            return Err(Error::rule("export", "is in 'x-weir-uri' already (give one)"));
+            return Err(QmpError::rule("export", "is in 'x-weir-uri' already (give one)"));
         }
-        return uri.ok_or_else(|| Error::missing(&arguments.name_of("server")));
+        return uri.ok_or_else(|| QmpError::missing(&arguments.full_name("server")));
     };
     let export = export.unwrap_or_default();
     let place = match server.choice("type", &["inet", "unix"])? {
@@ -42,7 +42,7 @@ pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
             uri::inet_uri(&host, &port, &export)
         }
         Some(_) => uri::unix_uri(&server.required::<String>("path")?, &export),
-        None => return Err(Error::missing(&server.name_of("type"))),
+        None => return Err(QmpError::missing(&server.full_name("type"))),
     };
     server.finish()?;
     Ok(place)
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<String, String> {
-        Arguments::read_all(value, address)
+        QmpArguments::read_all(value, read_uri)
     }
 
     #[test]
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_not_to_be_had_is_named() {
+    fn missing_or_unsupported_arguments_are_named() {
         for (value, expected) in [
             (json!({}), "Parameter 'server' is missing"),
             (json!({"server": {"host": "h"}}), "Parameter 'server.type' is missing"),

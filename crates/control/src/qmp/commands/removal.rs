@@ -9,7 +9,7 @@ use export::nbd::Removal;
 use serde_json::{Value, json};
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
 };
 
@@ -18,28 +18,28 @@ pub(super) struct RemoveDisk {
     name: String,
 }
 
-impl Command for RemoveDisk {
+impl QmpCommand for RemoveDisk {
     const NAME: &'static str = "x-weir-remove-disk";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { name: arguments.required("name")? })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         // An unavailable disk has no exports to check.
-        if registry.give_up_unopened(&self.name) {
+        if registry.abandon_unavailable(&self.name) {
             return Ok(json!({}));
         }
         let disk = registry.disks.get(&self.name)?;
-        if disk.below.iter().any(|node| node.stays) {
+        if disk.lower_nodes.iter().any(|node| node.is_own_disk) {
             let why = format!("disk {}: it is above another node (`blockdev-del` removes it)", self.name);
-            return Err(Error::generic(why));
+            return Err(QmpError::generic(why));
         }
         drop(disk);
         // Exports that are ending have no connected clients, only requests in flight.
         for export in registry.exports.of_disk(&self.name).iter().filter(|export| !export.is_ending()) {
-            export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
+            export.check_unused().await.map_err(|error| QmpError::generic(error.to_string()))?;
         }
         registry.remove_disk_and_exports(&self.name, Removal::IfUnused).await?;
         Ok(json!({}))

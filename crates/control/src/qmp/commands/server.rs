@@ -13,14 +13,14 @@ use serde_json::{Value, json};
 use settings::{ListenAddress, ListenEndpoint};
 
 use crate::{
-    listen::{self, Inherited},
-    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
-    registry::{DoorTerms, Registry},
-    serving::{Added, Serving},
+    listen::{self, InheritedSockets},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, json::excerpt},
+    registry::{EndpointParameters, Registry},
+    serving::{AddedServer, RunningServer},
 };
 
 #[derive(Debug)]
-enum Place {
+enum NbdServerAddress {
     Address(ListenAddress),
     /// Socket by name, passed with this command or to the daemon.
     Passed(String, Option<OwnedFd>),
@@ -28,7 +28,7 @@ enum Place {
 
 #[derive(Debug)]
 pub(super) struct NbdServerStart {
-    place: Place,
+    place: NbdServerAddress,
     credentials: Option<String>,
     /// Id of an object with name rules.
     names: Option<String>,
@@ -37,20 +37,20 @@ pub(super) struct NbdServerStart {
     is_sent: bool,
 }
 
-impl Command for NbdServerStart {
+impl QmpCommand for NbdServerStart {
     const NAME: &'static str = "nbd-server-start";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let is_sent = arguments.sent().is_some();
-        let mut addr = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
-        let place = address(&mut addr)?;
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let is_sent = arguments.sent_json().is_some();
+        let mut addr = arguments.object("addr")?.ok_or_else(|| QmpError::missing("addr"))?;
+        let place = read_address(&mut addr)?;
         addr.finish()?;
         let most = arguments.number("max-connections", 0..=u32::MAX.into())?;
         let credentials: Option<String> = arguments.optional("tls-creds")?;
         let names: Option<String> = arguments.optional("tls-authz")?;
         if names.is_some() && credentials.is_none() {
-            return Err(Error::rule("tls-authz", "needs tls-creds, which prove the name of a client"));
+            return Err(QmpError::rule("tls-authz", "needs tls-creds, which prove the name of a client"));
         }
         Ok(Self {
             place,
@@ -65,53 +65,53 @@ impl Command for NbdServerStart {
         })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let generic = |error: anyhow::Error| Error::generic(format!("{error:#}"));
-        refuse_second(&registry)?;
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        let generic = |error: anyhow::Error| QmpError::generic(format!("{error:#}"));
+        check_none_running(&registry)?;
         let required = |id: &String| {
             let keys = registry.objects.credentials(id);
             let keys =
-                keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
+                keys.ok_or_else(|| QmpError::generic(format!("No TLS credentials with id '{}'", excerpt(id))));
             keys.map(|keys| NbdServerTls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
         let names = self.names.as_ref().map(|id| {
             let names = registry.objects.names(id);
-            names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
+            names.ok_or_else(|| QmpError::generic(format!("No authorization object with id '{}'", excerpt(id))))
         });
         let names = names.transpose()?;
-        let DoorTerms { workers, access, nbd: standard, inherited, .. } =
-            registry.exports.door_terms().map_err(generic)?;
+        let EndpointParameters { workers, access, nbd: standard, inherited, .. } =
+            registry.exports.endpoint_parameters().map_err(generic)?;
         let (at, listeners) = match self.place {
-            Place::Address(address) => {
+            NbdServerAddress::Address(address) => {
                 if let Some(sandbox) = registry.sandbox() {
                     sandbox.check_address(&address).map_err(generic)?;
                 }
                 let (endpoint, access) = (ListenEndpoint::Address(address), access.clone());
                 let at = endpoint.clone();
-                let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
+                let open = move || listen::open_listeners(&endpoint, &access, &mut InheritedSockets::empty());
                 // Resolving a host name may block.
                 (at, reactor::run_blocking(open).await.map_err(generic)?)
             }
-            Place::Passed(name, socket) => {
+            NbdServerAddress::Passed(name, socket) => {
                 let mut passed = inherited.borrow_mut();
                 if let Some(socket) = socket {
                     passed.add(&name, socket);
                 }
-                (ListenEndpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
+                (ListenEndpoint::Passed(name.clone()), vec![passed.take_named(&name).map_err(generic)?])
             }
         };
         // Again: opening the socket awaited.
-        refuse_second(&registry)?;
+        check_none_running(&registry)?;
         let added =
-            Added { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
+            AddedServer { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
         let mut terms = NbdServerTerms { max_connections: self.max_connections, ..standard.clone() };
         if names.is_some() {
             terms.access.names = names;
         }
-        let serving = Serving::new(nbd::NbdServer::new(tls, terms), at, listeners, workers);
+        let serving = RunningServer::new(nbd::NbdServer::new(tls, terms), at, listeners, workers);
         // Added exports may omit the server's address.
-        serving.standard.set(Some(false));
+        serving.default_for_disks.set(Some(false));
         serving.added.set(self.is_sent.then_some(added));
         registry.add_server(&serving);
         registry.accept(&serving);
@@ -119,79 +119,79 @@ impl Command for NbdServerStart {
     }
 }
 
-fn refuse_second(registry: &Registry) -> Result<(), Error> {
+fn check_none_running(registry: &Registry) -> Result<(), QmpError> {
     match registry.exports.servers().is_empty() {
         true => Ok(()),
-        false => Err(Error::generic("NBD server already running")),
+        false => Err(QmpError::generic("NBD server already running")),
     }
 }
 
 /// Reads QEMU's `SocketAddress` or `SocketAddressLegacy`.
-fn address(addr: &mut Arguments) -> Result<Place, Error> {
+fn read_address(addr: &mut QmpArguments) -> Result<NbdServerAddress, QmpError> {
     let kind = addr.choice("type", &["inet", "unix", "fd"])?;
-    let kind = kind.ok_or_else(|| Error::missing(&addr.name_of("type")))?;
+    let kind = kind.ok_or_else(|| QmpError::missing(&addr.full_name("type")))?;
     match addr.object("data")? {
         Some(mut data) => {
-            let place = place(&mut data, kind)?;
+            let place = read_socket_address(&mut data, kind)?;
             data.finish()?;
             Ok(place)
         }
-        None => place(addr, kind),
+        None => read_socket_address(addr, kind),
     }
 }
 
-fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
+fn read_socket_address(inside: &mut QmpArguments, kind: usize) -> Result<NbdServerAddress, QmpError> {
     if kind == 2 {
         let name: String = inside.required("str")?;
-        let socket = inside.passed().take(&name).map(PassedFd::into_owned);
-        return Ok(Place::Passed(name, socket));
+        let socket = inside.descriptors().take_named(&name).map(PassedFd::into_owned);
+        return Ok(NbdServerAddress::Passed(name, socket));
     }
     if kind == 1 {
         let path: String = inside.required("path")?;
         let path = settings::parse_unix_socket(&format!("unix:{path}"));
         return path
-            .map(|path| Place::Address(ListenAddress::Unix(path)))
-            .map_err(|rule| Error::rule(&inside.name_of("path"), rule));
+            .map(|path| NbdServerAddress::Address(ListenAddress::Unix(path)))
+            .map_err(|rule| QmpError::rule(&inside.full_name("path"), rule));
     }
     let host: String = inside.required("host")?;
     let port: String = inside.required("port")?;
     let written = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-    written.parse().map(Place::Address).map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
+    written.parse().map(NbdServerAddress::Address).map_err(|rule: String| QmpError::rule(&inside.full_name("host"), rule))
 }
 
 /// Time that `nbd-server-stop` waits for requests in flight, which do not complete while a file
 /// system does not answer.
-const TO_STOP: Duration = Duration::from_secs(20);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
 pub(super) struct NbdServerStop;
 
-impl Command for NbdServerStop {
+impl QmpCommand for NbdServerStop {
     const NAME: &'static str = "nbd-server-stop";
     const CHANGES: bool = true;
 
-    fn read(_: &mut Arguments) -> Result<Self, Error> {
+    fn read(_: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self)
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         match &*registry.exports.servers() {
-            [] => Err(Error::generic("NBD server not running")),
+            [] => Err(QmpError::generic("NBD server not running")),
             [only] => {
                 let (registry, only) = (Rc::clone(&registry), Rc::clone(only));
                 // Not cancelled by the time limit: it continues in the background.
                 let stopping = reactor::spawn_detached(async move { registry.stop_server(&only).await });
-                match reactor::timeout(TO_STOP, stopping).await {
+                match reactor::timeout(STOP_TIMEOUT, stopping).await {
                     Ok(_) => Ok(json!({})),
-                    Err(_) => Err(Error::generic(format!(
+                    Err(_) => Err(QmpError::generic(format!(
                         "NBD server stopped, but requests of its clients have been in flight for {} s",
-                        TO_STOP.as_secs()
+                        STOP_TIMEOUT.as_secs()
                     ))),
                 }
             }
             several => {
                 let count = several.len();
-                Err(Error::generic(format!(
+                Err(QmpError::generic(format!(
                     "there are {count} NBD servers; this command stops one only if it is the only one"
                 )))
             }
@@ -206,9 +206,9 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<String, String> {
-        Arguments::read_all(value, NbdServerStart::read).map(|command| match command.place {
-            Place::Address(address) => address.to_string(),
-            Place::Passed(name, _) => format!("fd:{name}"),
+        QmpArguments::read_all(value, NbdServerStart::read).map(|command| match command.place {
+            NbdServerAddress::Address(address) => address.to_string(),
+            NbdServerAddress::Passed(name, _) => format!("fd:{name}"),
         })
     }
 

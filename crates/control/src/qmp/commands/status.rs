@@ -25,34 +25,34 @@ use reactor::memory::{MemoryBudget, BudgetUsage};
 use serde_json::value::{RawValue, to_raw_value};
 
 use crate::{
-    devices::Listed,
-    left_out::LeftOut,
-    qmp::{arguments::Arguments, caches, command::TextCommand, error::Error, errors, prefetch, settings},
-    registry::{Door, Registry, RunningDisk, RunningExport},
-    serving::Serving,
-    users::Users,
+    devices::DeviceWithDisks,
+    left_out::UnmetReservationEntry,
+    qmp::{arguments::QmpArguments, caches, command::QmpTextCommand, error::QmpError, errors, prefetch, settings},
+    registry::{RunningEndpoint, Registry, RunningDisk, RunningExport},
+    serving::RunningServer,
+    users::DeviceOpeners,
 };
 
 #[derive(Debug)]
-pub(super) struct QueryStatus {
+pub(super) struct QueryDaemonStatus {
     /// Include [`Status::LISTS`], whose length is unbounded.
     lists: bool,
 }
 
-impl TextCommand for QueryStatus {
+impl QmpTextCommand for QueryDaemonStatus {
     const NAME: &'static str = "x-weir-query-status";
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { lists: arguments.optional("lists")?.unwrap_or(true) })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Box<RawValue>, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Box<RawValue>, QmpError> {
         let mut status = DaemonStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ns: nanoseconds(registry.lifecycle.uptime()),
             makes_devices: Some(registry.makes_devices()),
-            memory: Some(memory()),
-            servers: registry.exports.servers().iter().map(|one| server(one)).collect(),
+            memory: Some(memory_status()),
+            servers: registry.exports.servers().iter().map(|one| server_status(one)).collect(),
             cluster: registry.cluster().map(|cluster| cluster.summary()),
             config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..DaemonStatus::default()
@@ -74,14 +74,14 @@ impl TextCommand for QueryStatus {
 fn add_lists(registry: &Rc<Registry>, status: &mut DaemonStatus) {
     // Members are collected once: a query per group would take quadratic time.
     let (exports, members) = (registry.exports.all(), registry.members());
-    status.disks = registry.disks.all().iter().map(|one| disk(registry, one)).collect();
-    status.groups = registry.groups.all().iter().map(|one| group(registry, one, &members)).collect();
-    status.devices = registry.devices().into_iter().map(device).collect();
-    status.exports = exports.iter().map(|one| export(one)).collect();
+    status.disks = registry.disks.all().iter().map(|one| disk_status(registry, one)).collect();
+    status.groups = registry.groups.all().iter().map(|one| group_status(registry, one, &members)).collect();
+    status.devices = registry.devices().into_iter().map(device_status).collect();
+    status.exports = exports.iter().map(|one| export_status(one)).collect();
     status.unopened = registry.unavailable_disks();
 }
 
-fn memory() -> MemoryStatus {
+fn memory_status() -> MemoryStatus {
     let BudgetUsage { total, reserved, pages, connections, requests, max_requests: most_requests, waiting } =
         MemoryBudget::process().usage();
     MemoryStatus {
@@ -99,7 +99,7 @@ fn nanoseconds(duration: policy::time::Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
+fn disk_status(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
     let disk = &running.disk;
     let (image, storage) = (disk.image(), disk.image().storage());
     let totals = disk.totals();
@@ -133,9 +133,9 @@ fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
             disk.throttle().settings().watermark,
             disk.throttle().enforcement(),
         ),
-        throttle: throttle(&disk.throttle().stats()),
+        throttle: throttle_status(&disk.throttle().stats()),
         read_ahead: prefetch::status(&disk.prefetch().stats()),
-        errors: errors(failures),
+        errors: error_counts(failures),
         on_read_error: Some(failures.policies().read.name().to_owned()),
         on_write_error: Some(failures.policies().write.name().to_owned()),
         io_status: errors::io_status(failures).map(str::to_owned),
@@ -151,7 +151,7 @@ fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
     }
 }
 
-fn errors(failures: &Failures) -> ErrorCounts {
+fn error_counts(failures: &Failures) -> ErrorCounts {
     let errors = failures.errors();
     ErrorCounts {
         reads: errors.reads,
@@ -171,7 +171,7 @@ fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
     }
 }
 
-fn group(
+fn group_status(
     registry: &Registry,
     group: &Arc<ThrottleGroup>,
     members: &HashMap<*const ThrottleGroup, Vec<String>>,
@@ -179,7 +179,7 @@ fn group(
     let GroupSettings { limits, share, watermark } = group.settings();
     let shared = group
         .quota_lease()
-        .map(|lent| ClusterLimits { limits: settings::set(&lent.whole), leased: limits != lent.fallback });
+        .map(|lent| ClusterLimits { limits: settings::set_limits(&lent.whole), leased: limits != lent.fallback });
     GroupStatus {
         name: group.name().to_owned(),
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
@@ -188,7 +188,7 @@ fn group(
             ..member_settings(registry, group.name(), &limits, share, watermark)
         },
         watermark_status: watermark_status(watermark, group.enforcement()),
-        throttle: throttle(&group.stats()),
+        throttle: throttle_status(&group.stats()),
         cluster: shared,
         rate: None,
     }
@@ -207,9 +207,9 @@ fn member_settings(
         weight: Some(share.weight().into()),
         iops_reservation: set(share.iops_reservation()),
         bps_reservation: set(share.bps_reservation()),
-        unmet_reservation: registry.groups.unmet.borrow().get(name).map(LeftOut::status),
+        unmet_reservation: registry.groups.unmet.borrow().get(name).map(UnmetReservationEntry::to_status),
         watermark: set(watermark.percent().into()),
-        limits: settings::set(limits),
+        limits: settings::set_limits(limits),
         ..MemberSettings::default()
     }
 }
@@ -226,8 +226,8 @@ fn watermark_status(watermark: Watermark, enforcement: Enforcement) -> Watermark
     WatermarkStatus { enforcement: Some(word.to_owned()), scale }
 }
 
-fn device(listed: Listed) -> DeviceStatus {
-    let Listed { device, disks } = listed;
+fn device_status(listed: DeviceWithDisks) -> DeviceStatus {
+    let DeviceWithDisks { device, disks } = listed;
     let known = |figure: u64| (figure > 0).then_some(figure);
     let capacity = |MeasuredCapacity { read_iops, write_iops, read_bps, write_bps }: MeasuredCapacity| DeviceCapacity {
         read_iops: known(read_iops),
@@ -244,22 +244,22 @@ fn device(listed: Listed) -> DeviceStatus {
     }
 }
 
-fn export(export: &RunningExport) -> ExportStatus {
+fn export_status(export: &RunningExport) -> ExportStatus {
     let status = ExportStatus {
-        kind: export.door.kind().to_owned(),
+        kind: export.endpoint.kind().to_owned(),
         name: export.name.clone(),
         id: export.id.clone(),
         disk: export.disk.disk.name().to_string(),
-        address: export.door.address(),
+        address: export.endpoint.address(),
         connections: export.connections() as u64,
         read_only: export.read_only || export.disk.disk.image().is_read_only(),
         ..ExportStatus::default()
     };
-    let Door::Own(entrance) = &export.door else { return status };
+    let RunningEndpoint::Separate(entrance) = &export.endpoint else { return status };
     let status = ExportStatus { counters: entrance.server.counters(), ..status };
     let Some(device) = entrance.device() else { return status };
     // Without processes: scanning /proc takes too long for a status.
-    let Users { mounts, holders, .. } = Users::of(device);
+    let DeviceOpeners { mounts, holders, .. } = DeviceOpeners::of_device(device);
     ExportStatus {
         device: Some(device.display().to_string()),
         mounts: Some(mounts.iter().map(|mount| mount.display().to_string()).collect()),
@@ -268,19 +268,19 @@ fn export(export: &RunningExport) -> ExportStatus {
     }
 }
 
-fn server(serving: &Serving) -> ServerStatus {
+fn server_status(serving: &RunningServer) -> ServerStatus {
     let RejectedClientCounts { networks, connections, names, exports } = serving.server.rejected_counts();
     ServerStatus {
         address: serving.address(),
-        listen: serving.written(),
-        default_export: serving.standard.get().map(|read_only| DefaultExport { read_only }),
+        listen: serving.config_address(),
+        default_export: serving.default_for_disks.get().map(|read_only| DefaultExport { read_only }),
         added: serving.added.get().is_some(),
         connections: serving.server.connections() as u64,
         refused: RefusedClients { networks, connections, names, exports },
     }
 }
 
-fn throttle(stats: &ThrottleStats) -> ThrottleStatus {
+fn throttle_status(stats: &ThrottleStats) -> ThrottleStatus {
     let ThrottleStats { reads, writes, waits, recent_waits, throttled_ns: limited_ns, throttle_cause: binding, tokens, levels, waiting, reservation: kept } =
         stats;
     let [reads_waiting, writes_waiting] = *waiting;

@@ -5,30 +5,30 @@ use std::rc::Rc;
 use serde_json::{Value, json};
 
 use crate::{
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
     takeover::{
-        COMMAND,
-        leaving::{self, Asked},
+        UPGRADE_COMMAND,
+        leaving::{self, UpgradeRequest},
     },
 };
 
 #[derive(Debug)]
-pub(super) struct TakeOver(Asked);
+pub(super) struct TakeOver(UpgradeRequest);
 
-impl Command for TakeOver {
-    const NAME: &'static str = COMMAND;
+impl QmpCommand for TakeOver {
+    const NAME: &'static str = UPGRADE_COMMAND;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self(Asked {
-            socket: arguments.passed().next()?.into_owned(),
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        Ok(Self(UpgradeRequest {
+            socket: arguments.descriptors().take_arrived()?.into_owned(),
             format: arguments.required("format")?,
             version: arguments.required("version")?,
         }))
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let begun = leaving::begin(&registry, self.0).await;
-        begun.map(|()| json!({})).map_err(|error| Error::generic(format!("{error:#}")))
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
+        let begun = leaving::begin_upgrade(&registry, self.0).await;
+        begun.map(|()| json!({})).map_err(|error| QmpError::generic(format!("{error:#}")))
     }
 }

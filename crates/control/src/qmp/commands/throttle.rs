@@ -21,13 +21,13 @@ use serde_json::{Value, json};
 
 use super::weir;
 use crate::{
-    change::Change,
+    change::RegistryChange,
     qmp::{
-        arguments::Arguments,
-        command::Command,
-        error::Error,
+        arguments::QmpArguments,
+        command::QmpCommand,
+        error::QmpError,
         identifier,
-        settings::{LimitChanges, Naming},
+        settings::{LimitChanges, SettingNaming},
     },
     registry::Registry,
 };
@@ -39,27 +39,27 @@ pub(super) struct BlockSetIoThrottle {
     changes: LimitChanges,
 }
 
-impl Command for BlockSetIoThrottle {
+impl QmpCommand for BlockSetIoThrottle {
     const NAME: &'static str = "block_set_io_throttle";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let disk = device(arguments)?;
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+        let disk = read_disk_name(arguments)?;
         let group = arguments.optional::<String>("group")?;
         if let Some(group) = &group {
             identifier::check_name("group", group)?;
         }
-        let changes = LimitChanges::read(arguments, Naming::Device)?;
+        let changes = LimitChanges::read(arguments, SettingNaming::Device)?;
         for kind in LimitKind::ALL {
             let mandatory = LimitSetting::Limit(kind, LimitPart::Rate);
             if !changes.contains(mandatory) {
-                return Err(Error::missing(&Naming::Device.name(mandatory)));
+                return Err(QmpError::missing(&SettingNaming::Device.name(mandatory)));
             }
         }
         Ok(Self { disk, group, changes })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let running = registry.disks.get(&self.disk)?;
         let disk = &running.disk;
         let limits = self.changes.apply_to(Limits::default())?;
@@ -69,18 +69,18 @@ impl Command for BlockSetIoThrottle {
         // Kept for the roll-back, as the command may overwrite the group's limits.
         let entered = entered.map(|group| (group.settings(), group));
         let changed = match (&self.group, current) {
-            _ if limits.is_unlimited() => alone(disk, limits)?,
-            (Some(name), _) if *name == self.disk => alone(disk, limits)?,
-            (None, None) => alone(disk, limits)?,
-            (Some(name), _) => enter(&registry, disk, name, limits)?,
-            (None, Some(group)) => set_group(&group, limits)?,
+            _ if limits.is_unlimited() => set_alone(disk, limits)?,
+            (Some(name), _) if *name == self.disk => set_alone(disk, limits)?,
+            (None, None) => set_alone(disk, limits)?,
+            (Some(name), _) => enter_group(&registry, disk, name, limits)?,
+            (None, Some(group)) => set_group_limits(&group, limits)?,
         };
-        if let Err(why) = weir::settle(&registry).await {
+        if let Err(why) = weir::publish_reservations(&registry).await {
             disk.throttle().configure_and_move(placed.0, placed.1.as_ref())?;
             if let Some((before, group)) = entered {
                 group.set(before)?;
             }
-            weir::unsettle(&registry);
+            weir::publish_rolled_back(&registry);
             return Err(why);
         }
         // The event may name only the group, while the disk has entered or left one.
@@ -89,37 +89,37 @@ impl Command for BlockSetIoThrottle {
         {
             tracing::warn!("{error:#}");
         }
-        registry.tell(&Change::SettingsChanged { name: changed });
+        registry.notify(&RegistryChange::SettingsChanged { name: changed });
         Ok(json!({}))
     }
 }
 
 /// Disk named by `device` or `id`: both are its name here.
-pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
+pub(super) fn read_disk_name(arguments: &mut QmpArguments) -> Result<String, QmpError> {
     let device = arguments.optional("device")?;
     let id = arguments.optional("id")?;
     match (device, id) {
         (Some(name), None) | (None, Some(name)) => Ok(name),
-        _ => Err(Error::generic("Need exactly one of 'device' and 'id'")),
+        _ => Err(QmpError::generic("Need exactly one of 'device' and 'id'")),
     }
 }
 
 /// Moves the disk out of its group. Returns the name whose settings changed, like [`set_group`] and
 /// [`enter`].
-fn alone(disk: &Disk, limits: Limits) -> Result<String, Error> {
+fn set_alone(disk: &Disk, limits: Limits) -> Result<String, QmpError> {
     let member = disk.throttle();
     member.configure_and_move(DiskSettings { limits, ..member.settings() }, None)?;
     Ok(disk.name().to_string())
 }
 
-fn set_group(group: &Arc<ThrottleGroup>, limits: Limits) -> Result<String, Error> {
+fn set_group_limits(group: &Arc<ThrottleGroup>, limits: Limits) -> Result<String, QmpError> {
     group.set(GroupSettings { limits, ..group.settings() })?;
     Ok(group.name().to_owned())
 }
 
 /// Moves the disk into a group and sets the group's limits. The disk's own limits are removed: in
 /// QEMU's model they belonged to its implicit group.
-fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
+fn enter_group(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, QmpError> {
     let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
     let Ok(group) = registry.groups.get(name) else {
         let group = ThrottleGroup::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;

@@ -9,75 +9,75 @@ use image::qcow2::{CacheSettings, Qcow2Image};
 use serde_json::{Value, json};
 
 use crate::{
-    change::Change,
+    change::RegistryChange,
     qmp::{
-        arguments::Arguments,
-        caches::{self, CacheChanges},
-        command::Command,
-        error::{Class, Error},
-        errors::PolicyChanges,
-        json::shown,
+        arguments::QmpArguments,
+        caches::{self, Qcow2CacheChanges},
+        command::QmpCommand,
+        error::{QmpErrorClass, QmpError},
+        errors::ErrorPolicyChanges,
+        json::excerpt,
         prefetch::PrefetchChanges,
-        settings::{Changes, LimitChanges, Naming},
+        settings::{SettingChanges, LimitChanges, SettingNaming},
     },
     registry::{Registry, RunningDisk},
 };
 
 #[derive(Debug)]
-pub(super) struct Set {
+pub(super) struct SetSettings {
     name: String,
     /// The empty name removes the disk from its group.
     group: Option<String>,
-    changes: Changes,
-    caches: CacheChanges,
+    changes: SettingChanges,
+    caches: Qcow2CacheChanges,
     prefetch: PrefetchChanges,
-    policies: PolicyChanges,
+    policies: ErrorPolicyChanges,
 }
 
-impl Command for Set {
+impl QmpCommand for SetSettings {
     const NAME: &'static str = "x-weir-set";
     const CHANGES: bool = true;
 
-    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let name = arguments.required("name")?;
         let group = arguments.optional("group")?;
-        let limits = LimitChanges::read(arguments, Naming::Plain)?;
-        let own = Changes::read_own(arguments, "")?;
-        let caches = CacheChanges::read(arguments)?;
+        let limits = LimitChanges::read(arguments, SettingNaming::Plain)?;
+        let own = SettingChanges::read_own(arguments, "")?;
+        let caches = Qcow2CacheChanges::read(arguments)?;
         let prefetch = PrefetchChanges::read(arguments, "")?;
-        let policies = PolicyChanges::read(arguments, "")?;
+        let policies = ErrorPolicyChanges::read(arguments, "")?;
         Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         match registry.groups.get(&self.name) {
             Ok(group) => self.set_group(&registry, &group).await?,
             Err(_) => self.set_disk(&registry).await?,
         }
-        if self.changes.promise() {
-            registry.forget_left_out(&self.name);
+        if self.changes.changes_reservation() {
+            registry.forget_unmet(&self.name);
         }
-        registry.tell(&Change::SettingsChanged { name: self.name });
+        registry.notify(&RegistryChange::SettingsChanged { name: self.name });
         Ok(json!({}))
     }
 }
 
-impl Set {
-    async fn set_group(&self, registry: &Registry, group: &ThrottleGroup) -> Result<(), Error> {
+impl SetSettings {
+    async fn set_group(&self, registry: &Registry, group: &ThrottleGroup) -> Result<(), QmpError> {
         if !self.caches.is_empty() {
-            return Err(Error::generic(format!(
+            return Err(QmpError::generic(format!(
                 "group {}: it has no caches; its disks' images have",
                 group.name()
             )));
         }
         if !self.prefetch.is_empty() {
-            return Err(Error::generic(format!(
+            return Err(QmpError::generic(format!(
                 "group {}: prefetch is a setting of its disks",
                 group.name()
             )));
         }
         if !self.policies.is_empty() {
-            return Err(Error::generic(format!(
+            return Err(QmpError::generic(format!(
                 "group {}: error policies are settings of its disks (set them for each)",
                 group.name()
             )));
@@ -85,22 +85,22 @@ impl Set {
         let parent = group.parent().map_or("", |parent| parent.name());
         if self.group.as_deref().is_some_and(|wanted| wanted != parent) {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
-            return Err(Error::rule("group", rule));
+            return Err(QmpError::rule("group", rule));
         }
         set_group(registry, group, self.changes.apply_to(group.settings())?).await
     }
 
-    async fn set_disk(&self, registry: &Registry) -> Result<(), Error> {
+    async fn set_disk(&self, registry: &Registry) -> Result<(), QmpError> {
         let running = registry.disks.get(&self.name)?;
         let disk = &running.disk;
-        let caches = self.new_caches(&running)?;
+        let caches = self.checked_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
         let before = disk.throttle().settings();
         let settings = self.changes.apply_to_disk(before)?;
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
-            Some(name) => Some(registry.groups.get(name).map_err(|_| no_group(registry, name))?),
+            Some(name) => Some(registry.groups.get(name).map_err(|_| no_group_error(registry, name))?),
         };
         // An unchanged command must not fail because of an earlier watermark.
         let is_asked = self.group.is_some() || settings.watermark != before.watermark;
@@ -109,9 +109,9 @@ impl Set {
                 "cannot be the disk's own: it is in group {0:?}, which has the watermark for its members (set it at {0:?})",
                 group.name()
             );
-            return Err(Error::rule("watermark", rule));
+            return Err(QmpError::rule("watermark", rule));
         }
-        let of_disk = |error: &dyn std::fmt::Display| Error::generic(format!("disk {}: {error}", self.name));
+        let of_disk = |error: &dyn std::fmt::Display| QmpError::generic(format!("disk {}: {error}", self.name));
         let before = (disk.prefetch().settings(), running.caches.get());
         // The order is: steps that can fail and be undone first, error policies (infallible) last.
         disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
@@ -123,10 +123,10 @@ impl Set {
         let placed = (disk.throttle().settings(), disk.throttle().group());
         let mut changed = changed.and_then(|()| Ok(disk.throttle().configure_and_move(settings, group.as_ref())?));
         if changed.is_ok() {
-            changed = settle(registry).await;
+            changed = publish_reservations(registry).await;
             if changed.is_err() {
                 disk.throttle().configure_and_move(placed.0, placed.1.as_ref())?;
-                unsettle(registry);
+                publish_rolled_back(registry);
             }
         }
         if changed.is_err() {
@@ -142,16 +142,16 @@ impl Set {
         changed
     }
 
-    fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2Image, CacheSettings)>, Error> {
+    fn checked_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2Image, CacheSettings)>, QmpError> {
         if self.caches.is_empty() {
             return Ok(None);
         }
-        let qcow2 = caches::qcow2_of(running.disk.image(), &self.name)?;
+        let qcow2 = caches::qcow2_image(running.disk.image(), &self.name)?;
         let settings = self.caches.apply_to(running.caches.get());
         // Checked before anything changes.
         settings
             .sizes(&qcow2.header())
-            .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
+            .map_err(|error| QmpError::generic(format!("disk {}: {error}", self.name)))?;
         Ok(Some((qcow2, settings)))
     }
 }
@@ -162,37 +162,37 @@ pub(super) async fn set_group(
     registry: &Registry,
     group: &ThrottleGroup,
     settings: GroupSettings,
-) -> Result<(), Error> {
+) -> Result<(), QmpError> {
     let before = group.settings();
     group.set(settings)?;
-    let settled = settle(registry).await;
+    let settled = publish_reservations(registry).await;
     if settled.is_err() {
         // The quota may have changed in the meantime; keep it.
         let limits = if group.quota_lease().is_some() { group.settings().limits } else { before.limits };
         group.set(GroupSettings { limits, ..before })?;
-        unsettle(registry);
+        publish_rolled_back(registry);
     }
     settled
 }
 
 /// Publishes the reservations to all hosts of the cluster; fails if they do not fit.
-pub(super) async fn settle(registry: &Registry) -> Result<(), Error> {
+pub(super) async fn publish_reservations(registry: &Registry) -> Result<(), QmpError> {
     let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
-    cluster.record_reservations_now(registry).await.map_err(Error::generic)
+    cluster.record_reservations_now(registry).await.map_err(QmpError::generic)
 }
 
 /// Publishes the reservations after a roll-back.
-pub(super) fn unsettle(registry: &Registry) {
+pub(super) fn publish_rolled_back(registry: &Registry) {
     if let Some(cluster) = registry.cluster() {
         cluster.record_lowered_reservations(registry);
     }
 }
 
 /// Error for an unknown group.
-fn no_group(registry: &Registry, name: &str) -> Error {
-    let name = shown(name);
-    Error::new(
-        Class::DeviceNotFound,
+fn no_group_error(registry: &Registry, name: &str) -> QmpError {
+    let name = excerpt(name);
+    QmpError::new(
+        QmpErrorClass::DeviceNotFound,
         match registry.disks.get(&name) {
             Ok(_) => format!("{name:?} is a disk, not a group (name a group)"),
             Err(_) => {

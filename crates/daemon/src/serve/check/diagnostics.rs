@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use api::{Diagnostic, Severity};
 use console::{CommandFailure, logging};
-use control::listen::Others;
+use control::listen::AddressConflictRule;
 use settings::{ParsedConfig, Origin, DesiredState, ConfigError};
 
 /// Everything that is found, errors first.
@@ -22,7 +22,7 @@ pub(super) fn find(
         Err(all) => return Ok(all.into_iter().map(|wrong| of_error(&wrong.into(), &name)).collect()),
     };
     logging::keep_warnings();
-    let errors = super::found(draft, plan, Others::MayHave, Some(file))?;
+    let errors = super::found(draft, plan, AddressConflictRule::Tolerated, Some(file))?;
     let errors = errors.iter().map(|error| of_error(error, &name));
     let warnings = logging::kept_warnings();
     Ok(errors.chain(warnings.iter().map(|text| of_warning(text, &name))).collect())

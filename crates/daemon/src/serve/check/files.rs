@@ -8,14 +8,14 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use control::listen::Others;
+use control::listen::AddressConflictRule;
 use nix::unistd::{AccessFlags, access};
 
 use crate::pid_file::PidFile;
 
 /// Fails where the process could not write its number to the file. A daemon that has the file may
 /// be the one of this config.
-pub(super) fn pid_file(path: &Path, others: Others) -> anyhow::Result<()> {
+pub(super) fn pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
     let why = || format!("pid file {}", path.display());
     // The file is never opened through a link.
     if let Ok(found) = fs::symlink_metadata(path) {
@@ -24,8 +24,8 @@ pub(super) fn pid_file(path: &Path, others: Others) -> anyhow::Result<()> {
     let directory = sandbox::directory_of(path);
     writable(directory).with_context(|| format!("{}: {}", why(), directory.display()))?;
     match others {
-        Others::AreInTheWay => PidFile::check(path),
-        Others::MayHave => Ok(()),
+        AddressConflictRule::Rejected => PidFile::check(path),
+        AddressConflictRule::Tolerated => Ok(()),
     }
 }
 

@@ -29,7 +29,7 @@ Exit status: 0 success, 1 failure.";
     infer_long_args = true,
     args_override_self = true
 )]
-pub(super) struct Arguments {
+pub(super) struct QemuNbdArgs {
     /// Disk image; options of an image with --image-opts; a device with --disconnect
     #[arg(value_name = "FILE", num_args = 0..)]
     pub(super) file: Vec<OsString>,

@@ -18,7 +18,7 @@ pub(super) fn disconnect(device: &str) -> anyhow::Result<()> {
         bail!("Cannot open {device}: No such file or directory (`modprobe nbd` makes such devices)");
     }
     // A device of `weir attach` is removed with its keeper and its server.
-    if !attach::let_go(path)? {
+    if !attach::detach_if_attached(path)? {
         export::nbd::kernel_client::disconnect(number).with_context(|| format!("Cannot disconnect {device}"))?;
     }
     print(&format!("{device} disconnected\n"))

@@ -5,7 +5,7 @@ use anyhow::bail;
 use block::disk::{DetectZeroes, Discards};
 use settings::ImageDescription;
 
-use super::objects::Objects;
+use super::objects::QemuObjects;
 
 /// An image as options of `weir serve`, and its location.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) struct ServedImage {
 
 impl ServedImage {
     /// Parses FILE as a path, an address or `json:{…}`.
-    pub(super) fn of_file(name: &str, objects: &Objects) -> anyhow::Result<Self> {
+    pub(super) fn of_file(name: &str, objects: &QemuObjects) -> anyhow::Result<Self> {
         match ImageDescription::from_name(name) {
             Ok(description) => Self::of(description, objects),
             Err(error) => bail!("Failed to open {error:#}"),
@@ -32,11 +32,11 @@ impl ServedImage {
     }
 
     /// Parses FILE as a set of options.
-    pub(super) fn of_options(text: &str, objects: &Objects) -> anyhow::Result<Self> {
+    pub(super) fn of_options(text: &str, objects: &QemuObjects) -> anyhow::Result<Self> {
         Self::of(ImageDescription::from_options(text)?, objects)
     }
 
-    fn of(description: ImageDescription, objects: &Objects) -> anyhow::Result<Self> {
+    fn of(description: ImageDescription, objects: &QemuObjects) -> anyhow::Result<Self> {
         let ImageDescription {
             image,
             format,
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<ServedImage, String> {
-        let objects = Objects::read(&["secret,id=s,file=/key".to_owned()]).unwrap();
+        let objects = QemuObjects::read(&["secret,id=s,file=/key".to_owned()]).unwrap();
         ServedImage::of_options(text, &objects).map_err(|error| error.to_string())
     }
 
@@ -139,9 +139,9 @@ mod tests {
     }
 
     #[test]
-    fn a_protocol_is_no_path() {
+    fn protocols_are_not_paths() {
         let file = |name: &str| {
-            let described = ServedImage::of_file(name, &Objects::default());
+            let described = ServedImage::of_file(name, &QemuObjects::default());
             described.map(|image| image.file).map_err(|error| error.to_string())
         };
         assert_eq!(file("file:/a").unwrap(), "/a");

@@ -8,10 +8,10 @@ use export::nbd::client::{NbdEndpoint, ListedExport, list};
 use policy::time::Duration;
 use reactor::sanitize::sanitize;
 
-use super::arguments::Arguments;
+use super::arguments::QemuNbdArgs;
 
 /// Deadline, equal to that of a client's handshake.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Names of the NBD specification's transmission flags by bit number.
 const FLAGS: [(u32, &str); 11] = [
     (1, "readonly"),
@@ -27,20 +27,20 @@ const FLAGS: [(u32, &str); 11] = [
     (11, "fast-zero"),
 ];
 
-pub(super) fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
+pub(super) fn run(arguments: &QemuNbdArgs) -> Result<(), CommandFailure> {
     let endpoint = endpoint(arguments)?;
     let name = match &endpoint {
         NbdEndpoint::Unix(path) => path.display().to_string(),
         NbdEndpoint::Tcp { host, port } => format!("{host}:{port}"),
     };
     let exports = on_reactor(async move {
-        let listed = list(&endpoint, PATIENCE).await;
+        let listed = list(&endpoint, TIMEOUT).await;
         Ok(listed.with_context(|| format!("Failed to connect to '{name}'"))?)
     })?;
-    Ok(print(&told(&exports))?)
+    Ok(print(&format_exports(&exports))?)
 }
 
-fn endpoint(arguments: &Arguments) -> anyhow::Result<NbdEndpoint> {
+fn endpoint(arguments: &QemuNbdArgs) -> anyhow::Result<NbdEndpoint> {
     if !arguments.file.is_empty() {
         bail!("List mode is incompatible with a file name");
     }
@@ -69,7 +69,7 @@ fn endpoint(arguments: &Arguments) -> anyhow::Result<NbdEndpoint> {
     }
 }
 
-fn told(exports: &[ListedExport]) -> String {
+fn format_exports(exports: &[ListedExport]) -> String {
     let mut text = format!("exports available: {}\n", exports.len());
     // Strings of an untrusted server must not reach a terminal with control characters.
     for export in exports {
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exports_are_told_as_qemu_nbd_tells_them() {
+    fn exports_are_printed_like_qemu_nbd() {
         let export = ListedExport {
             name: "a b".to_owned(),
             description: "de\u{1b}".to_owned(),
@@ -112,6 +112,6 @@ mod tests {
         let expect = "exports available: 1\n export: 'a b'\n  description: de?\n  size:  1048576\n  \
                       flags: 0x58f ( readonly flush fua df multi cache )\n  min block: 1\n  opt block: 4096\n  \
                       max block: 33554432\n  available meta contexts: 1\n   base:allocation\n";
-        assert_eq!(told(&[export]), expect);
+        assert_eq!(format_exports(&[export]), expect);
     }
 }

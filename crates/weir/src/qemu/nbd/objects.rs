@@ -8,13 +8,13 @@ use settings::keyval;
 
 /// Longest secret: a passphrase is far shorter, and a pipe buffers this much without a reader
 /// (pipe(7)).
-const MOST_SECRET_BYTES: usize = 4096;
+const MAX_SECRET_BYTES: usize = 4096;
 
 /// Objects by id, each with its keys including `qom-type`.
 #[derive(Debug, Default)]
-pub(super) struct Objects(Vec<(String, Vec<(String, String)>)>);
+pub(super) struct QemuObjects(Vec<(String, Vec<(String, String)>)>);
 
-impl Objects {
+impl QemuObjects {
     pub(super) fn read(texts: &[String]) -> anyhow::Result<Self> {
         let mut objects = Self::default();
         for text in texts {
@@ -172,8 +172,8 @@ fn value<'a>(pairs: &'a [(String, String)], key: &str) -> Option<&'a str> {
 
 /// Descriptor from which the text can be read once. Stays open for the server.
 fn descriptor(text: &str) -> anyhow::Result<i32> {
-    if text.len() > MOST_SECRET_BYTES {
-        bail!("a secret has {} bytes; the limit is {MOST_SECRET_BYTES} (put it in a file)", text.len());
+    if text.len() > MAX_SECRET_BYTES {
+        bail!("a secret has {} bytes; the limit is {MAX_SECRET_BYTES} (put it in a file)", text.len());
     }
     // Not an option's value: other users could read it from the process list.
     let (reader, mut writer) = std::io::pipe().context("cannot create a pipe for a secret")?;
@@ -185,8 +185,8 @@ fn descriptor(text: &str) -> anyhow::Result<i32> {
 mod tests {
     use super::*;
 
-    fn objects(texts: &[&str]) -> anyhow::Result<Objects> {
-        Objects::read(&texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>())
+    fn objects(texts: &[&str]) -> anyhow::Result<QemuObjects> {
+        QemuObjects::read(&texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>())
     }
 
     #[test]
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_name() {
+    fn unsupported_objects_are_rejected_by_name() {
         let refused = |text: &str, expect: &str| {
             let said = objects(&[text]).unwrap_err().to_string();
             assert!(said.contains(expect), "{said}");

@@ -19,11 +19,11 @@ use super::image::ServedImage;
 const DIRECTORY: &str = "/var/tmp";
 
 /// The overlay file. Its name is removed on drop, once the server has it open.
-pub(super) struct Overlay {
+pub(super) struct SnapshotOverlay {
     _file: NamedTempFile,
 }
 
-impl Overlay {
+impl SnapshotOverlay {
     /// Creates an overlay of `image` and replaces `image` by it. `format` is used if `image` has
     /// none.
     pub(super) fn over(image: &mut ServedImage, format: Option<&str>) -> anyhow::Result<Self> {
@@ -34,7 +34,7 @@ impl Overlay {
         let backing = absolute(&image.file)?;
         let format = match image.format.as_deref().or(format) {
             Some(format) => format,
-            None => probed(&backing)?,
+            None => probe_format(&backing)?,
         };
         // In a child process: creating it here would start threads, and the daemon blocks its
         // signals before any thread exists.
@@ -59,7 +59,7 @@ impl Overlay {
 
 /// Format from the image's magic number. Safe here: the image is only read, so no guest can change
 /// its header.
-fn probed(path: &Path) -> anyhow::Result<&'static str> {
+fn probe_format(path: &Path) -> anyhow::Result<&'static str> {
     let mut magic = Vec::new();
     let mut options = File::options();
     // Opening a named pipe, which is never an image, would wait for a writer.

@@ -20,11 +20,11 @@ use ratatui::{
 };
 
 use crate::{
-    client::report::Report,
+    client::report::DaemonReport,
     top::{
-        history::{Point, WINDOW},
-        list::Row,
-        state::State,
+        history::{RatePoint, WINDOW},
+        list::TopRow,
+        state::TopState,
     },
 };
 
@@ -44,23 +44,23 @@ fn markers(plain: bool) -> [(Marker, &'static str); 3] {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Unit {
+enum ChartUnit {
     Operations,
     Bytes,
 }
 
-pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
+pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_>) {
     let [left, right] = Layout::horizontal([Constraint::Fill(1), Constraint::Fill(1)]).areas(area);
-    draw_one(frame, left, state, row, Unit::Operations);
-    draw_one(frame, right, state, row, Unit::Bytes);
+    draw_one(frame, left, state, row, ChartUnit::Operations);
+    draw_one(frame, right, state, row, ChartUnit::Bytes);
 }
 
 /// Points of a chart: seconds before now, and a rate.
-type Points = Vec<(f64, f64)>;
+type ChartPoints = Vec<(f64, f64)>;
 
-fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, unit: Unit) {
+fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_>, unit: ChartUnit) {
     let now = state.now.as_secs_f64();
-    let points = |value: fn(&Point, Unit) -> f64| -> Points {
+    let points = |value: fn(&RatePoint, ChartUnit) -> f64| -> ChartPoints {
         state.history.of(row.name).map(|point| (point.at - now, value(point, unit))).collect()
     };
     let series = [
@@ -71,7 +71,7 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
     let (limits, of_group) = limits_of(&state.report, row.node.settings(), unit);
     let top = top(&series, &limits);
     let from = -WINDOW.as_secs_f64();
-    let lines: Vec<Points> = limits
+    let lines: Vec<ChartPoints> = limits
         .iter()
         .filter(|&&limit| limit as f64 <= top)
         .map(|&limit| vec![(from, limit as f64), (0.0, limit as f64)])
@@ -83,8 +83,8 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
     let measured = series.iter().zip(markers).rev();
     let measured = measured.map(|((points, style), (marker, _))| dataset(points, *style, marker));
     let name = match unit {
-        Unit::Operations => "IOPS",
-        Unit::Bytes => "bytes/s",
+        ChartUnit::Operations => "IOPS",
+        ChartUnit::Bytes => "bytes/s",
     };
     // The corners of the frame take two columns.
     let room = usize::from(area.width).saturating_sub(2);
@@ -115,23 +115,23 @@ fn title(unit: &str, name: &str, markers: [(Marker, &str); 3], room: usize) -> L
     Line::from(spans)
 }
 
-fn dataset(points: &Points, style: Style, marker: Marker) -> Dataset<'_> {
+fn dataset(points: &ChartPoints, style: Style, marker: Marker) -> Dataset<'_> {
     Dataset::default().data(points).style(style).marker(marker).graph_type(GraphType::Line)
 }
 
-fn read(point: &Point, unit: Unit) -> f64 {
-    f64::from(if unit == Unit::Bytes { point.read_bps } else { point.read_iops })
+fn read(point: &RatePoint, unit: ChartUnit) -> f64 {
+    f64::from(if unit == ChartUnit::Bytes { point.read_bps } else { point.read_iops })
 }
 
-fn write(point: &Point, unit: Unit) -> f64 {
-    f64::from(if unit == Unit::Bytes { point.write_bps } else { point.write_iops })
+fn write(point: &RatePoint, unit: ChartUnit) -> f64 {
+    f64::from(if unit == ChartUnit::Bytes { point.write_bps } else { point.write_iops })
 }
 
 /// Rates and burst rates in force, and the group they belong to if they are not the row's own.
 fn limits_of<'a>(
-    report: &'a Report,
+    report: &'a DaemonReport,
     settings: &'a MemberSettings,
-    unit: Unit,
+    unit: ChartUnit,
 ) -> (Vec<u64>, Option<&'a str>) {
     let own = set_limits(&settings.limits, unit);
     if !own.is_empty() {
@@ -145,8 +145,8 @@ fn limits_of<'a>(
     }
 }
 
-fn set_limits(limits: &SettingValues, unit: Unit) -> Vec<u64> {
-    let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == (unit == Unit::Bytes));
+fn set_limits(limits: &SettingValues, unit: ChartUnit) -> Vec<u64> {
+    let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == (unit == ChartUnit::Bytes));
     let settings =
         kinds.flat_map(|kind| [LimitPart::Rate, LimitPart::BurstRate].map(|part| LimitSetting::Limit(kind, part)));
     let values = settings.filter_map(|setting| limits.get(setting.name()).copied());
@@ -155,7 +155,7 @@ fn set_limits(limits: &SettingValues, unit: Unit) -> Vec<u64> {
 
 /// Upper bound of the axis: above all measured rates and nearby limits. Limits far above the
 /// measured rates are omitted, as the curves would shrink to nothing.
-fn top(series: &[(Points, Style)], limits: &[u64]) -> f64 {
+fn top(series: &[(ChartPoints, Style)], limits: &[u64]) -> f64 {
     let rates = series.iter().flat_map(|(points, _)| points.iter().map(|&(_, rate)| rate));
     let measured = rates.fold(0.0, f64::max);
     let limits = limits.iter().map(|&limit| limit as f64);
@@ -163,9 +163,9 @@ fn top(series: &[(Points, Style)], limits: &[u64]) -> f64 {
     if in_sight > 0.0 { in_sight * 1.25 } else { 1.0 }
 }
 
-fn labels(top: f64, unit: Unit) -> [String; 3] {
+fn labels(top: f64, unit: ChartUnit) -> [String; 3] {
     let label = |value: f64| {
-        let text = if unit == Unit::Bytes { figures::bytes(value) } else { figures::count(value) };
+        let text = if unit == ChartUnit::Bytes { figures::bytes(value) } else { figures::count(value) };
         format!("{text:>6}")
     };
     [label(0.0), label(top / 2.0), label(top)]
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_colours_each_line_has_a_sign_of_its_own() {
+    fn without_colours_each_line_has_its_own_marker() {
         let signs = markers(true).map(|(_, sign)| sign);
         assert!(signs[0] != signs[1] && signs[1] != signs[2] && signs[0] != signs[2]);
         let title = title("IOPS", "vm1", markers(true), 80).to_string();

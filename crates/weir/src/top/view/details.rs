@@ -15,40 +15,40 @@ use ratatui::{
 
 use crate::{
     client::{
-        change::Name,
-        report::{Node, Report, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
+        change::SettingName,
+        report::{StatusNode, DaemonReport, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
     },
-    top::{list::Row, state::State},
+    top::{list::TopRow, state::TopState},
 };
 
 /// Bars for a share of time, from 0 to 1.
 const BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
+pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_>) {
     let width = usize::from(area.width);
     let lines = [
-        fact(row.node.kind(), about(&state.report, row.node)),
-        fact("set", settings(&state.report, row.node)),
+        labelled(row.node.kind(), about(&state.report, row.node)),
+        labelled("set", settings(&state.report, row.node)),
         waits(row),
-        held(state, row, width),
-        ahead(row.node),
+        throttled_time(state, row, width),
+        prefetching(row.node),
     ];
-    let lines = lines.map(|line| super::fitted(line, area.width));
+    let lines = lines.map(|line| super::truncated(line, area.width));
     frame.render_widget(ratatui::text::Text::from(lines.to_vec()), area);
 }
 
-fn fact(label: &str, text: String) -> Line<'static> {
+fn labelled(label: &str, text: String) -> Line<'static> {
     Line::from(vec![Span::styled(format!(" {label:<8}"), Modifier::BOLD), Span::raw(text)])
 }
 
-fn about(report: &Report, node: Node<'_>) -> String {
+fn about(report: &DaemonReport, node: StatusNode<'_>) -> String {
     match node {
-        Node::Disk(disk) => about_disk(report, disk),
-        Node::Group(group) => about_group(group),
+        StatusNode::Disk(disk) => about_disk(report, disk),
+        StatusNode::Group(group) => about_group(group),
     }
 }
 
-fn about_disk(report: &Report, disk: &DiskStatus) -> String {
+fn about_disk(report: &DaemonReport, disk: &DiskStatus) -> String {
     let DiskStatus { name, image, size, read_only, cache, connections, .. } = disk;
     let cache = cache.as_ref().map(|cache| format!(" · cache {cache}")).unwrap_or_default();
     let read_only = if *read_only { " · read-only" } else { "" };
@@ -86,13 +86,13 @@ fn about_group(group: &GroupStatus) -> String {
     text + " · " + &disks.join(" ")
 }
 
-fn settings(report: &Report, node: Node<'_>) -> String {
+fn settings(report: &DaemonReport, node: StatusNode<'_>) -> String {
     let own = node.settings();
     let mut text = figures::limits(&own.limits);
-    for name in [Name::Weight, Name::IopsReservation, Name::BpsReservation, Name::Watermark] {
+    for name in [SettingName::Weight, SettingName::IopsReservation, SettingName::BpsReservation, SettingName::Watermark] {
         let value = name.of(own);
-        if value != name.default() || name == Name::Weight {
-            text += &format!(" · {} {}", name.text(), name.show(&value));
+        if value != name.default() || name == SettingName::Weight {
+            text += &format!(" · {} {}", name.text(), name.format(&value));
         }
     }
     for group in report.groups_above(own) {
@@ -102,13 +102,13 @@ fn settings(report: &Report, node: Node<'_>) -> String {
 }
 
 /// Waiting requests, waits in the list's interval, and levels of the buckets.
-fn waits(row: &Row<'_>) -> Line<'static> {
+fn waits(row: &TopRow<'_>) -> Line<'static> {
     let throttle = row.node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
     if let Some(p99_ns @ 1..) = row.rate.and_then(|rate| rate.wait_p99_ns) {
         text += &format!(" · wait p99 {}", figures::time(p99_ns));
     }
-    let mut line = fact("waiting", text);
+    let mut line = labelled("waiting", text);
     if let Some(held_by) = &row.held_by {
         line.push_span(Span::styled(format!(" · held by {held_by}"), THROTTLED));
     }
@@ -122,8 +122,8 @@ fn waits(row: &Row<'_>) -> Line<'static> {
 }
 
 /// State of prefetching, and its counters since the disk was opened; empty for a group.
-fn ahead(node: Node<'_>) -> Line<'static> {
-    let Node::Disk(disk) = node else { return Line::default() };
+fn prefetching(node: StatusNode<'_>) -> Line<'static> {
+    let StatusNode::Disk(disk) = node else { return Line::default() };
     let Some(prefetch) = &disk.settings.prefetch else { return Line::default() };
     let mut text = prefetch_state(prefetch, &disk.read_ahead);
     if prefetches(prefetch) {
@@ -139,11 +139,11 @@ fn ahead(node: Node<'_>) -> Line<'static> {
             super::count(usize::try_from(streams).unwrap_or(usize::MAX), "stream"),
         );
     }
-    fact("ahead", text)
+    labelled("ahead", text)
 }
 
 /// Share of time in which requests waited, newest at the right.
-fn held(state: &State, row: &Row<'_>, width: usize) -> Line<'static> {
+fn throttled_time(state: &TopState, row: &TopRow<'_>, width: usize) -> Line<'static> {
     let bar = |share: f32| BARS[(share.clamp(0.0, 1.0) * 8.0).ceil() as usize];
     let room = width.saturating_sub(16);
     let mut bars: Vec<char> = state.history.of(row.name).rev().take(room).map(|p| bar(p.limited)).collect();
@@ -187,7 +187,7 @@ mod tests {
         let absent = ExportStatus { counters: ExportCounters::default(), ..machine.clone() };
         let about = |export| {
             let status = DaemonStatus { exports: vec![export], ..DaemonStatus::default() };
-            about_disk(&Report { status, ..Report::default() }, &disk)
+            about_disk(&DaemonReport { status, ..DaemonReport::default() }, &disk)
         };
         assert_eq!(about(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");
         assert_eq!(about(absent), "1M · 1 client · a.raw");

@@ -14,8 +14,8 @@ use ratatui::{
 };
 
 use crate::{
-    client::{latency::Latency, rates::Rate, report::Node},
-    top::{list, list::Column, state::State},
+    client::{latency::RequestLatency, rates::NodeRate, report::StatusNode},
+    top::{list, list::WeirTopColumn, state::TopState},
 };
 
 /// Widths of the numeric columns, from IOPS to HELD.
@@ -25,38 +25,38 @@ const MARK: usize = 2;
 /// Longest name of a limit: `iops-total`, `iops-write`.
 const LIMIT: usize = 10;
 /// Least width of a truncated text column.
-const LEAST: usize = 12;
+const MIN_TEXT: usize = 12;
 /// Least width of a group's name before its limit: first letter, ellipsis, last letter.
-const LEAST_GROUP: usize = 3;
+const MIN_GROUP: usize = 3;
 
 /// Widths of the text columns, which share the width beside the numbers. A column that does not fit
 /// is omitted; the details of the selected row have its content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Texts {
+struct TextColumnWidths {
     name: usize,
     group: Option<usize>,
     held_by: Option<usize>,
     limits: Option<usize>,
 }
 
-impl Texts {
+impl TextColumnWidths {
     /// Assigns widths by priority: name, throttle cause, group, limits.
-    fn new(width: usize, rows: &[list::Row<'_>]) -> Self {
-        let longest = |of: &dyn Fn(&list::Row<'_>) -> usize| rows.iter().map(of).max().unwrap_or(0);
+    fn new(width: usize, rows: &[list::TopRow<'_>]) -> Self {
+        let longest = |of: &dyn Fn(&list::TopRow<'_>) -> usize| rows.iter().map(of).max().unwrap_or(0);
         let group_of =
-            |row: &list::Row<'_>| row.node.settings().group.as_ref().map_or(0, |group| group.chars().count());
+            |row: &list::TopRow<'_>| row.node.settings().group.as_ref().map_or(0, |group| group.chars().count());
         let groups = longest(&group_of);
         // Independent of the limits in force, so that columns do not move while those change.
         let of_group = if groups == 0 { 0 } else { ": ".len() + LIMIT };
         let (held_by, least) = match groups {
             0 => (LIMIT, LIMIT),
-            _ => (groups + of_group, groups.min(LEAST_GROUP) + of_group),
+            _ => (groups + of_group, groups.min(MIN_GROUP) + of_group),
         };
         let numbers: usize = NUMBERS.iter().map(|width| usize::from(*width) + 1).sum();
         let mut left = width.saturating_sub(numbers);
         let names = longest(&|row| row.name.chars().count()) + MARK;
         // A name may not take the width that the throttle cause needs.
-        let name = names.max(LEAST + MARK).min(left.saturating_sub(least + 1).max(LEAST + MARK));
+        let name = names.max(MIN_TEXT + MARK).min(left.saturating_sub(least + 1).max(MIN_TEXT + MARK));
         left = left.saturating_sub(name);
         let mut next = |wanted: usize, least: usize| {
             let width = wanted.min(left.saturating_sub(1));
@@ -68,12 +68,12 @@ impl Texts {
         let held_by = next(held_by, least);
         let group = if groups == 0 { None } else { next(groups.max("GROUP▾".chars().count()), usize::MAX) };
         let limits = longest(&|row| figures::limits(&row.node.settings().limits).chars().count());
-        let limits = next(limits.max("LIMITS".len()), LEAST);
+        let limits = next(limits.max("LIMITS".len()), MIN_TEXT);
         Self { name, group, held_by, limits }
     }
 }
 
-pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
+pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
     let rows = state.rows();
     if rows.is_empty() {
         let text =
@@ -81,13 +81,13 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
         frame.render_widget(Line::styled(text, DIMMED), area);
         return;
     }
-    let texts = Texts::new(usize::from(area.width), &rows);
+    let texts = TextColumnWidths::new(usize::from(area.width), &rows);
     let length = |width: usize| Constraint::Length(u16::try_from(width).unwrap_or(u16::MAX));
     let mut widths = vec![length(texts.name)];
     widths.extend(texts.group.map(length));
     widths.extend(NUMBERS.map(Constraint::Length));
     widths.extend([texts.held_by, texts.limits].into_iter().flatten().map(length));
-    let shown = Column::ALL.into_iter().filter(|column| *column != Column::Group || texts.group.is_some());
+    let shown = WeirTopColumn::ALL.into_iter().filter(|column| *column != WeirTopColumn::Group || texts.group.is_some());
     let mut headings: Vec<Cell<'_>> = shown.map(|column| heading(state, column)).collect();
     headings.extend(texts.held_by.map(|_| Cell::from("HELD BY")));
     headings.extend(texts.limits.map(|_| Cell::from("LIMITS")));
@@ -95,11 +95,11 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
         .header(Row::new(headings).style(Modifier::BOLD))
         .column_spacing(1)
         .row_highlight_style(Modifier::REVERSED);
-    let mut place = TableState::new().with_selected(state.chosen(&rows));
+    let mut place = TableState::new().with_selected(state.selected_row(&rows));
     frame.render_stateful_widget(table, area, &mut place);
 }
 
-fn heading(state: &State, column: Column) -> Cell<'static> {
+fn heading(state: &TopState, column: WeirTopColumn) -> Cell<'static> {
     let is_sorted = state.order.column == column;
     let arrow = match (is_sorted, state.order.reversed) {
         (false, _) => "",
@@ -108,15 +108,15 @@ fn heading(state: &State, column: Column) -> Cell<'static> {
     };
     let text = format!("{}{arrow}", column.title());
     match column {
-        Column::Name => Cell::from(format!("  {text}")),
-        Column::Group => Cell::from(text),
+        WeirTopColumn::Name => Cell::from(format!("  {text}")),
+        WeirTopColumn::Group => Cell::from(text),
         _ => right(text),
     }
 }
 
-fn row(row: &list::Row<'_>, texts: Texts) -> Row<'static> {
-    let of = |figure: fn(&Rate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
-    let latency = |of: fn(&Latency) -> u64| {
+fn row(row: &list::TopRow<'_>, texts: TextColumnWidths) -> Row<'static> {
+    let of = |figure: fn(&NodeRate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
+    let latency = |of: fn(&RequestLatency) -> u64| {
         let latency = row.rate.and_then(|rate| rate.latency);
         right(latency.as_ref().map_or_else(|| "-".to_owned(), |latency| figures::time(of(latency))))
     };
@@ -124,12 +124,12 @@ fn row(row: &list::Row<'_>, texts: Texts) -> Row<'static> {
     let held = row.rate.is_some_and(|rate| rate.limited > 0.0) || waiting > 0;
     let settings = row.node.settings();
     let (mark, style) = match row.node {
-        Node::Group(_) => ("◆", Style::from(Modifier::BOLD)),
-        Node::Disk(_) => (" ", Style::default()),
+        StatusNode::Group(_) => ("◆", Style::from(Modifier::BOLD)),
+        StatusNode::Disk(_) => (" ", Style::default()),
     };
     let figure = |cell: Cell<'static>| if held { cell.style(THROTTLED) } else { cell };
     let text =
-        |text: &str, width: usize| Cell::from(super::fitted(Line::from(text.to_owned()), width as u16));
+        |text: &str, width: usize| Cell::from(super::truncated(Line::from(text.to_owned()), width as u16));
     let name = elided(row.name, texts.name.saturating_sub(MARK));
     let mut cells = vec![text(&format!("{mark} {name}"), texts.name)];
     let group = settings.group.as_deref().unwrap_or("-");
@@ -170,20 +170,20 @@ mod tests {
     use crate::top::state::tests::watched;
 
     #[track_caller]
-    fn check(width: usize, names: &[&str], expect: Texts) {
-        assert_eq!(Texts::new(width, &watched(2, names).rows()), expect);
+    fn check(width: usize, names: &[&str], expect: TextColumnWidths) {
+        assert_eq!(TextColumnWidths::new(width, &watched(2, names).rows()), expect);
     }
 
     #[test]
-    fn the_limit_that_holds_has_room_before_groups_and_limits() {
-        let texts = Texts { name: 14, group: None, held_by: Some(16), limits: None };
+    fn throttle_cause_has_priority_over_groups_and_limits() {
+        let texts = TextColumnWidths { name: 14, group: None, held_by: Some(16), limits: None };
         check(80, &["vm1"], texts);
-        check(100, &["vm1"], Texts { group: Some(6), limits: Some(13), ..texts });
-        check(132, &["vm1"], Texts { group: Some(6), limits: Some(17), ..texts });
+        check(100, &["vm1"], TextColumnWidths { group: Some(6), limits: Some(13), ..texts });
+        check(132, &["vm1"], TextColumnWidths { group: Some(6), limits: Some(17), ..texts });
     }
 
     #[test]
-    fn a_limit_keeps_its_letters_and_the_group_is_shortened() {
+    fn group_is_shortened_before_its_limit() {
         let held_by = "a-group-with-a-long-name: iops-total";
         assert_eq!(limit_within(held_by, 15), "a…e: iops-total");
         assert_eq!(limit_within(held_by, 20), "a-gr…ame: iops-total");
@@ -194,9 +194,9 @@ mod tests {
     #[test]
     fn a_long_name_is_whole_where_there_is_room() {
         let long = "a-disk-with-a-long-name-of-forty-letters";
-        let texts = Texts { name: 16, group: None, held_by: Some(15), limits: None };
+        let texts = TextColumnWidths { name: 16, group: None, held_by: Some(15), limits: None };
         check(80, &[long], texts);
-        let wide = Texts { name: 42, group: Some(6), held_by: Some(16), limits: Some(17) };
+        let wide = TextColumnWidths { name: 42, group: Some(6), held_by: Some(16), limits: Some(17) };
         check(220, &[long], wide);
     }
 }

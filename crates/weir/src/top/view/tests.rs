@@ -14,14 +14,14 @@ use ratatui::{
     text::{Line, Span},
 };
 
-use super::{draw, fitted};
+use super::{draw, truncated};
 use crate::top::state::{
-    State,
+    TopState,
     tests::{press, watched, write},
 };
 
 /// Text of a screen of this size, without trailing spaces.
-fn screen(state: &mut State, width: u16, height: u16) -> String {
+fn screen(state: &mut TopState, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(frame, state)).unwrap();
     let buffer = terminal.backend().buffer();
@@ -33,7 +33,7 @@ fn screen(state: &mut State, width: u16, height: u16) -> String {
 }
 
 #[track_caller]
-fn check(state: &mut State, size: (u16, u16), golden: &str) {
+fn check(state: &mut TopState, size: (u16, u16), golden: &str) {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src/top/view/golden").join(golden);
     let drawn = screen(state, size.0, size.1);
     if env::var_os("WEIR_REFRESH").is_some() {
@@ -50,14 +50,14 @@ fn a_line_without_room_ends_with_an_ellipsis() {
     for (width, expect) in
         [(19, " binding iops-total"), (18, " binding iops-tot…"), (9, " binding…"), (5, " bin…"), (1, "…")]
     {
-        let fitted = fitted(line(), width);
+        let fitted = truncated(line(), width);
         assert_eq!(fitted.to_string(), expect);
         assert!(fitted.width() <= usize::from(width));
     }
 }
 
 #[test]
-fn the_least_screen() {
+fn smallest_screen() {
     let mut state = watched(60, &["vm1", "vm2", "a-disk-with-a-long-name"]);
     press(&mut state, KeyCode::Char('j'));
     press(&mut state, KeyCode::Char('j'));
@@ -70,7 +70,7 @@ fn a_wide_screen_has_whole_names_and_the_limit_that_holds() {
 }
 
 #[test]
-fn charts_of_a_long_name_keep_the_measure() {
+fn chart_titles_keep_the_unit() {
     let mut state = watched(2, &["customer-17-database-volume-of-a-long-name"]);
     let drawn = screen(&mut state, 80, 24);
     for title in ["me IOPS: reads writes sum", "me bytes/s: reads writes sum"] {
@@ -93,7 +93,7 @@ fn a_change_of_settings_and_the_error_it_got() {
 }
 
 #[test]
-fn without_colours_the_chosen_row_stands_out_all_the_same() {
+fn without_colours_the_selected_row_is_reversed() {
     let mut state = watched(2, &["vm1", "vm2"]);
     let mut terminal = Terminal::new(TestBackend::new(80, 24)).unwrap();
     let draw = |frame: &mut Frame<'_>| {
@@ -109,16 +109,16 @@ fn without_colours_the_chosen_row_stands_out_all_the_same() {
 }
 
 #[test]
-fn the_keys() {
+fn help_window() {
     let mut state = watched(2, &["vm1"]);
     press(&mut state, KeyCode::Char('?'));
     check(&mut state, (80, 24), "help.txt");
 }
 
 #[test]
-fn a_daemon_that_does_not_answer() {
+fn unreachable_daemon() {
     let mut state = watched(2, &["vm1"]);
-    state.lose("unix:/run/weir/qmp.sock: no daemon listens there".to_owned());
+    state.set_unreachable("unix:/run/weir/qmp.sock: no daemon listens there".to_owned());
     check(&mut state, (80, 24), "lost.txt");
 }
 
@@ -133,7 +133,7 @@ fn too_small_a_terminal_says_what_is_needed() {
 }
 
 #[test]
-fn nothing_is_too_much_to_draw() {
+fn every_size_and_mode_can_be_drawn() {
     // Every size and mode, with long names, many rows, and characters of several columns.
     let names: Vec<String> =
         (0..200).map(|number| format!("盘\u{1b}[2J-{number}-{}", "x".repeat(300))).collect();

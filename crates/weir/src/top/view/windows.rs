@@ -9,7 +9,7 @@ use ratatui::{
     widgets::{Paragraph, Wrap},
 };
 
-use crate::top::state::Edit;
+use crate::top::state::SettingsEditor;
 
 pub(super) const HELP: &str = "\
 ↑ ↓ k j PgUp PgDn Home End   select a disk (or a group: ◆)
@@ -29,7 +29,7 @@ its group. Below the charts are the waits. Straight lines in the charts are
 limits. Accuracy is the share of prefetched data that was used.
 ";
 
-pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
+pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &SettingsEditor) {
     let inside = window(frame, area, area.width - 4, 10, format!(" settings of {} ", edit.name));
     let line = Rect { height: 1, ..inside };
     let (text, column) = edit.field.window(usize::from(line.width));
