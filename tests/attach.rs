@@ -3,9 +3,9 @@
 //!
 //! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
 
-mod ended;
-mod hindered;
-mod killed;
+mod server_end;
+mod obstacles;
+mod kills;
 
 use std::{
     fs::{self, File},

@@ -6,9 +6,9 @@
 //! allows in the time that went by, which holds however slow the machine is. Never judges how fast
 //! shares follow, nor that a rate is reached.
 
-mod promises;
-mod proofs;
-mod told;
+mod reservations;
+mod authentication;
+mod status;
 
 use std::{
     fs,

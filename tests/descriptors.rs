@@ -17,7 +17,7 @@ use crate::{
     harness::{
         TestClient, MIB, Qmp, Scratch, Serve, Weir, RawNbdClient, assert_contains, need_root, operator, pattern, text,
     },
-    machines::{features, front_end},
+    vhost_user::{features, front_end},
 };
 
 /// A daemon without disks, as a user who may open nothing of root's, and a client of its socket.

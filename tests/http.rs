@@ -2,7 +2,7 @@
 //! in `page`.
 
 mod changes;
-mod strangers;
+mod hostile;
 
 use std::{
     cell::Cell,

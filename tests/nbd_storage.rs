@@ -3,9 +3,9 @@
 //!
 //! All daemons here are in the sandbox, which has to let them connect again.
 
-mod comebacks;
+mod reconnects;
 mod images;
-mod unopened;
+mod unavailable;
 
 use std::{
     fs,

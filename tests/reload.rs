@@ -19,7 +19,7 @@ use crate::{
         operator::{self, run_failing, find, run_ok, run_json, serve, socket, status},
         text, weir, weir_image,
     },
-    machines::{features, front_end},
+    vhost_user::{features, front_end},
 };
 
 /// A daemon with a config file that can be written anew.

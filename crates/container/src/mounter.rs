@@ -14,7 +14,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use control::users::is_mount_point;
+use control::openers::is_mount_point;
 
 use crate::child_process;
 

@@ -10,7 +10,7 @@ use settings::{TlsCredentialFiles, DesiredState, SecretSource, ProcessSpec, Thro
 use storage::{OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
 
 use super::{
-    opening::ImageOpenRequest,
+    image_opening::ImageOpenRequest,
     registry::{Registry, RunningDisk},
 };
 use crate::events::EventLog;

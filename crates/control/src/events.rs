@@ -14,11 +14,11 @@
 //! Never on the path of a request: a client causes two events, at its connection and at its end.
 
 mod deliveries;
-mod gate;
-pub(crate) mod judge;
-mod kind;
+mod rate_limit;
+pub(crate) mod hysteresis;
+mod event_type;
 mod log;
-mod visits;
+mod client_events;
 
 use std::{
     collections::VecDeque,
@@ -31,10 +31,10 @@ use event_listener::EventListener;
 use policy::time::Instant;
 
 pub use deliveries::DeliveryCounters;
-use gate::SharedEventRateLimit;
-pub use kind::RecordedEvent;
-pub use kind::Kind;
-pub use kind::NewEvent;
+use rate_limit::SharedEventRateLimit;
+pub use event_type::RecordedEvent;
+pub use event_type::Kind;
+pub use event_type::NewEvent;
 pub use log::log_events;
 
 /// Capacity of the ring: less than two megabytes with messages of maximum length.

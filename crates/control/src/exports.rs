@@ -14,8 +14,8 @@ use export::nbd::{NotRemoved, Removal};
 use image::qcow2::bitmap::BitmapView;
 use policy::access::AccessRules;
 
-use super::{doors::ExportEndpoint, running::RunningDisk, serving::RunningServer};
-use crate::users::DeviceOpeners;
+use super::{endpoints::ExportEndpoint, running_disk::RunningDisk, running_server::RunningServer};
+use crate::openers::DeviceOpeners;
 
 /// Running export of a disk.
 pub struct RunningExport {

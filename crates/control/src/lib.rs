@@ -26,38 +26,38 @@
 //! The [`Registry`](registry::Registry) is the only list of running objects. It belongs to the main
 //! thread. Never used by the data path.
 
-mod adding;
-mod around_cluster;
+mod add_objects;
+mod cluster_hooks;
 pub mod assemble;
 mod bitmaps;
 pub mod change;
-mod coming_up;
+mod retry_queue;
 pub mod devices;
-pub mod doors;
+pub mod endpoints;
 pub mod events;
 pub mod exports;
 pub mod fdsets;
-mod held_back;
-mod left_out;
+mod throttle_log;
+mod unmet_reservation;
 pub mod listen;
-pub mod loaded;
-mod looking;
-pub mod moving;
+pub mod loaded_config;
+mod trial_open;
+pub mod migration;
 pub mod notify;
-mod opening;
-mod promises;
+mod image_opening;
+mod unmet_reservations;
 pub mod qmp;
 pub mod reconcile;
 pub mod recording;
 pub mod registry;
 pub mod reload;
-pub mod running;
-pub mod serving;
-pub mod takeover;
-mod turns;
-mod unopened;
-pub mod users;
-pub mod wanted;
+pub mod running_disk;
+pub mod running_server;
+pub mod upgrade;
+mod reload_lock;
+mod unavailable_disk;
+pub mod openers;
+pub mod planned_export;
 pub mod watch;
 
 #[doc(hidden)]

@@ -12,16 +12,16 @@
 //! ([`turns`](super::turns)). Clients of exports, and devices that end, still come between two
 //! steps. Steps that they could harm check the running state again.
 
-pub(crate) mod applied;
+pub(crate) mod change_report;
 pub(crate) mod difference;
 mod dry_run;
 mod images;
-mod look;
-pub(crate) mod seats;
+mod image_checks;
+pub(crate) mod placements;
 pub mod source;
 #[cfg(test)]
 mod tests;
-mod undo;
+mod roll_back;
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -36,21 +36,21 @@ use export::nbd::{self, Removal};
 use image::Image;
 pub(crate) use images::check_secret_files;
 use policy::throttle::NodeShare;
-use seats::{GroupOrDisk, MemberPlacement, without_reservation};
+use placements::{GroupOrDisk, MemberPlacement, without_reservation};
 use serde_json::Value;
 use settings::{DiskConfig, ListenEndpoint, PlacedDisk, DesiredState};
 use source::StartSource;
 use storage::rate::RateBudgets;
-pub(crate) use undo::CompletedStep;
-use undo::apply_config;
+pub(crate) use roll_back::CompletedStep;
+use roll_back::apply_config;
 
 use super::{
     assemble::{self, DiskAssembly},
     listen,
-    opening::UnavailableImage,
+    image_opening::UnavailableImage,
     registry::{EndpointParameters, RegistryError, Registry, RunningDisk},
-    serving::RunningServer,
-    wanted::{self, RunningExportIndex, PlannedExport, PlannedEndpoint},
+    running_server::RunningServer,
+    planned_export::{self, RunningExportIndex, PlannedExport, PlannedEndpoint},
 };
 
 /// Reason for a reconciliation. It determines which steps may wait without a time limit, and which
@@ -197,7 +197,7 @@ impl Reconciliation<'_> {
             export.check_unused().await?;
             let gone = self.registry.begin_removal(&export.id, Removal::IfUnused)?.await;
             let (wanted, id) = (Box::new(wanted.clone()), export.id.clone());
-            self.reports.push(applied::export_report(told, &wanted.disk, "removed"));
+            self.reports.push(change_report::export_report(told, &wanted.disk, "removed"));
             self.completed.push(CompletedStep::ExportRemoved { wanted, id, gone });
         }
         Ok(())
@@ -213,9 +213,9 @@ impl Reconciliation<'_> {
                 continue;
             }
             let export = wanted.add(self.registry).await.map_err(|error| self.with_export_place(wanted, error))?;
-            self.uris.extend(wanted::export_uris(&export, &self.plan.process.tls));
+            self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
             self.completed.push(CompletedStep::ExportAdded(export.id.clone()));
-            self.reports.push(applied::export_report(told, &wanted.disk, "added"));
+            self.reports.push(change_report::export_report(told, &wanted.disk, "added"));
         }
         Ok(())
     }
@@ -311,7 +311,7 @@ impl Reconciliation<'_> {
     /// Applies the settings of a disk that can change at run time, except limits, shares and group.
     async fn configure(&mut self, running: &Rc<RunningDisk>, planned: &DiskConfig) -> anyhow::Result<()> {
         let before = running.current_config();
-        let (now, wanted) = (applied::disk_only_values(&before), applied::disk_only_values(planned));
+        let (now, wanted) = (change_report::disk_only_values(&before), change_report::disk_only_values(planned));
         if now == wanted {
             return Ok(());
         }
@@ -320,7 +320,7 @@ impl Reconciliation<'_> {
         self.completed.push(CompletedStep::Configured(Rc::clone(running), Box::new(before)));
         apply_config(running, planned).await.with_context(|| format!("disk {name}"))?;
         self.changed_names.insert(name.to_string());
-        self.reports.extend(applied::setting_reports("disk", name, now, wanted));
+        self.reports.extend(change_report::setting_reports("disk", name, now, wanted));
         Ok(())
     }
 
@@ -364,7 +364,7 @@ impl Reconciliation<'_> {
             assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
         }
         self.completed.push(CompletedStep::DiskAdded(planned.name.clone()));
-        self.reports.push(applied::object_report("disk", &planned.name, "added"));
+        self.reports.push(change_report::object_report("disk", &planned.name, "added"));
         Ok(())
     }
 
@@ -420,7 +420,7 @@ impl Reconciliation<'_> {
                 cluster.add_group(&group)?;
             }
             self.completed.push(CompletedStep::GroupAdded(planned.name.clone()));
-            self.reports.push(applied::object_report("group", &planned.name, "added"));
+            self.reports.push(change_report::object_report("group", &planned.name, "added"));
             groups.push((index, group));
         }
         // In the order of the plan, which has parents before their members.
@@ -437,7 +437,7 @@ impl Reconciliation<'_> {
         for seat in seats {
             let (kind, name) = seat.kind_and_name();
             let now = MemberPlacement::current(&seat.node);
-            let differences: Vec<_> = applied::setting_reports(kind, &name, now.values(), seat.values()).collect();
+            let differences: Vec<_> = change_report::setting_reports(kind, &name, now.values(), seat.values()).collect();
             if !differences.is_empty() {
                 told.extend(differences.into_iter().filter(|_| !new_groups.contains(&*name)));
                 before.push(now);
@@ -452,7 +452,7 @@ impl Reconciliation<'_> {
         }
         // Pushed first: `seats::put` may fail halfway, and putting the previous seats undoes it.
         self.completed.push(CompletedStep::MembersPlaced(before));
-        seats::apply_all(&after)?;
+        placements::apply_all(&after)?;
         self.reports.extend(told);
         Ok(())
     }
@@ -482,7 +482,7 @@ impl Reconciliation<'_> {
     pub(crate) async fn remove_old(&mut self, difference: &PlanDifference, before: &DesiredState) {
         let endpoints: HashSet<&ListenEndpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &before.servers {
-            let Some(serving) = wanted::find_server(self.registry, &server.endpoint) else { continue };
+            let Some(serving) = planned_export::find_server(self.registry, &server.endpoint) else { continue };
             // A server of the file stays while exports that clients added are at it.
             if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_export_at(&serving) {
                 self.registry.exports.remove_server(&serving);
@@ -491,13 +491,13 @@ impl Reconciliation<'_> {
         }
         for name in &difference.old_disks {
             match self.remove_old_disk(name).await {
-                Ok(()) => self.reports.push(applied::object_report("disk", name, "removed")),
+                Ok(()) => self.reports.push(change_report::object_report("disk", name, "removed")),
                 Err(refused) => tracing::warn!("a disk that the config file no longer has stays: {refused}"),
             }
         }
         for name in &difference.old_groups {
             match self.registry.remove_group(name) {
-                Ok(()) => self.reports.push(applied::object_report("group", name, "removed")),
+                Ok(()) => self.reports.push(change_report::object_report("group", name, "removed")),
                 Err(refused) => tracing::warn!("a group that the config file no longer has stays: {refused}"),
             }
         }

@@ -15,19 +15,19 @@
 //!                                                 notify listeners
 //! ```
 
-mod arrivals;
-mod by_name;
+mod incomplete_disks;
+mod name_map;
 mod disks;
-mod exported;
+mod export_changes;
 #[cfg(test)]
 mod exported_tests;
 mod exports;
 mod groups;
-pub(crate) mod holder;
+pub(crate) mod image_holder;
 mod lifecycle;
 mod objects;
-mod refused;
-mod watches;
+mod registry_error;
+mod disk_watches;
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -41,9 +41,9 @@ use block::{
     disk::Disk,
     layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use by_name::NameMap;
+use name_map::NameMap;
 #[cfg(test)]
-pub(crate) use by_name::visits;
+pub(crate) use name_map::visits;
 use cluster::ClusterMembership;
 pub use disks::DiskRegistry;
 pub(crate) use exports::EndpointParameters;
@@ -52,21 +52,21 @@ pub use groups::GroupRegistry;
 pub use lifecycle::Lifecycle;
 pub(crate) use objects::{NamedObject, ObjectRegistry};
 use policy::throttle;
-pub use refused::RegistryError;
+pub use registry_error::RegistryError;
 use sandbox::{self, EnteredSandbox};
 use settings::ImageLocation;
 use storage::Root;
-use watches::{watch_image_changes, watch_failures, watch_size};
+use disk_watches::{watch_image_changes, watch_failures, watch_size};
 
 pub use super::exports::{RunningEndpoint, NewNbdExport, RunningExport};
-pub use super::running::RunningDisk;
-pub(crate) use super::running::{LowerNode, ProtocolNode};
+pub use super::running_disk::RunningDisk;
+pub(crate) use super::running_disk::{LowerNode, ProtocolNode};
 use super::{
     change::{RegistryChange, ChangeListener},
     devices::{DiskDevices, DeviceWithDisks},
-    loaded::LoadedConfig,
+    loaded_config::LoadedConfig,
     recording::Recordings,
-    turns::ReloadGuard,
+    reload_lock::ReloadGuard,
 };
 use crate::events::{DeliveryCounters, EventLog};
 

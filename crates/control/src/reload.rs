@@ -12,25 +12,25 @@
 //! reload is applied or rolled back ([`turns`](super::turns)). So no client uses a name that the
 //! reload frees, or a server or group that it makes, before these are certain.
 
-mod renewed;
-mod unopened;
+mod credentials;
+mod unavailable;
 
 use std::{collections::BTreeMap, fs, path::Path, rc::Rc};
 
 use anyhow::{Context as _, ensure};
 use cluster::actor::ChangeOrigin;
-use renewed::RenewedCredentials;
+use credentials::RenewedCredentials;
 use serde_json::{Value, json};
 use settings::{ParsedConfig, Diagnostics, DesiredState, RecordingConfig, config};
 
 use super::{
     assemble,
     change::RegistryChange,
-    loaded::LoadedConfig,
-    reconcile::{PlanDifference, CompletedStep, ReconcileReason, Reconciliation, applied, source::FreshStart},
+    loaded_config::LoadedConfig,
+    reconcile::{PlanDifference, CompletedStep, ReconcileReason, Reconciliation, change_report, source::FreshStart},
     recording,
     registry::Registry,
-    wanted,
+    planned_export,
 };
 
 /// Reads the config file again and applies it. Returns the changes in their order.
@@ -96,7 +96,7 @@ async fn recording_changes(before: &DesiredState, (draft, after): (&ParsedConfig
         checked.with_context(|| place.unwrap_or_default())?;
     }
     let values = |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
-    Ok(applied::setting_reports("daemon", "", values(before), values(after)).collect())
+    Ok(change_report::setting_reports("daemon", "", values(before), values(after)).collect())
 }
 
 async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
@@ -121,7 +121,7 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     // First: unavailable disks may still refer to groups that are removed below.
     let whole = unopened.apply(registry);
     for (name, silent) in std::mem::take(&mut work.unavailable) {
-        of_unopened.push(applied::object_report("disk", &name, "unavailable"));
+        of_unopened.push(change_report::object_report("disk", &name, "unavailable"));
         registry.retry_later((&name, Rc::clone(&whole)), silent);
         registry.report_unavailable_disk(&name);
     }
@@ -151,7 +151,7 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     // Includes servers without a config entry that only exports of clients keep open.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
     for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.default_read_only))) {
-        if let Some(serving) = wanted::find_server(registry, endpoint) {
+        if let Some(serving) = planned_export::find_server(registry, endpoint) {
             serving.default_for_disks.set(standard);
         }
     }
@@ -168,7 +168,7 @@ async fn read_plan(
     registry: &Registry,
     loaded: &LoadedConfig,
     is_dry_run: bool,
-) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unopened::UnavailablePlan)> {
+) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unavailable::UnavailablePlan)> {
     let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
     let reading = reactor::run_blocking(move || {
         // A pipe or device would block every later reload.
@@ -182,7 +182,7 @@ async fn read_plan(
     });
     let (draft, mut plan) = reading.await?;
     let moved = exclude_moved(registry, &mut plan).await;
-    let unopened = unopened::exclude_unavailable(registry, loaded, &mut plan, is_dry_run).await?;
+    let unopened = unavailable::exclude_unavailable(registry, loaded, &mut plan, is_dry_run).await?;
     Ok((draft, plan, moved, unopened))
 }
 
@@ -209,5 +209,5 @@ async fn exclude_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Valu
         }
     }
     plan.remove_disks(|disk| out.contains_key(disk));
-    out.iter().map(|(disk, host)| applied::moved_disk_report(disk, host)).collect()
+    out.iter().map(|(disk, host)| change_report::moved_disk_report(disk, host)).collect()
 }

@@ -36,7 +36,7 @@ use settings::{SettingChange, MemberSettingValues};
 
 use super::{
     change::RegistryChange,
-    held_back::ThrottleLog,
+    throttle_log::ThrottleLog,
     registry::{RunningEndpoint, Registry},
 };
 use crate::events::{Kind, NewEvent};

@@ -41,7 +41,7 @@ use control::{
     qmp::ControlSockets,
     reconcile::source::StartSource,
     registry::{DaemonEnd, Registry},
-    takeover::newcomer::NewProcess,
+    upgrade::new_process::NewProcess,
 };
 use settings::{DaemonConfig, ParsedConfig, Diagnostics, Origin, ConfigWithOrigins, DesiredState, config, control::ControlSocketLocation};
 pub use qemu_options::QEMU_HEADING;

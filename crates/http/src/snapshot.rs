@@ -22,7 +22,7 @@ use control::{
     events::Kind,
     recording::RunningRecording,
     registry::{RunningEndpoint, Registry, RunningDisk},
-    serving::RunningServer,
+    running_server::RunningServer,
 };
 use export::nbd::RejectedClientCounts;
 use image::{

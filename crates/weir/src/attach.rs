@@ -20,12 +20,12 @@ mod arguments;
 mod detach;
 mod host;
 mod keeper;
-mod lasting;
+mod lasting_users;
 mod list;
-mod lost;
-mod place;
+mod orphans;
+mod record;
 mod server;
-mod way;
+mod kind;
 
 use std::{
     fs,
@@ -38,21 +38,21 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{CommandFailure, print, print_json, print_notice};
-use control::users::{DeviceOpeners, is_stopped};
+use control::openers::{DeviceOpeners, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
-pub(crate) use lost::run_guard as guard;
+pub(crate) use orphans::run_guard as guard;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
-use place::AttachmentRecord;
+use record::AttachmentRecord;
 use serde::{Deserialize, Serialize};
 use settings::{UblkConfig, control::VARIABLE};
-use way::AttachKind;
+use kind::AttachKind;
 
 use crate::{
-    added,
+    added_keys,
     client::{ControlClient, ClientError, ControlAddress},
 };
 
@@ -254,10 +254,10 @@ fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure
     let Some(image) = image else { return Err(usage("IMAGE is missing".to_owned())) };
     let name = match name {
         Some(name) => {
-            place::check_name(name).map_err(|rule| usage(format!("--name {name}: {rule}")))?;
+            record::check_name(name).map_err(|rule| usage(format!("--name {name}: {rule}")))?;
             name.clone()
         }
-        None => place::default_name(image),
+        None => record::default_name(image),
     };
     let mount = mount.as_ref().map(|directory| -> anyhow::Result<AttachMount> {
         // The kernel's own path: mounts are found by it later.
@@ -286,7 +286,7 @@ fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure
         ),
         DeviceDaemon::None => (None, "by a private process".to_owned(), "no daemon runs here"),
     };
-    let (way, passed_over) = way::choose(arguments.requested_kind(), daemon.is_some())?;
+    let (way, passed_over) = kind::choose(arguments.requested_kind(), daemon.is_some())?;
     passed_over.iter().for_each(|why| tell(why));
     tell(&format!("{name}: {}, {by}", way.description()));
     if let (None, false, Some(group)) = (&daemon, *alone, group) {
@@ -294,8 +294,8 @@ fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure
             "{name}: {why_alone}: the group {group} consists of this disk only and has no other limits than those given here (give the daemon's socket with --qmp, or start it first)"
         ));
     }
-    let config = added::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
-    let (image, options) = (config.image.to_string(), added::options(&config));
+    let config = added_keys::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
+    let (image, options) = (config.image.to_string(), added_keys::options(&config));
     let ublk = arguments.ublk.as_ref().map(UblkConfig::to_string).unwrap_or_default();
     Ok(AttachRequest { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }

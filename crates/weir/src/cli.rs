@@ -1,6 +1,6 @@
 //! The command line. Arguments and work of a command are in the module of that command.
 
-mod brief;
+mod summary;
 
 use std::{env, ffi::OsString};
 
@@ -9,7 +9,7 @@ use daemon::serve::{QEMU_HEADING, ServeArgs};
 use settings::arguments::limits;
 
 use crate::{
-    adding, attach, cluster, complete, generate, mount_helper, prefetch, record, reload, resume, status,
+    disks_and_groups, attach, cluster, complete, generate, mount_helper, prefetch, record, reload, resume, status,
     throttle, top, verify,
 };
 
@@ -37,7 +37,7 @@ impl Cli {
         }
         // Before parsing: clap has no alias across levels of subcommands.
         alias_image_bench(&mut words);
-        let command = if brief::is_requested(&words) { brief::with_summary(command) } else { command };
+        let command = if summary::is_requested(&words) { summary::with_summary(command) } else { command };
         let mut matches = command.try_get_matches_from(words)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }
@@ -154,11 +154,11 @@ pub(crate) enum WeirCommand {
     #[command(after_help = prefetch::EXAMPLES)]
     Prefetch(prefetch::PrefetchArgs),
     /// Add, remove or move disks of a running daemon
-    #[command(subcommand, after_help = adding::DISK_EXAMPLES)]
-    Disk(adding::DiskCommand),
+    #[command(subcommand, after_help = disks_and_groups::DISK_EXAMPLES)]
+    Disk(disks_and_groups::DiskCommand),
     /// Add or remove groups, whose disks share limits
-    #[command(subcommand, after_help = adding::GROUP_EXAMPLES)]
-    Group(adding::GroupCommand),
+    #[command(subcommand, after_help = disks_and_groups::GROUP_EXAMPLES)]
+    Group(disks_and_groups::GroupCommand),
     /// Reload the daemon's config file
     #[command(after_help = reload::EXAMPLES)]
     Reload(reload::ReloadArgs),

@@ -6,7 +6,7 @@
 //! Never waits without limit: connecting, writing and reading have a deadline each. Never holds
 //! more of a response than [`MAX_ANSWER_BYTES`], since the process that listens need not be weir.
 
-mod answer;
+mod message;
 pub(crate) mod change;
 pub(crate) mod latency;
 pub(crate) mod rates;
@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use answer::{QmpServerMessage, QmpServerEvent, QmpServerError};
+use message::{QmpServerMessage, QmpServerEvent, QmpServerError};
 use console::CommandFailure;
 use latency::DiskRequestTimes;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};

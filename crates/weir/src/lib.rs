@@ -22,8 +22,8 @@
 //! A library, so that end-to-end tests and tools can call [`main`]; its API is not for other
 //! crates. Never does work itself: the work of a command is in the module of its name.
 
-mod added;
-mod adding;
+mod added_keys;
+mod disks_and_groups;
 mod attach;
 mod background;
 mod cli;
@@ -37,7 +37,7 @@ mod qemu;
 mod record;
 mod reload;
 mod resume;
-mod saving;
+mod settings_command;
 mod served;
 mod status;
 mod throttle;
@@ -61,7 +61,7 @@ const CEPH_CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Runs the process's command line and returns its exit status.
 pub fn main() -> ExitCode {
-    complete::complete(Cli::command);
+    complete::complete(Cli::full_command);
     if let Some(program) = qemu::entry_point(std::env::args_os().next().as_ref()) {
         return program();
     }
@@ -95,9 +95,9 @@ pub fn main() -> ExitCode {
         WeirCommand::Verify(arguments) => verify::run(arguments),
         WeirCommand::Throttle(arguments) => throttle::run(&arguments),
         WeirCommand::Cluster(command) => cluster::run(command),
-        WeirCommand::Prefetch(arguments) => saving::run(&arguments),
-        WeirCommand::Disk(command) => adding::disk(command),
-        WeirCommand::Group(command) => adding::group(command),
+        WeirCommand::Prefetch(arguments) => settings_command::run(&arguments),
+        WeirCommand::Disk(command) => disks_and_groups::disk(command),
+        WeirCommand::Group(command) => disks_and_groups::group(command),
         WeirCommand::Reload(arguments) => reload::run(arguments),
         WeirCommand::Resume(arguments) => resume::run(arguments),
         WeirCommand::Top(arguments) => top::run(arguments),

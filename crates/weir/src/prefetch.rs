@@ -13,7 +13,7 @@ use crate::{
         change::{SettingsChange, SettingName},
         report::{StatusNode, DaemonReport},
     },
-    saving::{SettingsCommandArgs, SettingsCommand},
+    settings_command::{SettingsCommandArgs, SettingsCommand},
 };
 
 impl SettingsCommand for PrefetchArgs {

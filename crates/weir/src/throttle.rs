@@ -14,7 +14,7 @@ use crate::{
         change::{SettingsChange, SettingName},
         report::{StatusNode, DaemonReport},
     },
-    saving::{self, SettingsCommandArgs, SettingsCommand},
+    settings_command::{self, SettingsCommandArgs, SettingsCommand},
 };
 
 impl SettingsCommand for ThrottleArgs {
@@ -44,7 +44,7 @@ impl SettingsCommand for ThrottleArgs {
 /// Shows or changes settings, on this host or for the whole cluster.
 pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     if !arguments.cluster.cluster {
-        return saving::run(arguments);
+        return settings_command::run(arguments);
     }
     if arguments.save.save {
         let why = "limits of the cluster are kept in etcd and not in the config file (leave --save out)";

@@ -8,8 +8,8 @@
 //! ```
 
 mod arguments;
-mod intended;
-mod judge;
+mod configured;
+mod checker;
 mod latency;
 
 use std::{
@@ -24,7 +24,7 @@ use console::{
     CommandFailure, figures, print, print_json, print_notice,
     table::{TextTable, columns},
 };
-use judge::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict};
+use checker::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict};
 use lab::interruption::SignalInterruption;
 use latency::LatencyCheck;
 use serde_json::json;
@@ -36,7 +36,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const EXIT_BROKEN: u8 = 1;
 
 pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
-    let intended = arguments.config.as_deref().map(intended::load).transpose()?;
+    let intended = arguments.config.as_deref().map(configured::load).transpose()?;
     let (interrupted, stop) = mpsc::channel();
     // The receiver is gone once the measurement has ended.
     SignalInterruption::watch(move || _ = interrupted.send(()), || {})?;

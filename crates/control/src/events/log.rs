@@ -6,8 +6,8 @@ use reactor::JoinHandle;
 
 use super::{
     RecordedEvent, EventLog,
-    gate::SharedEventRateLimit,
-    kind::{Kind, EventSeverity},
+    rate_limit::SharedEventRateLimit,
+    event_type::{Kind, EventSeverity},
 };
 
 /// Burst for each event type, in which each disk has a share. Consumers that need all events read

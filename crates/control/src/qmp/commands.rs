@@ -28,11 +28,11 @@ mod adding;
 pub(super) mod block;
 mod cluster;
 mod descriptor;
-mod door;
+mod endpoint;
 mod event;
 mod export;
 mod latency;
-mod moving;
+mod migration;
 mod node;
 mod object;
 mod process;
@@ -43,9 +43,9 @@ mod remote;
 mod removal;
 mod server;
 mod status;
-mod takeover;
+mod upgrade;
 mod throttle;
-mod weir;
+mod set;
 
 use super::{command::CommandEntry, session};
 
@@ -82,7 +82,7 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<object::QomSet>(),
     CommandEntry::of_text::<status::QueryDaemonStatus>(),
     CommandEntry::of::<latency::QueryLatencies>(),
-    CommandEntry::of::<weir::SetSettings>(),
+    CommandEntry::of::<set::SetSettings>(),
     CommandEntry::of::<adding::AddGroup>(),
     CommandEntry::of::<cluster::QueryCluster>(),
     CommandEntry::of::<cluster::ClusterSet>(),
@@ -91,12 +91,12 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<reload::ReloadConfig>(),
     CommandEntry::of::<adding::AddDisk>(),
     CommandEntry::of::<removal::RemoveDisk>(),
-    CommandEntry::of::<moving::MoveDisk>(),
+    CommandEntry::of::<migration::MoveDisk>(),
     CommandEntry::of::<recording::RecordStart>(),
     CommandEntry::of::<recording::RecordStop>(),
     CommandEntry::of::<recording::QueryRecordings>(),
     CommandEntry::of::<event::QueryEvents>(),
-    CommandEntry::of::<takeover::TakeOver>(),
+    CommandEntry::of::<upgrade::TakeOver>(),
 ];
 
 /// Names of all commands, including the one that negotiates.

@@ -21,7 +21,7 @@ use settings::{
 
 use crate::{
     registry::{RegistryError, Registry, RunningDisk, RunningExport},
-    wanted::{RunningExportIndex, PlannedExport, PlannedEndpoint},
+    planned_export::{RunningExportIndex, PlannedExport, PlannedEndpoint},
 };
 
 const REMEDY: &str = "remove the disk from the file, reload, and add it again; or restart weir";

@@ -11,13 +11,13 @@ use serde_json::Value;
 use settings::{ListenAddress, ListenEndpoint};
 
 use super::{
-    PlanDifference, Reconciliation, applied,
-    seats::{GroupOrDisk, MemberPlacement},
+    PlanDifference, Reconciliation, change_report,
+    placements::{GroupOrDisk, MemberPlacement},
 };
 use crate::{
-    doors,
+    endpoints,
     listen::{self, AddressConflictRule},
-    wanted::{PlannedExport, PlannedEndpoint},
+    planned_export::{PlannedExport, PlannedEndpoint},
 };
 
 impl Reconciliation<'_> {
@@ -38,13 +38,13 @@ impl Reconciliation<'_> {
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = applied::disk_only_values(&self.registry.disks.get(&planned.name)?.current_config());
-            all.extend(applied::setting_reports("disk", &planned.name, now, applied::disk_only_values(planned)));
+            let now = change_report::disk_only_values(&self.registry.disks.get(&planned.name)?.current_config());
+            all.extend(change_report::setting_reports("disk", &planned.name, now, change_report::disk_only_values(planned)));
         }
         let groups = &self.plan.groups;
         for (index, planned) in groups.iter().enumerate() {
             if difference.new_groups.binary_search(&index).is_ok() {
-                all.push(applied::object_report("group", &planned.name, "added"));
+                all.push(change_report::object_report("group", &planned.name, "added"));
             }
         }
         for (index, planned) in groups.iter().enumerate() {
@@ -53,29 +53,29 @@ impl Reconciliation<'_> {
                 // A reload never moves a group.
                 let now = MemberPlacement::current(&node);
                 let wanted = MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now.clone() };
-                all.extend(applied::setting_reports("group", &planned.name, now.values(), wanted.values()));
+                all.extend(change_report::setting_reports("group", &planned.name, now.values(), wanted.values()));
             }
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let now = MemberPlacement::current(&GroupOrDisk::Disk(self.registry.disks.get(&planned.name)?.disk.clone()));
             let group = planned.group.as_deref().unwrap_or("");
-            let wanted = applied::throttle_values(&self.disk_settings(planned), group);
-            all.extend(applied::setting_reports("disk", &planned.name, now.values(), wanted));
+            let wanted = change_report::throttle_values(&self.disk_settings(planned), group);
+            all.extend(change_report::setting_reports("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
         let becomes = |name| if silent.contains(name) { "unavailable" } else { "added" };
-        all.extend(new_disks.map(|name| applied::object_report("disk", name, becomes(name))));
+        all.extend(new_disks.map(|name| change_report::object_report("disk", name, becomes(name))));
         let is_open = |one: &&PlannedExport| !silent.contains(&one.disk);
         let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();
         let exports = [(&difference.old_exports, "removed"), (&new_exports, "added")];
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
         {
-            all.push(applied::export_report(wanted.name_and_address(self.registry), &wanted.disk, change));
+            all.push(change_report::export_report(wanted.name_and_address(self.registry), &wanted.disk, change));
         }
-        all.extend(difference.old_disks.iter().map(|name| applied::object_report("disk", name, "removed")));
-        all.extend(difference.old_groups.iter().map(|name| applied::object_report("group", name, "removed")));
+        all.extend(difference.old_disks.iter().map(|name| change_report::object_report("disk", name, "removed")));
+        all.extend(difference.old_groups.iter().map(|name| change_report::object_report("group", name, "removed")));
         Ok(all)
     }
 
@@ -84,7 +84,7 @@ impl Reconciliation<'_> {
         for wanted in &difference.new_exports {
             let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
             let of_call = door.clone();
-            let there = reactor::run_blocking(move || doors::check_host(&of_call)).await;
+            let there = reactor::run_blocking(move || endpoints::check_host(&of_call)).await;
             there.map_err(|error| self.with_export_place(wanted, error))?;
         }
         Ok(())

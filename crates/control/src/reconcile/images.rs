@@ -12,7 +12,7 @@ use image::Image;
 use settings::{PlacedDisk, SecretSource};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation};
-use crate::{opening::ImageOpenAttempt, reconcile::source::StartSource};
+use crate::{image_opening::ImageOpenAttempt, reconcile::source::StartSource};
 
 impl Reconciliation<'_> {
     /// Opens the images of the new disks, each with the index of its disk in the plan. Changes

@@ -9,7 +9,7 @@ use storage::PassedFiles;
 use crate::{
     listen::{InheritedSockets, BoundListener},
     registry::Registry,
-    wanted::PlannedExport,
+    planned_export::PlannedExport,
 };
 
 /// Objects that the old process transfers. The defaults are those of [`Fresh`].

@@ -11,7 +11,7 @@ use std::{
 use block::disk::Disk;
 
 use super::{NameMap, RegistryError, RunningDisk};
-use crate::unopened::{Reserved, UnavailableDiskEntry};
+use crate::unavailable_disk::{Reserved, UnavailableDiskEntry};
 
 /// All disks of a daemon.
 #[derive(Default)]

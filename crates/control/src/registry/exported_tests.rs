@@ -7,7 +7,7 @@ use policy::access::AccessRules;
 use settings::ListenEndpoint;
 
 use super::{NewNbdExport, RegistryError, Registry, RunningDisk};
-use crate::serving::RunningServer;
+use crate::running_server::RunningServer;
 
 fn add_disk(registry: &Rc<Registry>, name: &str) {
     registry.add_disk(RunningDisk::in_memory(name, None)).expect("a new name");

@@ -14,11 +14,11 @@ use settings::{ListenEndpoint, SocketAccess, TlsConfig};
 
 use super::{NameMap, RegistryError};
 use crate::{
-    doors::ExportEndpoint,
+    endpoints::ExportEndpoint,
     exports::{RunningEndpoint, RunningExport},
     listen::InheritedSockets,
-    running::RunningDisk,
-    serving::RunningServer,
+    running_disk::RunningDisk,
+    running_server::RunningServer,
 };
 
 /// Parameters of endpoints and servers that are added at run time.

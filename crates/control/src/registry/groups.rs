@@ -9,7 +9,7 @@ use std::{
 use block::layer::throttle::ThrottleGroup;
 
 use super::{NameMap, RegistryError};
-use crate::left_out::UnmetReservationEntry;
+use crate::unmet_reservation::UnmetReservationEntry;
 
 /// All groups of a daemon.
 #[derive(Default)]

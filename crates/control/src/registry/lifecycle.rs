@@ -10,7 +10,7 @@ use policy::time::{Duration, Instant};
 use reactor::operation::{self, Fd};
 
 use super::DaemonEndRequest;
-use crate::{listen::ListeningSocket, turns::ReloadMutex};
+use crate::{listen::ListeningSocket, reload_lock::ReloadMutex};
 
 /// Phases of a daemon's life.
 pub struct Lifecycle {

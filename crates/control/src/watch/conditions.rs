@@ -20,7 +20,7 @@ use super::MemberKind;
 use crate::{
     events::{
         EventLog, Kind, NewEvent,
-        judge::{self, Condition, DeviceThroughput, ConditionSample, ConditionChange},
+        hysteresis::{self, Condition, DeviceThroughput, ConditionSample, ConditionChange},
     },
     registry::Registry,
 };
@@ -128,13 +128,13 @@ impl WatchedMember {
         let tell = |news: NewEvent| events.record(self.of.with_subject(name, news));
         let whose = format!("{} {name}", self.of.name());
 
-        let percent = judge::limited_percent(&before, &brief, elapsed);
+        let percent = hysteresis::limited_percent(&before, &brief, elapsed);
         if let Some(kind) = brief.binding {
             self.binding = Some(LimitSetting::Limit(kind, LimitPart::Rate).name());
         }
         // The last known cause: the sample itself may fall into a pause.
         let limit = self.binding.unwrap_or("a limit");
-        match self.limit.observe(judge::limit_sample(percent), judge::LIMIT_DELAYS, now) {
+        match self.limit.observe(hysteresis::limit_sample(percent), hysteresis::LIMIT_DELAYS, now) {
             Some(ConditionChange::Began) => {
                 let message =
                     format!("{whose} is at its limit: {limit} throttles requests {percent} % of the time");
@@ -152,8 +152,8 @@ impl WatchedMember {
             None => {}
         }
 
-        let sample = judge::reservation_sample(&before, &brief);
-        match sample.and_then(|sample| self.reservation.observe(sample, judge::RESERVATION_DELAYS, now)) {
+        let sample = hysteresis::reservation_sample(&before, &brief);
+        match sample.and_then(|sample| self.reservation.observe(sample, hysteresis::RESERVATION_DELAYS, now)) {
             Some(ConditionChange::Began) => {
                 let message = format!("{whose} gets less than its reservation");
                 tell(NewEvent::new(Kind::ReservationMissed, message));
@@ -170,7 +170,7 @@ impl WatchedMember {
             Enforcement::Lifted => ConditionSample::Under,
             Enforcement::Enforced | Enforcement::Scaled(_) => ConditionSample::Over,
         };
-        match self.watermark.observe(sample, judge::WATERMARK_DELAYS, now) {
+        match self.watermark.observe(sample, hysteresis::WATERMARK_DELAYS, now) {
             Some(ConditionChange::Began) => {
                 let message =
                     format!("the device of {whose} is used above its watermark: limits are enforced");
@@ -227,9 +227,9 @@ impl WatchedDevices {
         let (at, before, condition) = known;
         let elapsed = now - std::mem::replace(at, now);
         let Some(done) = throughput(&std::mem::replace(before, statistics), &statistics, elapsed) else { return };
-        let Some(percent) = judge::capacity_percent(&capacity, &done) else { return };
+        let Some(percent) = hysteresis::capacity_percent(&capacity, &done) else { return };
         let (name, queue) = (device.name(), done.queue);
-        let kind = match condition.observe(judge::device_sample(percent, queue), judge::DEVICE_DELAYS, now) {
+        let kind = match condition.observe(hysteresis::device_sample(percent, queue), hysteresis::DEVICE_DELAYS, now) {
             Some(ConditionChange::Began) => Kind::DeviceSlow,
             Some(ConditionChange::Ended(_)) => Kind::DeviceRecovered,
             None => return,

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use crate::{
     events::{Kind, NewEvent},
-    reconcile::applied::{self, NamedValue},
-    running::RunningDisk,
+    reconcile::change_report::{self, NamedValue},
+    running_disk::RunningDisk,
 };
 
 /// Settings by their names in the config file.
@@ -26,15 +26,15 @@ pub(crate) struct SettingChange {
 
 impl MemberSettingValues {
     pub(super) fn of_disk(running: &RunningDisk) -> Self {
-        Self(applied::disk_values(&running.current_config()))
+        Self(change_report::disk_values(&running.current_config()))
     }
 
     pub(super) fn of_group(group: &ThrottleGroup) -> Self {
-        Self(applied::throttle_values(&group.settings(), group.parent().map_or("", |group| group.name())))
+        Self(change_report::throttle_values(&group.settings(), group.parent().map_or("", |group| group.name())))
     }
 
     pub(crate) fn of_limits(limits: &Limits) -> Self {
-        Self(applied::limit_values(limits))
+        Self(change_report::limit_values(limits))
     }
 
     pub(crate) fn changes_since(&self, before: &Self) -> Vec<SettingChange> {
@@ -86,10 +86,10 @@ mod tests {
     #[test]
     fn changes_have_both_values() {
         let mut wanted = GroupSettings::default();
-        let before = MemberSettingValues(applied::throttle_values(&wanted, ""));
+        let before = MemberSettingValues(change_report::throttle_values(&wanted, ""));
         assert_eq!(before.changes_since(&before), []);
         wanted.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
-        let changes = MemberSettingValues(applied::throttle_values(&wanted, "")).changes_since(&before);
+        let changes = MemberSettingValues(change_report::throttle_values(&wanted, "")).changes_since(&before);
         let said: Vec<_> = changes.iter().map(SettingChange::to_string).collect();
         assert_eq!(said, ["iops-total 500 (was 0)"]);
         assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));

@@ -9,8 +9,8 @@ use control::{
     listen::{self, InheritedSockets, BoundListener},
     reconcile::source::StartSource,
     registry::Registry,
-    takeover::http_endpoint_name,
-    wanted,
+    upgrade::http_endpoint_name,
+    planned_export,
 };
 use export::nbd;
 use reactor::{ReactorWorker, error::descriptor_remedy, operation::Fd};
@@ -142,5 +142,5 @@ pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &T
     let running = running.iter().filter(|export| !before.contains(&export.id));
     let awaited = registry.exports.awaited_endpoints.borrow();
     let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
-    running.flat_map(|export| wanted::export_uris(export, tls)).chain(awaited).collect()
+    running.flat_map(|export| planned_export::export_uris(export, tls)).chain(awaited).collect()
 }

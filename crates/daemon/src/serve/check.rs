@@ -27,7 +27,7 @@ use clap::Args;
 use cluster;
 use console::{CommandFailure, print_error, descriptors, figures, logging, on_reactor, print, print_json};
 use control::{
-    assemble, doors,
+    assemble, endpoints,
     listen::{self, AddressConflictRule},
     reconcile::{PlanDifference, ReconcileReason, Reconciliation},
     recording,
@@ -187,7 +187,7 @@ async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: AddressConf
     sockets(draft, plan, others, &mut found);
     for disk in &plan.disks {
         found.extend(disk.targets().filter_map(|(index, door)| {
-            Some(with_origin(disk.item_origin("export", index, ""), doors::check_host(door).err()?))
+            Some(with_origin(disk.item_origin("export", index, ""), endpoints::check_host(door).err()?))
         }));
     }
     found.extend(

@@ -22,12 +22,12 @@ use block::disk::DiskTotals;
 use cluster::actor::ChangeOrigin;
 use console::{logging, signals::SignalRequest};
 use control::{
-    doors::{ExportEndpoint, HostEndpoint},
+    endpoints::{ExportEndpoint, HostEndpoint},
     notify,
     qmp::ShutdownCause,
     registry::{DaemonEnd, Registry, RunningDisk},
     reload::reload,
-    users::DeviceOpeners,
+    openers::DeviceOpeners,
 };
 use policy::time::Duration;
 use sd_notify::NotifyState;

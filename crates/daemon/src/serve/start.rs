@@ -21,8 +21,8 @@ use control::{
     assemble,
     events::{self, Kind, NewEvent},
     listen::InheritedSockets,
-    loaded::LoadedConfig,
-    moving,
+    loaded_config::LoadedConfig,
+    migration,
     qmp::{self, ControlSockets},
     reconcile::{
         PlanDifference, ReconcileReason, Reconciliation,
@@ -30,9 +30,9 @@ use control::{
     },
     recording,
     registry::Registry,
-    takeover::{
+    upgrade::{
         given_up::GivenUp,
-        newcomer::{OldProcess, NewProcess},
+        new_process::{OldProcess, NewProcess},
     },
     watch,
 };
@@ -161,7 +161,7 @@ impl Daemon {
         watching.push(watch::watch_registry(registry, in_use));
         taken.into_iter().for_each(|taken| registry.events.record(taken));
         let cluster = start_cluster(registry);
-        watching.extend(moving::receive_disks(registry));
+        watching.extend(migration::receive_disks(registry));
         registry.book_when_possible();
         registry.report_unavailable_disks();
         let watchdog =

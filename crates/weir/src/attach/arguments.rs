@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use settings::{ImageLocation, UblkConfig, arguments::ConfigKeyArgs};
 
-use super::way::AttachKind;
-use crate::{added::DiskAttachOptions, client::ControlAddress};
+use super::kind::AttachKind;
+use crate::{added_keys::DiskAttachOptions, client::ControlAddress};
 
 pub(crate) const ATTACH_EXAMPLES: &str = "\
 Examples:

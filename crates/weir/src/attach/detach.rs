@@ -9,10 +9,10 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use api::{DetachedDevice, ExportStatus};
 use console::{CommandFailure, print_json, print_notice};
-use control::users::DeviceOpeners;
+use control::openers::DeviceOpeners;
 use serde_json::json;
 
-use super::{Attachment, DetachArgs, find_attachment, host, keeper, lasting, lost, place::AttachmentRecord, server};
+use super::{Attachment, DetachArgs, find_attachment, host, keeper, lasting_users, orphans, record::AttachmentRecord, server};
 use crate::client::{ControlClient, ControlAddress};
 
 /// What to do about users.
@@ -128,10 +128,10 @@ pub(super) fn lasting_users_of(device: &Path, made: Option<&host::AttachedLoop>,
         print_notice(&format!(
             "{}: the kernel still uses it, for example to write back an unmounted file system: waiting up to {} s",
             device.display(),
-            lasting::WRITEBACK_TIMEOUT.as_secs()
+            lasting_users::WRITEBACK_TIMEOUT.as_secs()
         ));
     };
-    lasting::users_after_writing_back(device, made, except, tell)
+    lasting_users::users_after_writing_back(device, made, except, tell)
 }
 
 fn unmount(directory: &Path) -> anyhow::Result<()> {
@@ -155,9 +155,9 @@ fn remove_without_keeper(what: &Path, force: bool, qmp: Option<ControlAddress>) 
         };
     }
     // Last: a device with a keeper or an export must be removed by those.
-    if lost::devices().contains(&absolute(what)?) {
+    if orphans::devices().contains(&absolute(what)?) {
         ensure_unused(what, None, None, force)?;
-        if lost::remove(what)? {
+        if orphans::remove(what)? {
             return Ok(());
         }
     }
@@ -212,14 +212,14 @@ fn await_removal(watch: ControlClient, export: &ExportStatus, force: bool) -> an
     print_notice(&format!(
         "{}: fails all requests now, and is removed with its last user: waiting up to {1} s for {users}",
         export.id,
-        lasting::WRITEBACK_TIMEOUT.as_secs()
+        lasting_users::WRITEBACK_TIMEOUT.as_secs()
     ));
     let (done, ended) = mpsc::channel();
     let id = export.id.clone();
     // The client's wait has no deadline, so it runs in a thread that is abandoned.
     thread::spawn(move || done.send(watch.await_export_end(&id)));
-    match ended.recv_timeout(lasting::WRITEBACK_TIMEOUT) {
+    match ended.recv_timeout(lasting_users::WRITEBACK_TIMEOUT) {
         Ok(result) => Ok(result?),
-        Err(_) => Err(lost::removal_pending(&users)),
+        Err(_) => Err(orphans::removal_pending(&users)),
     }
 }

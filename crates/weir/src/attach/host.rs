@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use control::users::DeviceOpeners;
+use control::openers::DeviceOpeners;
 use nix::unistd::Uid;
 use serde::{Deserialize, Serialize};
 

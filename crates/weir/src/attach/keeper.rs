@@ -21,7 +21,7 @@ use std::{
 
 use anyhow::Context as _;
 use console::CommandFailure;
-use control::users::DeviceOpeners;
+use control::openers::DeviceOpeners;
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     unistd::close,
@@ -29,10 +29,10 @@ use nix::{
 
 use super::{
     Attachment, KeeperResponse, AttachRequest, host,
-    lasting::{LAST_POLL, WRITEBACK_TIMEOUT, is_claimed, lasting_users},
-    place::{RecordLock, AttachmentRecord},
+    lasting_users::{LAST_POLL, WRITEBACK_TIMEOUT, is_claimed, lasting_users},
+    record::{RecordLock, AttachmentRecord},
     server::{self, AttachmentEvent},
-    way::AttachKind,
+    kind::AttachKind,
 };
 
 /// Hidden command that starts a keeper.

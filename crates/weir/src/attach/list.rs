@@ -10,10 +10,10 @@ use console::{
     CommandFailure, figures, print, print_json,
     table::{ColumnAlignment, TextTable},
 };
-use control::users::{OpenerProcess, DeviceOpeners};
+use control::openers::{OpenerProcess, DeviceOpeners};
 use serde::Serialize;
 
-use super::{detach::attachment_at, lost, place::AttachmentRecord, way::AttachKind};
+use super::{detach::attachment_at, orphans, record::AttachmentRecord, kind::AttachKind};
 use crate::client::{ControlClient, ControlAddress, report::DaemonReport};
 
 #[derive(Debug, Serialize)]
@@ -77,7 +77,7 @@ pub(super) fn run(json: bool, qmp: Option<ControlAddress>) -> Result<(), Command
 
 fn rows(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFailure> {
     let mut rows = served(qmp)?;
-    for device in lost::devices() {
+    for device in orphans::devices() {
         if rows.iter().any(|row| row.device == device) {
             continue;
         }

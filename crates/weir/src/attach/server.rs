@@ -28,9 +28,9 @@ use nix::{
 use serde_json::json;
 use settings::{ExportTarget, ExportConfig, FuseConfig, NbdDeviceConfig, UblkConfig};
 
-use super::{Attachment, AttachRequest, place::AttachmentRecord, way::AttachKind};
+use super::{Attachment, AttachRequest, record::AttachmentRecord, kind::AttachKind};
 use crate::{
-    added,
+    added_keys,
     client::{ControlClient, ClientError, ControlAddress},
 };
 
@@ -237,10 +237,10 @@ pub(super) fn add(wanted: &AttachRequest, place: &AttachmentRecord, qmp: &str, e
         wanted.name
     );
     place.set_asked()?;
-    let mut disk = added::disk_from_options(&wanted.name, &wanted.image, &wanted.options)?;
-    added::adopt_ceph_access(&mut disk, &report.disks)?;
-    added::add_export(&mut disk, ExportConfig::Target(export_config(wanted, place)?));
-    added::add_to_daemon(&mut client, &disk)?;
+    let mut disk = added_keys::disk_from_options(&wanted.name, &wanted.image, &wanted.options)?;
+    added_keys::adopt_ceph_access(&mut disk, &report.disks)?;
+    added_keys::add_export(&mut disk, ExportConfig::Target(export_config(wanted, place)?));
+    added_keys::add_to_daemon(&mut client, &disk)?;
     let events = events.clone();
     report_end(target, watch, &wanted.name, move |orderly| {
         let _ = events.send(AttachmentEvent::Ended { orderly });

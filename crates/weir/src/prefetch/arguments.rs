@@ -13,7 +13,7 @@ use crate::{
         ControlAddress,
         change::{SettingsChange, SettingName, SettingValue},
     },
-    saving::SaveArgs,
+    settings_command::SaveArgs,
 };
 
 pub(crate) const EXAMPLES: &str = concat!(

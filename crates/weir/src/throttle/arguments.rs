@@ -16,7 +16,7 @@ use crate::{
         ControlAddress,
         change::{SettingsChange, SettingName, SettingValue},
     },
-    saving::SaveArgs,
+    settings_command::SaveArgs,
 };
 
 pub(crate) const EXAMPLES: &str = concat!(

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::{
-    judge::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict},
+    checker::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict},
     *,
 };
 use crate::client::latency;

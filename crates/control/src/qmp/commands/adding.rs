@@ -7,7 +7,7 @@ use reactor::operation::PassedFd;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    adding::{self, NewDisk},
+    add_objects::{self, NewDisk},
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
     registry::Registry,
 };
@@ -56,7 +56,7 @@ impl QmpCommand for AddGroup {
                 self.name
             )));
         }
-        adding::add_group(&registry, &self.name, &self.keys).await.map_err(QmpError::from_daemon_error)?;
+        add_objects::add_group(&registry, &self.name, &self.keys).await.map_err(QmpError::from_daemon_error)?;
         Ok(json!({}))
     }
 }

@@ -20,10 +20,10 @@ use storage::{OpenError, OpenOptions, PassedFiles, ResizeError};
 
 use super::{
     node::{ChainBottom, NodeChain},
-    weir,
+    set,
 };
 use crate::{
-    opening::OPEN_TIMEOUT,
+    image_opening::OPEN_TIMEOUT,
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, json::excerpt},
     registry::{LowerNode, RegistryError, Registry, RunningDisk, ProtocolNode},
 };
@@ -61,9 +61,9 @@ impl QmpCommand for BlockdevAdd {
                 let opened = open_storage(&registry, &chain, storage, None).await?;
                 let _turn = registry.change().await?;
                 list(&registry, &chain, storage, inner_nodes(&chain), told, opened)?;
-                if let Err(why) = weir::publish_reservations(&registry).await {
+                if let Err(why) = set::publish_reservations(&registry).await {
                     registry.remove_disk(&chain.names[0]).await.map_err(generic_error)?;
-                    weir::publish_rolled_back(&registry);
+                    set::publish_rolled_back(&registry);
                     return Err(why);
                 }
                 if let Some(cluster) = registry.cluster() {

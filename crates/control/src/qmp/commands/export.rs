@@ -9,13 +9,13 @@ use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 use settings::ExportTarget;
 
-use super::door;
-use crate::users::DeviceOpeners;
+use super::endpoint;
+use crate::openers::DeviceOpeners;
 use crate::{
     bitmaps,
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, identifier, json::excerpt},
     registry::{RunningEndpoint as Reach, NewNbdExport, RegistryError, Registry, RunningDisk},
-    serving::RunningServer,
+    running_server::RunningServer,
 };
 
 /// Maximum length of a name or description in bytes: the limit of the NBD protocol ("Values",
@@ -54,7 +54,7 @@ impl QmpCommand for BlockExportAdd {
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let is_sent = arguments.sent_json().is_some();
-        let types = ["nbd"].into_iter().chain(door::TYPES).collect::<Vec<_>>();
+        let types = ["nbd"].into_iter().chain(endpoint::TYPES).collect::<Vec<_>>();
         let kind = arguments.choice("type", &types)?.ok_or_else(|| QmpError::missing("type"))?;
         let id: String = arguments.required("id")?;
         let node: String = arguments.required("node-name")?;
@@ -63,7 +63,7 @@ impl QmpCommand for BlockExportAdd {
         let kind = match kind {
             0 => ExportArguments::Nbd(NbdExportArguments::read(arguments, &node)?),
             own => {
-                let door = door::read_endpoint(door::TYPES[own - 1], arguments)?;
+                let door = endpoint::read_endpoint(endpoint::TYPES[own - 1], arguments)?;
                 let socket =
                     door.inherited_name().and_then(|name| arguments.descriptors().take_named(name)).map(PassedFd::into_owned);
                 ExportArguments::Own(door, socket)
@@ -217,7 +217,7 @@ fn read_access(arguments: &mut QmpArguments) -> Result<AccessRules, QmpError> {
 
 /// Rejects arguments of QEMU that weir does not support, unless they request weir's behaviour.
 fn reject_unsupported(arguments: &mut QmpArguments, kind: &str) -> Result<(), QmpError> {
-    if !door::WITH_WRITE_CACHE.contains(&kind) && arguments.optional("writethrough")?.unwrap_or(false) {
+    if !endpoint::WITH_WRITE_CACHE.contains(&kind) && arguments.optional("writethrough")?.unwrap_or(false) {
         return Err(QmpError::rule(
             "writethrough",
             "is a setting of the disk here (serve it with cache = \"writethrough\")",

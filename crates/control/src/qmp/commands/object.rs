@@ -23,9 +23,9 @@ use policy::{
 use serde_json::{Map, Value, json};
 use tls::TlsServer;
 
-use super::weir;
+use super::set;
 use crate::{
-    adding,
+    add_objects,
     change::RegistryChange,
     qmp::{
         arguments::QmpArguments,
@@ -124,7 +124,7 @@ impl QmpCommand for ObjectAdd {
         let parent = parent.map(|name| registry.groups.get(&name)).transpose()?;
         let settings = changes.apply_to(GroupSettings::default())?;
         check_id(&registry, &id)?;
-        adding::add_group_object(&registry, &id, settings, parent.as_ref()).await.map_err(QmpError::from_daemon_error)?;
+        add_objects::add_group_object(&registry, &id, settings, parent.as_ref()).await.map_err(QmpError::from_daemon_error)?;
         if is_sent {
             registry.groups.added.borrow_mut().insert(id);
         }
@@ -165,7 +165,7 @@ async fn add_secret(registry: &Registry, id: &str, from: SecretInput) -> Result<
     let secret = match from {
         SecretInput::Data(secret) => secret,
         SecretInput::File(path) => {
-            let read = adding::passphrase(registry, Path::new(&path)).await;
+            let read = add_objects::passphrase(registry, Path::new(&path)).await;
             read.map_err(|why| QmpError::generic(format!("Unable to read {}: {why}", excerpt(&path))))?
         }
     };
@@ -389,7 +389,7 @@ impl QmpCommand for QomSet {
             ObjectPath::Group(name) => registry.groups.get(&name)?,
         };
         let changes = read_changes(self.property, self.value)?;
-        weir::set_group(&registry, &group, changes.apply_to(group.settings())?).await?;
+        set::set_group(&registry, &group, changes.apply_to(group.settings())?).await?;
         registry.notify(&RegistryChange::SettingsChanged { name: group.name().to_owned() });
         Ok(json!({}))
     }

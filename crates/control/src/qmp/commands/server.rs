@@ -16,7 +16,7 @@ use crate::{
     listen::{self, InheritedSockets},
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, json::excerpt},
     registry::{EndpointParameters, Registry},
-    serving::{AddedServer, RunningServer},
+    running_server::{AddedServer, RunningServer},
 };
 
 #[derive(Debug)]

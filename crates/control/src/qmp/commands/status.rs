@@ -26,11 +26,11 @@ use serde_json::value::{RawValue, to_raw_value};
 
 use crate::{
     devices::DeviceWithDisks,
-    left_out::UnmetReservationEntry,
+    unmet_reservation::UnmetReservationEntry,
     qmp::{arguments::QmpArguments, caches, command::QmpTextCommand, error::QmpError, errors, prefetch, settings},
     registry::{RunningEndpoint, Registry, RunningDisk, RunningExport},
-    serving::RunningServer,
-    users::DeviceOpeners,
+    running_server::RunningServer,
+    openers::DeviceOpeners,
 };
 
 #[derive(Debug)]

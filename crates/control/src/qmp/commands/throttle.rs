@@ -19,7 +19,7 @@ use block::{
 use policy::throttle::{LimitKind, Limits, LimitPart, LimitSetting};
 use serde_json::{Value, json};
 
-use super::weir;
+use super::set;
 use crate::{
     change::RegistryChange,
     qmp::{
@@ -75,12 +75,12 @@ impl QmpCommand for BlockSetIoThrottle {
             (Some(name), _) => enter_group(&registry, disk, name, limits)?,
             (None, Some(group)) => set_group_limits(&group, limits)?,
         };
-        if let Err(why) = weir::publish_reservations(&registry).await {
+        if let Err(why) = set::publish_reservations(&registry).await {
             disk.throttle().configure_and_move(placed.0, placed.1.as_ref())?;
             if let Some((before, group)) = entered {
                 group.set(before)?;
             }
-            weir::publish_rolled_back(&registry);
+            set::publish_rolled_back(&registry);
             return Err(why);
         }
         // The event may name only the group, while the disk has entered or left one.

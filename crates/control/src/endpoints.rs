@@ -1,0 +1,410 @@
+//! Export endpoints of a single disk: a vhost-user socket for a virtual machine, a block device or
+//! a file on this host.
+//!
+//! ```text
+//!   settings::Door ─► open ─► Entrance: address, server, the task that serves
+//!                       │        accept, close, stop: the same for every kind
+//!                       └── one file per kind: how to create it, which counters it has
+//! ```
+//!
+//! All of this runs on the main thread; the queues of an export live on the workers. Never handles
+//! a request.
+
+mod fuse;
+mod nbd_device;
+mod ublk;
+mod vhost_user_blk;
+
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    io,
+    os::{fd::AsFd as _, unix::net::UnixListener},
+    path::{Path, PathBuf},
+    pin::Pin,
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{anyhow, ensure};
+use api::ExportCounters;
+use block::disk::Disk;
+use policy::time::Duration;
+use reactor::{JoinHandle, ReactorWorker};
+use settings::{ExportTarget, SocketAccess};
+
+use super::running_disk::RunningDisk;
+use crate::{
+    events::EventLog,
+    listen::{InheritedSockets, ListeningSocket},
+    openers::DeviceOpeners,
+};
+
+type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// Operations that the servers of all single-disk endpoints have in common; see
+/// `export::vhost_user_blk::Server`.
+pub trait EndpointServer {
+    /// Number of connected clients. A device counts as one while it exists.
+    fn connections(&self) -> usize;
+    /// True if a client was ever connected.
+    fn has_served(&self) -> bool;
+    /// Checks the disk's size again, which may have changed.
+    fn look_at_size(&self);
+    /// Stops accepting clients and lets requests in flight complete.
+    fn close(&self);
+    /// As [`Attended::close`], at the end of this process: a device in use may wait for its next
+    /// server.
+    fn hand_over(&self) {
+        self.close();
+    }
+    /// Waits until `busy` returns false. It is evaluated at once and after every change of the
+    /// number of clients.
+    fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> LocalFuture<'a, ()>;
+    /// Its counters.
+    fn counters(&self) -> ExportCounters;
+    /// Adds the counters of the old process.
+    fn count_on(&self, before: &ExportCounters);
+}
+
+/// Implements [`Attended`] for a server by its methods of the same names. The counters, and whether
+/// a device can outlive the process, differ between servers.
+macro_rules! attended {
+    ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
+        impl crate::endpoints::EndpointServer for $server {
+            fn connections(&self) -> usize {
+                <$server>::connections(self)
+            }
+
+            fn has_served(&self) -> bool {
+                <$server>::has_served(self)
+            }
+
+            fn look_at_size(&self) {
+                <$server>::look_at_size(self);
+            }
+
+            fn close(&self) {
+                <$server>::close(self);
+            }
+
+            $(fn $leave(&self) {
+                <$server>::$leave(self);
+            })?
+
+            fn wait_while<'a>(
+                &'a self,
+                busy: Box<dyn Fn() -> bool + 'a>,
+            ) -> std::pin::Pin<Box<dyn Future<Output = ()> + 'a>> {
+                Box::pin(<$server>::wait_while(self, move |_| busy()))
+            }
+
+            fn counters(&self) -> api::ExportCounters {
+                $counters(<$server>::statistics(self))
+            }
+
+            fn count_on(&self, before: &api::ExportCounters) {
+                $count_on(self, before);
+            }
+        }
+    };
+}
+use attended;
+
+/// Parameters for opening an endpoint.
+pub(crate) struct EndpointOptions<'a> {
+    pub(crate) id: &'a str,
+    pub(crate) disk: &'a RunningDisk,
+    /// Read-only by the disk's config or the client's request. The endpoint's own settings may also
+    /// make it read-only.
+    pub(crate) read_only: bool,
+    /// Owner and mode of sockets.
+    pub(crate) access: &'a SocketAccess,
+    /// Sockets that were passed to the daemon.
+    pub(crate) inherited: &'a RefCell<InheritedSockets>,
+    pub(crate) workers: &'a Rc<Vec<ReactorWorker>>,
+    pub(crate) events: &'a EventLog,
+    /// Transferred state, if the old process of an upgrade served this endpoint.
+    pub(crate) transferred: Cell<Option<TransferredEndpoint>>,
+}
+
+/// Device or file of this host, as the old process leaves it.
+pub(crate) enum TransferredEndpoint {
+    /// No state: the driver holds it, and the old server has ended or is about to end.
+    Ublk,
+    NbdDevice(export::nbd::kernel_client::QuiescedNbdDevice),
+    Fuse(export::fuse::QuiescedFuseFile),
+}
+
+/// Endpoint of one export, accepting clients or prepared to.
+pub struct ExportEndpoint {
+    kind: &'static str,
+    address: String,
+    /// Device node or file, for a device of this host.
+    device: Option<PathBuf>,
+    /// Block size in bytes; the disk's size must be a multiple of it.
+    block_bytes: Option<u32>,
+    /// The server.
+    pub server: Arc<dyn EndpointServer>,
+    /// Socket and server, for a virtual machine.
+    vhost_user: Option<VhostUserEndpoint>,
+    /// Server, for a device or file of this host.
+    host: Option<HostEndpoint>,
+    /// The serving task, until [`Entrance::accept`] starts it.
+    opening: Cell<Option<LocalFuture<'static, io::Result<()>>>>,
+    /// Completes after the server has stopped.
+    serving: RefCell<Option<JoinHandle<()>>>,
+    closed: Cell<bool>,
+    /// Resource that is released when the endpoint closes, such as a socket's file.
+    held_resource: RefCell<Option<Box<dyn Any>>>,
+    /// Keeps the worker threads alive; they end, and their clients with them, after the last
+    /// reference is dropped.
+    _workers: Rc<Vec<ReactorWorker>>,
+}
+
+/// Opens an endpoint. Creating a device waits for the kernel. Clients are accepted only after
+/// [`Entrance::accept`].
+pub(crate) async fn open_endpoint(door: &ExportTarget, terms: &EndpointOptions<'_>) -> anyhow::Result<Rc<ExportEndpoint>> {
+    let is_device = !matches!(door, ExportTarget::VhostUserBlk(_));
+    ensure!(
+        !(is_device && terms.disk.disk.has_handover()),
+        "disk {}: handover is for virtual machines, and {} is on this host (leave it out)",
+        terms.disk.disk.name(),
+        door.address()
+    );
+    check_size(&terms.disk.disk, door)?;
+    let entrance = match door {
+        ExportTarget::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
+        ExportTarget::Ublk(settings) => ublk::open(settings, terms).await?,
+        ExportTarget::Fuse(settings) => fuse::open(settings, terms).await?,
+        ExportTarget::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
+    };
+    Ok(Rc::new(ExportEndpoint { block_bytes: door.logical_block().map(|(bytes, _)| bytes), ..entrance }))
+}
+
+impl ExportEndpoint {
+    /// Endpoint of this kind (a name of QEMU's `BlockExportType`) served by `serving`, which
+    /// completes after `server` is closed or the device was removed externally.
+    fn new(
+        kind: &'static str,
+        address: String,
+        server: Arc<dyn EndpointServer>,
+        serving: impl Future<Output = io::Result<()>> + 'static,
+        terms: &EndpointOptions<'_>,
+    ) -> Self {
+        Self {
+            kind,
+            address,
+            device: None,
+            block_bytes: None,
+            server,
+            vhost_user: None,
+            host: None,
+            opening: Cell::new(Some(Box::pin(serving))),
+            serving: RefCell::default(),
+            closed: Cell::new(false),
+            held_resource: RefCell::default(),
+            _workers: Rc::clone(terms.workers),
+        }
+    }
+
+    /// Marks it as a device or file of this host, at its address.
+    fn with_device(self, host: HostEndpoint) -> Self {
+        Self { device: Some(PathBuf::from(&self.address)), host: Some(host), ..self }
+    }
+
+    /// Marks it as an endpoint for a virtual machine.
+    fn with_vhost_user(self, machine: VhostUserEndpoint) -> Self {
+        Self { vhost_user: Some(machine), ..self }
+    }
+
+    /// Holds a resource until the endpoint closes.
+    fn holding(self, kept: impl Any) -> Self {
+        self.held_resource.replace(Some(Box::new(kept)));
+        self
+    }
+
+    /// Starts accepting clients. Calls `ended` if serving ends before the endpoint is closed: with
+    /// an error, or with `Ok` if the device was removed externally.
+    pub(crate) fn accept(self: &Rc<Self>, ended: impl FnOnce(io::Result<()>) + 'static) {
+        // Idempotent: an accepting endpoint is unchanged.
+        let Some(serving) = self.opening.take() else { return };
+        let entrance = Rc::downgrade(self);
+        *self.serving.borrow_mut() = Some(reactor::spawn_joinable(async move {
+            let result = serving.await;
+            // An orderly close ends the task as well, and is no event.
+            if entrance.upgrade().is_some_and(|entrance| !entrance.closed.get()) {
+                ended(result);
+            }
+        }));
+    }
+
+    pub(crate) fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Device node or file, for a device of this host.
+    pub fn device(&self) -> Option<&Path> {
+        self.device.as_deref()
+    }
+
+    /// Block size that the disk's size must be a multiple of while this endpoint exists.
+    pub(crate) fn block_bytes(&self) -> Option<u32> {
+        self.block_bytes
+    }
+
+    /// Socket and server, for a virtual machine.
+    pub(crate) fn vhost_user(&self) -> Option<&VhostUserEndpoint> {
+        self.vhost_user.as_ref()
+    }
+
+    /// Server, for a device or file of this host.
+    pub fn host_endpoint(&self) -> Option<&HostEndpoint> {
+        self.host.as_ref()
+    }
+
+    /// Stops accepting clients and lets requests in flight complete.
+    pub(crate) fn close(&self) {
+        self.closed.set(true);
+        // Drops the serving task if it never ran, with everything it owns.
+        self.opening.take();
+        self.held_resource.take();
+        self.server.close();
+    }
+
+    /// As [`Entrance::close`], at the end of this process: a device in use is left to the next
+    /// process if its driver supports that.
+    pub fn close_or_hand_over(&self) {
+        // Reads /proc synchronously, which only the end of the process permits.
+        let is_used = |device: &Path| !DeviceOpeners::of_device(device).with_processes().is_empty();
+        if self.device().is_some_and(is_used) {
+            self.closed.set(true);
+            self.server.hand_over();
+        } else {
+            self.close();
+        }
+    }
+
+    /// Waits until the last client has disconnected and its requests have completed.
+    pub async fn until_unused(&self) {
+        self.server.wait_while(Box::new(|| self.server.connections() > 0)).await;
+    }
+
+    /// Closes the endpoint if necessary, then waits until it is unused and its task has ended.
+    pub async fn stop(&self) {
+        if !self.closed.get() {
+            self.close();
+        }
+        self.until_unused().await;
+        let serving = self.serving.take();
+        if let Some(serving) = serving {
+            if self.device.is_some() {
+                // Not cancelled: the task still has to remove the device.
+                serving.await;
+            } else {
+                serving.cancel().await;
+            }
+        }
+    }
+}
+
+/// vhost-user endpoint, with what an upgrade transfers.
+pub(crate) struct VhostUserEndpoint {
+    pub(crate) server: Arc<export::vhost_user_blk::VhostUserServer>,
+    /// Configured address and listening socket, if this side listens.
+    pub(crate) listening: Option<(String, ListeningSocket)>,
+}
+
+impl VhostUserEndpoint {
+    /// Path of the listening socket, if it has one.
+    pub(crate) fn listening_path(&self) -> Option<PathBuf> {
+        let (_, (socket, _)) = self.listening.as_ref()?;
+        let socket = UnixListener::from(socket.as_fd().try_clone_to_owned().ok()?);
+        Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
+    }
+}
+
+/// Device or file of this host, with what an upgrade transfers.
+#[derive(Clone)]
+pub enum HostEndpoint {
+    /// A ublk device.
+    Ublk(Arc<export::ublk::UblkServer>),
+    /// An NBD device of the kernel.
+    NbdDevice(Arc<export::nbd::kernel_client::NbdDeviceServer>),
+    /// A file over FUSE.
+    Fuse(Arc<export::fuse::FuseExportServer>),
+}
+
+impl HostEndpoint {
+    /// Quiesces the server. Returns false if its requests do not complete in time.
+    pub(crate) async fn quiesce(&self, patience: Duration) -> bool {
+        match self {
+            Self::Ublk(server) => server.quiesce(patience).await,
+            Self::NbdDevice(server) => server.quiesce(patience).await,
+            Self::Fuse(server) => server.quiesce(patience).await,
+        }
+    }
+
+    /// Resumes after [`Host::come_to_rest`]; used if an upgrade fails.
+    pub(crate) fn resume(&self) {
+        match self {
+            Self::Ublk(server) => server.resume(),
+            Self::NbdDevice(server) => server.resume(),
+            Self::Fuse(server) => server.resume(),
+        }
+    }
+}
+
+/// Identity of a device's data, by which the next process finds it again. A disk in memory does not
+/// survive this process, so its identity is unique.
+fn data_identity(running: &RunningDisk) -> anyhow::Result<String> {
+    Ok(match running.config.image.path() {
+        // Absolute: the next process may run in another directory.
+        Some(path) => format!("weir:{}", std::path::absolute(path)?.display()),
+        None => format!("weir:{}:{}", std::process::id(), running.disk.name()),
+    })
+}
+
+/// Fails if the host lacks what a device or file is made of. Changes nothing. Blocks.
+pub fn check_host(door: &ExportTarget) -> anyhow::Result<()> {
+    let there = |path: &Path, remedy: &str| match path.exists() {
+        true => Ok(()),
+        false => Err(anyhow!("{}: is not there ({remedy})", path.display())),
+    };
+    match door {
+        ExportTarget::VhostUserBlk(_) => Ok(()),
+        ExportTarget::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
+        ExportTarget::NbdDevice(device) => {
+            let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
+            there(&path, "`modprobe nbd`")
+        }
+        ExportTarget::Fuse(fuse) => {
+            there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
+            there(&fuse.file, "make it, an empty file: the disk is seen in its place")?;
+            ensure!(
+                fuse.file.is_file(),
+                "{}: is no regular file (name one, it may be empty: the disk is seen in its place)",
+                fuse.file.display()
+            );
+            Ok(())
+        }
+    }
+}
+
+/// Whoever is behind a door counts in blocks, and would never see what lies behind the last whole
+/// one.
+pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
+    let Some((block_bytes, who)) = door.logical_block() else { return Ok(()) };
+    let (size, block) = (disk.size_bytes(), u64::from(block_bytes));
+    let (whole, rest) = (size.next_multiple_of(block), size % block);
+    ensure!(
+        rest == 0,
+        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the last {rest} (make that {whole}: `weir image resize`, or size= where it is a part of its image)",
+        disk.name()
+    );
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! Export of a config file or command line, and the steps that add it to the running state.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, bail};
+use policy::access::AccessRules;
+use settings::{
+    ExportTarget, ExportSpec, ListenEndpoint, PlacedDisk, DesiredState, CheckedDisk, NbdServerSpec, VhostUserSocket, TlsConfig, VhostUserBlkConfig,
+};
+
+use super::{
+    bitmaps,
+    endpoints::{VhostUserEndpoint, TransferredEndpoint},
+    registry::{self, NewNbdExport, Registry, RunningExport},
+    running_server::RunningServer,
+};
+
+/// Planned export.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedExport {
+    /// Name of the disk.
+    pub disk: String,
+    pub(crate) read_only: bool,
+    pub(crate) way: PlannedEndpoint,
+}
+
+/// Planned endpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum PlannedEndpoint {
+    Nbd { endpoint: ListenEndpoint, name: String, description: String, access: AccessRules, bitmaps: Vec<String> },
+    Separate(ExportTarget),
+}
+
+impl PlannedExport {
+    /// All exports of a plan, NBD exports first.
+    pub fn all(plan: &DesiredState) -> Vec<Self> {
+        Self::of(&plan.disks, &plan.servers, &plan.exports, |_| true)
+    }
+
+    /// Those of one disk of a plan.
+    pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Vec<Self> {
+        let index = plan.disks.iter().position(|disk| disk.name == name);
+        Self::of(&plan.disks, &plan.servers, &plan.exports, |disk| Some(disk) == index)
+    }
+
+    /// Exports of a disk that is added.
+    pub(crate) fn of_new_disk(planned: &CheckedDisk) -> Vec<Self> {
+        let CheckedDisk { disk, servers, doors } = planned;
+        Self::of(std::slice::from_ref(disk), servers, doors, |_| true)
+    }
+
+    /// True if a client passed the socket of this export under the name.
+    pub(crate) fn uses_passed_socket(&self, name: &str) -> bool {
+        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.way else { return false };
+        matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
+    }
+
+    /// Exports of the disks whose index `is_wanted` accepts.
+    fn of(
+        disks: &[PlacedDisk],
+        servers: &[NbdServerSpec],
+        doors: &[ExportSpec],
+        is_wanted: impl Fn(usize) -> bool + Copy,
+    ) -> Vec<Self> {
+        let of_disk = |index: usize, read_only, way| {
+            let disk = &disks[index];
+            Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
+        };
+        let nbd = servers.iter().flat_map(|server| {
+            server.exports.iter().filter(move |export| is_wanted(export.disk)).map(|export| {
+                let disk = &disks[export.disk];
+                let way = PlannedEndpoint::Nbd {
+                    endpoint: server.endpoint.clone(),
+                    name: export.name.clone(),
+                    description: disk.description.clone(),
+                    access: disk.access.clone(),
+                    bitmaps: disk.qcow2.bitmaps.clone(),
+                };
+                of_disk(export.disk, export.read_only, way)
+            })
+        });
+        let own = doors.iter().filter(|export| is_wanted(export.disk));
+        let own = own.map(|ExportSpec { door, disk }| of_disk(*disk, false, PlannedEndpoint::Separate(door.clone())));
+        nbd.chain(own).collect()
+    }
+
+    /// True if the running export is this one and is not ending.
+    fn matches(&self, export: &RunningExport) -> bool {
+        let is_there = match (&self.way, &export.endpoint) {
+            (PlannedEndpoint::Nbd { endpoint, name, .. }, registry::RunningEndpoint::Nbd(serving, _)) => {
+                serving.endpoint == *endpoint && export.name == *name
+            }
+            (PlannedEndpoint::Separate(door), registry::RunningEndpoint::Separate(..)) => export.endpoint_config.as_ref() == Some(door),
+            _ => false,
+        };
+        is_there && !export.is_ending()
+    }
+
+    /// True if both exports have the same name at the same server, or the same endpoint.
+    pub(crate) fn has_same_endpoint(&self, other: &Self) -> bool {
+        match (&self.way, &other.way) {
+            (
+                PlannedEndpoint::Nbd { endpoint, name, .. },
+                PlannedEndpoint::Nbd { endpoint: other_endpoint, name: other_name, .. },
+            ) => (endpoint, name) == (other_endpoint, other_name),
+            (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
+                // Devices without an address, such as automatically numbered ones, never coincide.
+                let place = (door.path(), door.inherited_name());
+                place != (None, None) && place == (other.path(), other.inherited_name())
+            }
+            _ => false,
+        }
+    }
+
+    /// Keys by which an export of the same disk at the same endpoint differs.
+    pub(crate) fn differences(&self, other: &Self) -> Vec<String> {
+        let mut keys = Vec::new();
+        let mut add = |key: &str, differs: bool| keys.extend(differs.then(|| key.to_owned()));
+        add("disk", self.disk != other.disk);
+        add("read-only", self.read_only != other.read_only);
+        match (&self.way, &other.way) {
+            (
+                PlannedEndpoint::Nbd { description, access, bitmaps, .. },
+                PlannedEndpoint::Nbd {
+                    description: other_description, access: other_access, bitmaps: other_bitmaps, ..
+                },
+            ) => {
+                add("description", description != other_description);
+                add("allow, deny, tls-authz", access != other_access);
+                add("bitmap", bitmaps != other_bitmaps);
+            }
+            (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
+                // Compared in the syntax of the command line: the address, then each non-default
+                // key.
+                let said = |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
+                for word in one.symmetric_difference(&other) {
+                    let key = word.split('=').next().unwrap_or_default().to_owned();
+                    if !keys.contains(&key) {
+                        keys.push(key);
+                    }
+                }
+            }
+            _ => {}
+        }
+        keys
+    }
+
+    /// Adds it to the running state, at a running server or at its own endpoint.
+    pub async fn add(&self, registry: &Rc<Registry>) -> anyhow::Result<Rc<RunningExport>> {
+        let id = match &self.way {
+            PlannedEndpoint::Nbd { endpoint, name, .. } => {
+                // An export may have the empty name, but no export the empty id.
+                let name = if name.is_empty() { &self.disk } else { name };
+                registry.exports.free_id(name, &require_server(registry, endpoint)?.address())
+            }
+            PlannedEndpoint::Separate(door) => registry.exports.free_id(&self.disk, &door.address()),
+        };
+        self.add_with_id(registry, id).await
+    }
+
+    /// As [`Wanted::add`], with a free id.
+    pub(crate) async fn add_with_id(
+        &self,
+        registry: &Rc<Registry>,
+        id: String,
+    ) -> anyhow::Result<Rc<RunningExport>> {
+        let disk = registry.disks.get(&self.disk)?;
+        match &self.way {
+            PlannedEndpoint::Nbd { endpoint, name, description, access, bitmaps } => {
+                let new = NewNbdExport {
+                    id: id.clone(),
+                    name: name.clone(),
+                    description: description.clone(),
+                    access: access.clone(),
+                    disk: self.disk.clone(),
+                    read_only: self.read_only,
+                    bitmaps: bitmaps::find_bitmaps(&disk, bitmaps).await?,
+                };
+                registry.add_export(&require_server(registry, endpoint)?, new)?;
+            }
+            PlannedEndpoint::Separate(door) => {
+                registry.add_endpoint(id.clone(), disk, self.read_only, door, None).await?;
+            }
+        }
+        Ok(registry.exports.get(&id)?)
+    }
+
+    /// Opens a separate endpoint under this id, with transferred state of the old process.
+    pub(crate) async fn add_transferred(
+        &self,
+        registry: &Rc<Registry>,
+        id: String,
+        taken: TransferredEndpoint,
+    ) -> anyhow::Result<String> {
+        let PlannedEndpoint::Separate(door) = &self.way else { bail!("it has no door of its own") };
+        registry.add_endpoint(id, registry.disks.get(&self.disk)?, self.read_only, door, Some(taken)).await
+    }
+
+    /// True if clients of the endpoint cannot write.
+    pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
+        let of_door = matches!(&self.way, PlannedEndpoint::Separate(door) if door.read_only());
+        Ok(self.read_only || of_door || registry.disks.get(&self.disk)?.disk.image().is_read_only())
+    }
+
+    /// Export name and address for reports; for a separate endpoint, the disk's name and the
+    /// address.
+    pub fn name_and_address(&self, registry: &Registry) -> (String, String) {
+        match &self.way {
+            PlannedEndpoint::Nbd { endpoint, name, .. } => {
+                let address = match endpoint {
+                    ListenEndpoint::Address(address) => address.to_string(),
+                    ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => {
+                        find_server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
+                    }
+                };
+                (name.clone(), address)
+            }
+            PlannedEndpoint::Separate(door) => (self.disk.clone(), door.address()),
+        }
+    }
+}
+
+/// Running exports at one moment, indexed to find planned ones.
+pub(crate) struct RunningExportIndex(HashMap<String, Vec<Rc<RunningExport>>>);
+
+impl RunningExportIndex {
+    pub(crate) fn of(registry: &Registry) -> Self {
+        let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
+        for export in registry.exports.all() {
+            of_disks.entry(export.disk.disk.name().to_string()).or_default().push(export);
+        }
+        Self(of_disks)
+    }
+
+    pub(crate) fn find(&self, wanted: &PlannedExport) -> Option<Rc<RunningExport>> {
+        let of_disk = self.0.get(&wanted.disk)?;
+        of_disk.iter().find(|export| wanted.matches(export)).cloned()
+    }
+}
+
+/// URIs by which clients reach a running export.
+pub fn export_uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
+    let entrance = match &export.endpoint {
+        registry::RunningEndpoint::Nbd(serving, _) => {
+            // The config's TLS mode applies to servers of the config only.
+            let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
+            return serving.uris(&export.name, if is_plain { &TlsConfig::Off } else { tls });
+        }
+        registry::RunningEndpoint::Separate(entrance) => entrance,
+    };
+    let address = entrance.address();
+    vec![match &export.endpoint_config {
+        // The front end listens, and only weir connects: there is no URI for clients.
+        Some(ExportTarget::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
+        Some(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(_), .. })) => {
+            address.replacen("unix:", "vhost-user:", 1)
+        }
+        // The path of a passed socket is known to the kernel only.
+        Some(ExportTarget::VhostUserBlk(_)) => match entrance.vhost_user().and_then(VhostUserEndpoint::listening_path) {
+            Some(path) => format!("vhost-user:{}", path.display()),
+            None => address.to_owned(),
+        },
+        _ => address.to_owned(),
+    }]
+}
+
+fn require_server(registry: &Registry, endpoint: &ListenEndpoint) -> anyhow::Result<Rc<RunningServer>> {
+    find_server(registry, endpoint).context("no server listens there")
+}
+
+/// The server of an endpoint.
+pub(crate) fn find_server(registry: &Registry, endpoint: &ListenEndpoint) -> Option<Rc<RunningServer>> {
+    registry.exports.server_at(endpoint)
+}

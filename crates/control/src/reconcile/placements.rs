@@ -1,0 +1,107 @@
+//! Limits, shares, reservations and groups of several disks and groups, applied together.
+//!
+//! A valid final state need not be reachable one object at a time: a reservation that moves from
+//! one disk to another does not fit until the first gives it up. Therefore all changing objects
+//! first give up their reservations, then change limits and groups, then book their reservations.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use block::{
+    disk::Disk,
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+};
+use policy::throttle::{ThrottleError, NodeShare};
+
+use super::change_report::{self, NamedValue};
+
+/// Settings of a disk or group, and the group that contains a disk.
+#[derive(Clone)]
+pub(crate) struct MemberPlacement {
+    pub(crate) node: GroupOrDisk,
+    pub(crate) settings: GroupSettings,
+    pub(crate) group: Option<Arc<ThrottleGroup>>,
+}
+
+#[derive(Clone)]
+pub(crate) enum GroupOrDisk {
+    Group(Arc<ThrottleGroup>),
+    Disk(Arc<Disk>),
+}
+
+impl MemberPlacement {
+    /// Current settings.
+    pub(crate) fn current(node: &GroupOrDisk) -> Self {
+        match node {
+            GroupOrDisk::Group(group) => {
+                Self { node: node.clone(), settings: group.settings(), group: group.parent().cloned() }
+            }
+            GroupOrDisk::Disk(disk) => {
+                let DiskSettings { limits, share, watermark } = disk.throttle().settings();
+                let settings = GroupSettings { limits, share, watermark };
+                Self { node: node.clone(), settings, group: disk.throttle().group() }
+            }
+        }
+    }
+
+    pub(crate) fn without_reservations(mut self) -> Self {
+        self.settings.share = without_reservation(self.settings.share);
+        self
+    }
+
+    /// Applies the settings.
+    ///
+    /// # Errors
+    /// Reason of the rejection; the object is unchanged.
+    pub(crate) fn apply(&self) -> Result<(), ThrottleError> {
+        let GroupSettings { limits, share, watermark } = self.settings;
+        match &self.node {
+            // A quota changes the limits concurrently; keep those in force.
+            GroupOrDisk::Group(group) if group.quota_lease().is_some() => {
+                group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
+            }
+            GroupOrDisk::Group(group) => group.set(self.settings),
+            GroupOrDisk::Disk(disk) => {
+                disk.throttle().configure_and_move(DiskSettings { limits, share, watermark }, self.group.as_ref())
+            }
+        }
+    }
+
+    /// Settings by name.
+    pub(crate) fn values(&self) -> Vec<NamedValue> {
+        change_report::throttle_values(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
+    }
+
+    /// Kind and name of the object.
+    pub(crate) fn kind_and_name(&self) -> (&'static str, String) {
+        match &self.node {
+            GroupOrDisk::Group(group) => ("group", group.name().to_owned()),
+            GroupOrDisk::Disk(disk) => ("disk", disk.name().to_string()),
+        }
+    }
+}
+
+pub(crate) fn without_reservation(share: NodeShare) -> NodeShare {
+    share.with_reservation(0, 0)
+}
+
+/// Applies all seats. Groups must precede their members.
+///
+/// # Errors
+/// The first seat that is rejected; others may be in force by then. Applying the previous seats
+/// always succeeds.
+pub(crate) fn apply_all(seats: &[MemberPlacement]) -> anyhow::Result<()> {
+    let take = |seat: &MemberPlacement| {
+        seat.apply().with_context(|| {
+            let (kind, name) = seat.kind_and_name();
+            format!("{kind} {name}")
+        })
+    };
+    for seat in seats {
+        take(&MemberPlacement::current(&seat.node).without_reservations())?;
+    }
+    for seat in seats {
+        take(&seat.clone().without_reservations())?;
+    }
+    seats.iter().try_for_each(take)
+}

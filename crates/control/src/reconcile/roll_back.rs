@@ -1,0 +1,92 @@
+//! Roll-back of a reconciliation: its completed steps, undone in reverse order.
+
+use std::{rc::Rc, sync::Arc};
+
+use anyhow::{anyhow, bail};
+use export::nbd::Removal;
+use image::Image;
+use settings::DiskConfig;
+
+use super::{
+    Reconciliation,
+    placements::{self, MemberPlacement},
+};
+use crate::{change::RegistryChange, registry::RunningDisk, running_server::RunningServer, planned_export::PlannedExport};
+
+/// Completed step, with what undoing it needs.
+pub(crate) enum CompletedStep {
+    Configured(Rc<RunningDisk>, Box<DiskConfig>),
+    MembersPlaced(Vec<MemberPlacement>),
+    GroupAdded(String),
+    DiskAdded(String),
+    ServerAdded(Rc<RunningServer>),
+    /// `gone` is the change to announce if the export cannot be added again.
+    ExportRemoved {
+        wanted: Box<PlannedExport>,
+        id: String,
+        gone: Option<RegistryChange>,
+    },
+    ExportAdded(String),
+}
+
+impl Reconciliation<'_> {
+    pub(crate) async fn roll_back(&mut self) {
+        // Continues after a failed step, to undo as much as possible.
+        while let Some(done) = self.completed.pop() {
+            if let Err(error) = self.roll_back_step(done).await {
+                tracing::error!("a step of a reload could not be rolled back: {error:#} (restart weir)");
+            }
+        }
+    }
+
+    async fn roll_back_step(&self, done: CompletedStep) -> anyhow::Result<()> {
+        match done {
+            CompletedStep::Configured(running, before) => apply_config(&running, &before).await?,
+            CompletedStep::MembersPlaced(before) => {
+                placements::apply_all(&before)?;
+                // The previous state may violate a capacity measured since; it is restored all the
+                // same.
+                if let Err(error) = self.registry.check_devices() {
+                    tracing::warn!("{error:#}");
+                }
+            }
+            CompletedStep::GroupAdded(name) => self.registry.remove_group(&name)?,
+            CompletedStep::DiskAdded(name) => self.registry.remove_incomplete(&name).await?,
+            CompletedStep::ServerAdded(serving) => {
+                self.registry.exports.remove_server(&serving);
+                serving.stop().await;
+            }
+            CompletedStep::ExportRemoved { wanted, id, gone } => {
+                // With its old id, so that clients of the control socket see no change.
+                if let Err(error) = wanted.add_with_id(self.registry, id).await {
+                    gone.iter().for_each(|gone| self.registry.notify(gone));
+                    return Err(error);
+                }
+            }
+            // Nobody was told of it. A client that has connected meanwhile may have requests at
+            // storage that does not answer.
+            CompletedStep::ExportAdded(id) => {
+                let disk = Arc::clone(&self.registry.exports.get(&id)?.disk.disk);
+                drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Applies all settings of the disk alone. A failure leaves some of them applied.
+pub(super) async fn apply_config(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
+    let caches = wanted.qcow2.caches;
+    running.disk.prefetch().set(wanted.prefetch)?;
+    if caches != running.caches.get() {
+        let Image::Qcow2(qcow2) = running.disk.image() else {
+            bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
+        };
+        qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;
+        running.caches.set(caches);
+    }
+    // After both settings that determine the size of the reservation.
+    running.disk.reserve_memory()?;
+    running.disk.failures().set_policies(wanted.on_error);
+    Ok(())
+}

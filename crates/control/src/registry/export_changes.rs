@@ -1,0 +1,362 @@
+//! Exports and NBD servers of a registry, from their opening to the end of their last client.
+//!
+//! An id names one export, also while the export is ending. No client is accepted before the daemon
+//! is ready. Requests the end of the daemon after its last client, if it was started so. Never
+//! opens an image.
+
+use std::{cell::Cell, path, rc::Rc, sync::Arc};
+
+use anyhow::anyhow;
+use export::nbd::{self, NotRemoved, Removal};
+
+use super::{EndpointParameters, DaemonEnd, RegistryError, Registry};
+use crate::{
+    change::RegistryChange,
+    endpoints::{self, ExportEndpoint, TransferredEndpoint},
+    exports::{RunningEndpoint, NewNbdExport, RunningExport},
+    running_disk::RunningDisk,
+    running_server::RunningServer,
+    unavailable_disk::Reserved,
+};
+
+impl Registry {
+    /// Delays the acceptance of clients until [`Registry::let_clients_in`]. Devices of this host
+    /// are excepted: the kernel reads a device to create it.
+    pub fn delay_clients(&self) {
+        self.lifecycle.delays_clients.set(true);
+    }
+
+    /// Accepts clients at all current and later endpoints.
+    pub fn accept_clients(self: &Rc<Self>) {
+        self.lifecycle.delays_clients.set(false);
+        for serving in self.exports.servers() {
+            self.accept(&serving);
+        }
+        for export in self.exports.all() {
+            if let RunningEndpoint::Separate(entrance) = &export.endpoint {
+                self.accept_at_endpoint(&export.id, entrance);
+            }
+        }
+    }
+
+    /// Accepts NBD clients there, unless acceptance is delayed.
+    pub(crate) fn accept(&self, serving: &RunningServer) {
+        if !self.lifecycle.delays_clients.get() {
+            let ender = Rc::clone(&self.lifecycle.request_end);
+            serving.accept(move |error| ender(DaemonEnd::Broken(error)));
+        }
+    }
+
+    /// Adds an NBD server.
+    pub fn add_server(self: &Rc<Self>, serving: &Rc<RunningServer>) {
+        self.exports.insert_server(serving);
+        if self.lifecycle.ends_when_idle.get() {
+            // A weak reference: the task may wait forever and must not keep the registry alive.
+            let (server, registry) = (Arc::clone(&serving.server), Rc::downgrade(self));
+            reactor::spawn(async move {
+                server.wait_while(|_| registry.upgrade().is_some_and(|registry| !registry.is_idle())).await;
+                if let Some(registry) = registry.upgrade() {
+                    (registry.lifecycle.request_end)(DaemonEnd::Idle);
+                }
+            });
+        }
+    }
+
+    /// Removes a server with all its exports; returns after its last client has disconnected.
+    pub(crate) async fn stop_server(self: &Rc<Self>, serving: &Rc<RunningServer>) {
+        self.exports.remove_server(serving);
+        serving.close();
+        for export in self.exports.all() {
+            if matches!(&export.endpoint, RunningEndpoint::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
+                let _ = self.remove_export(&export.id, Removal::Hard);
+            }
+        }
+        serving.stop().await;
+    }
+
+    /// True if clients were served and all have disconnected.
+    fn is_idle(&self) -> bool {
+        let served = || {
+            self.exports.servers().iter().any(|serving| serving.server.has_served())
+                || self.exports.own_endpoints().iter().any(|entrance| entrance.server.has_served())
+        };
+        self.exports.connections() == 0 && (self.lifecycle.lost_device.get() || served())
+    }
+
+    /// Fails if an export of this name at this server is reserved for another disk than `disk`.
+    pub(crate) fn check_reserved_name(
+        &self,
+        serving: &RunningServer,
+        name: &str,
+        disk: &str,
+    ) -> Result<(), RegistryError> {
+        let wanted = Reserved::Name(serving.endpoint.clone(), name.to_owned());
+        self.disks.reserving(&wanted, disk).map_or(Ok(()), |disk| {
+            Err(RegistryError::ExportReserved { name: name.to_owned(), address: serving.address(), disk })
+        })
+    }
+
+    /// The same of the endpoint of one export alone.
+    fn check_reserved_endpoint(&self, door: &settings::ExportTarget, disk: &str) -> Result<(), RegistryError> {
+        let Some(path) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
+        self.disks.reserving(&Reserved::Path(path), disk).map_or(Ok(()), |holder| {
+            let (name, address) = (disk.to_owned(), door.address());
+            Err(RegistryError::ExportReserved { name, address, disk: holder })
+        })
+    }
+
+    pub(crate) fn add_export(&self, serving: &Rc<RunningServer>, new: NewNbdExport) -> Result<(), RegistryError> {
+        let disk = self.disks.get(&new.disk)?;
+        if self.exports.has_id(&new.id) {
+            return Err(RegistryError::IdTaken(new.id));
+        }
+        self.check_reserved_name(serving, &new.name, &new.disk)?;
+        let export = nbd::NbdServerExport {
+            name: new.name.as_str().into(),
+            description: new.description.as_str().into(),
+            disk: Arc::clone(&disk.disk),
+            read_only: new.read_only,
+            bitmaps: Arc::clone(&new.bitmaps),
+            access: new.access.clone(),
+        };
+        // The server rejects a duplicate name, so no separate check is needed.
+        let Some(number) = serving.server.add(export) else {
+            return Err(RegistryError::ExportNameTaken { name: new.name, address: serving.address() });
+        };
+        let export = RunningExport {
+            id: new.id.clone(),
+            name: new.name.clone(),
+            disk,
+            endpoint: RunningEndpoint::Nbd(Rc::clone(serving), number),
+            endpoint_config: None,
+            read_only: new.read_only,
+            is_added: Cell::new(false),
+            is_ending_flag: Cell::new(false),
+            nbd_parameters: Some(new),
+        };
+        self.exports.insert(export);
+        Ok(())
+    }
+
+    /// Adds an export at a separate endpoint, open when this returns. `taken` is transferred
+    /// state of the old process. Returns the address.
+    pub(crate) async fn add_endpoint(
+        self: &Rc<Self>,
+        id: String,
+        disk: Rc<RunningDisk>,
+        read_only: bool,
+        door: &settings::ExportTarget,
+        taken: Option<TransferredEndpoint>,
+    ) -> anyhow::Result<String> {
+        if self.exports.has_id(&id) {
+            return Err(RegistryError::IdTaken(id).into());
+        }
+        self.check_reserved_endpoint(door, disk.disk.name())?;
+        if taken.is_none() {
+            self.exports.check_path_free(door)?;
+        }
+        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door))?;
+        let EndpointParameters { workers, access, inherited, .. } = self.exports.endpoint_parameters()?;
+        let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
+        // Transferred endpoints start when the old process has released them.
+        let is_at_once = taken.is_none();
+        let taken = Cell::new(taken);
+        let events = &self.events;
+        let terms =
+            endpoints::EndpointOptions { id: &id, disk: &disk, read_only, access, inherited, workers, events, transferred: taken };
+        let entrance = endpoints::open_endpoint(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
+            (Some(sandbox), settings::ExportTarget::VhostUserBlk(machine)) if !machine.client => {
+                // The sandbox's reason explains the error better than the failed system call.
+                machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
+            }
+            _ => error,
+        })?;
+        let address = entrance.address().to_owned();
+        // The kernel reads a new device's partition table before its creation returns.
+        if (is_at_once && entrance.device().is_some()) || !self.lifecycle.delays_clients.get() {
+            self.accept_at_endpoint(&id, &entrance);
+        }
+        // Opening a device awaits; check again what other tasks may have changed in the meantime.
+        let name = disk.disk.name().to_string();
+        let refused = match self.disks.get(&name) {
+            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.contains(&id) => None,
+            Ok(still) if Rc::ptr_eq(&still, &disk) => Some(RegistryError::IdTaken(id.clone())),
+            _ => Some(RegistryError::UnknownDisk(name.clone())),
+        };
+        if let Some(refused) = refused {
+            entrance.stop().await;
+            return Err(refused.into());
+        }
+        if self.lifecycle.ends_when_idle.get() {
+            let (server, registry) = (Arc::clone(&entrance.server), Rc::downgrade(self));
+            reactor::spawn(async move {
+                let busy = || registry.upgrade().is_some_and(|registry| !registry.is_idle());
+                server.wait_while(Box::new(busy)).await;
+                if let Some(registry) = registry.upgrade() {
+                    (registry.lifecycle.request_end)(DaemonEnd::Idle);
+                }
+            });
+        }
+        let export = RunningExport {
+            id: id.clone(),
+            name,
+            disk,
+            endpoint: RunningEndpoint::Separate(entrance),
+            endpoint_config: Some(door.clone()),
+            nbd_parameters: None,
+            read_only,
+            is_added: Cell::new(false),
+            is_ending_flag: Cell::new(false),
+        };
+        self.exports.insert(export);
+        Ok(address)
+    }
+
+    fn accept_at_endpoint(self: &Rc<Self>, id: &str, entrance: &Rc<ExportEndpoint>) {
+        let (registry, id) = (Rc::downgrade(self), id.to_owned());
+        entrance.accept(move |result| {
+            if let Some(registry) = registry.upgrade() {
+                registry.endpoint_ended(&id, result);
+            }
+        });
+    }
+
+    /// Handles the end of an endpoint that was not closed here: its device was removed externally,
+    /// or it cannot accept clients any more.
+    fn endpoint_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
+        let Ok(export) = self.exports.get(id) else { return };
+        let RunningEndpoint::Separate(entrance) = &export.endpoint else { return };
+        let address = entrance.address();
+        if entrance.device().is_none() {
+            if let Err(error) = result {
+                let error =
+                    anyhow!("{address}: virtual machines cannot connect any more: {error} (restart weir)");
+                (self.lifecycle.request_end)(DaemonEnd::Broken(error));
+            }
+            return;
+        }
+        match result {
+            Ok(()) => tracing::info!(export = id, device = address, "the device was removed"),
+            Err(error) => tracing::error!(export = id, device = address, %error, "the device failed"),
+        }
+        self.lifecycle.lost_device.set(true);
+        // The device is gone, so it has no clients; the removal cannot be refused.
+        let _ = self.remove_export(id, Removal::Hard);
+    }
+
+    /// Removes an export. Clients do not find it after this returns. Its id and its disk stay in
+    /// use until its last client disconnects and [`Change::ExportDeleted`] follows.
+    pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), RegistryError> {
+        let (registry, removal) = (Rc::clone(self), self.begin_removal(id, removal)?);
+        reactor::spawn(async move {
+            let gone = removal.await;
+            gone.iter().for_each(|gone| registry.notify(gone));
+        });
+        Ok(())
+    }
+
+    /// As [`Registry::remove_export`]. The future waits for the export's last client, also if the
+    /// export was removed before, and returns the change to announce: `None` if the export was
+    /// never announced, or if its first removal announces it.
+    pub(crate) fn begin_removal(
+        self: &Rc<Self>,
+        id: &str,
+        removal: Removal,
+    ) -> Result<impl Future<Output = Option<RegistryChange>> + 'static, RegistryError> {
+        let export = self.exports.get(id)?;
+        let is_gone = match export.endpoint.remove(removal) {
+            Ok(()) => false,
+            // Already removed and ending, so nothing can be refused.
+            Err(NotRemoved::Unknown) => true,
+            Err(NotRemoved::InUse { .. }) => {
+                return Err(RegistryError::HasClients { id: id.to_owned(), clients: export.clients_text() });
+            }
+        };
+        export.is_ending_flag.set(true);
+        let registry = Rc::clone(self);
+        Ok(async move {
+            export.endpoint.wait_until_unused().await;
+            let is_listed =
+                registry.exports.find(&export.id).is_some_and(|known| Rc::ptr_eq(&known, &export));
+            if is_listed {
+                registry.exports.remove(&export);
+            }
+            if is_gone {
+                return None;
+            }
+            // An export without clients may have been the last reason to run.
+            if registry.lifecycle.ends_when_idle.get() && registry.is_idle() {
+                (registry.lifecycle.request_end)(DaemonEnd::Idle);
+            }
+            // An export of an incomplete disk was never announced.
+            let is_known = !registry.disks.is_incomplete(export.disk.disk.name());
+            is_known.then(|| RegistryChange::ExportDeleted { id: export.id.clone() })
+        })
+    }
+
+    /// Removes all of `exports` and waits for their last clients; or none of them, if one has a
+    /// client. Exports that were ending before stay removed in either case, and a refused removal
+    /// does not wait for them.
+    pub(crate) async fn remove_exports(
+        self: &Rc<Self>,
+        exports: &[Rc<RunningExport>],
+        removal: Removal,
+    ) -> Result<(), RegistryError> {
+        let mut ends = Vec::new();
+        // NBD exports first: they can be added again if a later one has clients.
+        let (nbd, own): (Vec<_>, Vec<_>) =
+            exports.iter().partition(|export| matches!(export.endpoint, RunningEndpoint::Nbd(..)));
+        let mut refused = None;
+        for export in nbd.iter().chain(&own) {
+            let was_ending = export.is_ending();
+            match self.begin_removal(&export.id, removal) {
+                Ok(end) => ends.push((export, was_ending, end)),
+                Err(error) => {
+                    refused = Some(error);
+                    break;
+                }
+            }
+        }
+        for (export, was_ending, end) in ends {
+            // Its removal was requested separately and stays.
+            if was_ending && refused.is_some() {
+                continue;
+            }
+            let gone = end.await;
+            if refused.is_some()
+                && let (RunningEndpoint::Nbd(serving, _), Some(new)) = (&export.endpoint, &export.nbd_parameters)
+            {
+                match self.add_export(serving, new.clone()).and_then(|()| self.exports.get(&export.id)) {
+                    Ok(again) => {
+                        again.is_added.set(export.is_added.get());
+                        continue;
+                    }
+                    // Another export uses its name or id by now.
+                    Err(error) => {
+                        tracing::error!(export = %export.id, "the export cannot be restored: {error}");
+                    }
+                }
+            }
+            gone.iter().for_each(|gone| self.notify(gone));
+        }
+        refused.map_or(Ok(()), Err)
+    }
+
+    /// Removes a disk and all its exports. If its file system stops answering while requests of the
+    /// exports are in flight, the disk is abandoned, which fails those requests.
+    ///
+    /// # Errors
+    /// [`Removal::Safe`] is refused if an export has clients; then nothing is removed.
+    pub(crate) async fn remove_disk_and_exports(
+        self: &Rc<Self>,
+        name: &str,
+        removal: Removal,
+    ) -> Result<(), RegistryError> {
+        let exports = self.exports.of_disk(name);
+        let data = Arc::clone(&self.disks.get(name)?.disk);
+        data.run_unless_unresponsive(self.remove_exports(&exports, removal)).await?;
+        // The references would keep the disk busy in `remove_disk`.
+        drop((exports, data));
+        self.remove_disk(name).await
+    }
+}

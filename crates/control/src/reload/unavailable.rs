@@ -1,0 +1,94 @@
+//! Unavailable disks in a reload: their config changes without effect on running objects, and is
+//! used once their images open.
+
+use std::{collections::BTreeMap, rc::Rc};
+
+use anyhow::Context as _;
+use serde_json::Value;
+use settings::{PlacedDisk, DesiredState};
+
+use crate::{
+    assemble::DiskAssembly,
+    loaded_config::LoadedConfig,
+    trial_open,
+    image_opening::{ImageOpenTask, ImageOpenRequest, UnavailableImage, UnavailableImageState, ImageOpenAttempt},
+    reconcile::{change_report, check_secret_files, difference},
+    registry::Registry,
+};
+
+/// Unavailable disks of the new config.
+pub(super) struct UnavailablePlan {
+    /// The plan including the unavailable disks.
+    pub(super) plan: Rc<DesiredState>,
+    /// Those that are to be opened in another way than so far, with the first attempt.
+    openings: BTreeMap<String, (ImageOpenRequest, Option<ImageOpenTask>)>,
+}
+
+/// Leaves those out that the file still has.
+///
+/// # Errors
+/// One that is to be opened in another way cannot be.
+pub(super) async fn exclude_unavailable(
+    registry: &Registry,
+    loaded: &LoadedConfig,
+    plan: &mut DesiredState,
+    is_dry_run: bool,
+) -> anyhow::Result<UnavailablePlan> {
+    let mut said = UnavailablePlan { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
+    let mut assembly = DiskAssembly::new(registry.image_root().cloned(), loaded.budgets.clone());
+    let (mut out, mut trials) = (Vec::new(), Vec::new());
+    for before in registry.unavailable_configs() {
+        let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
+        // Other keys take effect when the disk is listed, without opening the image anew.
+        if !difference::fixed_differences(&before, planned).is_empty() {
+            let place = || planned.origin("image").to_string();
+            registry.check_image(&planned.image).await.with_context(place)?;
+            check_secret_files(planned).await?;
+            let looked = is_dry_run.then(|| trial_open::trial_config(planned));
+            let opening = assembly.open_request(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
+            trials.push((before.name.clone(), place(), opening.clone(), ImageOpenAttempt::begin(opening, false)));
+        }
+        out.push(before.name.clone());
+    }
+    for (name, place, opening, trial) in trials {
+        let opened = match trial.outcome().await {
+            Ok(opened) => {
+                let opened = opened.map_err(|error| registry.with_holder_if_lock_error(error, []));
+                let image = opened.context(place)?;
+                Some(reactor::spawn_joinable(async { Ok(image) }))
+            }
+            Err(UnavailableImage { state: UnavailableImageState::Opening(opened), .. }) => Some(opened),
+            Err(_) => None,
+        };
+        said.openings.insert(name, (opening, opened));
+    }
+    plan.remove_disks(|disk| out.iter().any(|name| name == disk));
+    Ok(said)
+}
+
+impl UnavailablePlan {
+    fn has(&self, disk: &str) -> bool {
+        self.plan.disks.iter().any(|planned| planned.name == disk)
+    }
+
+    /// Reports: each unavailable disk is still not open, or removed.
+    pub(super) fn reports(&self, registry: &Registry) -> Vec<Value> {
+        let tell = |disk: PlacedDisk| {
+            change_report::object_report("disk", &disk.name, if self.has(&disk.name) { "unavailable" } else { "removed" })
+        };
+        registry.unavailable_configs().into_iter().map(tell).collect()
+    }
+
+    /// Puts the new config in force; returns the plan with all disks.
+    pub(super) fn apply(mut self, registry: &Rc<Registry>) -> Rc<DesiredState> {
+        for disk in registry.unavailable_configs() {
+            let name = &disk.name;
+            if self.has(name) {
+                registry.replan_unavailable(name, Rc::clone(&self.plan), self.openings.remove(name));
+            } else {
+                registry.abandon_unavailable(name);
+            }
+        }
+        self.plan
+    }
+}

@@ -1,0 +1,228 @@
+//! Disks of the config that come up after the start, because what they lie on did not answer.
+//!
+//! ```text
+//!   start ─► not open in eight seconds ─► put off ─► the start goes on without it
+//!                                            │
+//!                       open ─► listed, with its exports, as the config has it by then
+//!                         └ fails ─► told, and tried again in ten seconds
+//! ```
+//!
+//! Listed in the turn of a reload, which has them in mind: what the file says of them now holds
+//! once they are open, and those that it does not have any more are given up. So does who removes
+//! one. The name stays its own.
+
+#[cfg(test)]
+mod tests;
+
+use std::rc::{Rc, Weak};
+
+use anyhow::{anyhow, ensure};
+use api::UnavailableDisk;
+use image::Image;
+use policy::time::Duration;
+use settings::{PlacedDisk, DesiredState};
+use storage::rate::RateBudgets;
+
+use super::{
+    image_opening::{ImageOpenTask, ImageOpenRequest, UnavailableImage, UnavailableImageState},
+    reconcile::{PlanDifference, ReconcileReason, Reconciliation, source::FreshStart},
+    registry::{RunningEndpoint, Registry, RunningExport},
+    unavailable_disk::UnavailableDiskEntry,
+    planned_export::{self, PlannedExport, PlannedEndpoint},
+};
+use crate::events::{Kind, NewEvent};
+
+/// Interval between two attempts to open an image.
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
+
+impl Registry {
+    /// Continues without a disk of the plan and retries it in the background.
+    pub(crate) fn retry_later(self: &Rc<Self>, (name, plan): (&str, Rc<DesiredState>), silent: UnavailableImage) {
+        let UnavailableImage { opening, since, state } = silent;
+        let one = Rc::new(UnavailableDiskEntry::new(name, since, plan));
+        let first = match state {
+            UnavailableImageState::Opening(opened) => Some(opened),
+            UnavailableImageState::Failed(error) => {
+                one.reported_reason.replace(Some(format!("{error:#}")));
+                None
+            }
+        };
+        self.start_retry(name, one, (opening, first));
+    }
+
+    fn start_retry(self: &Rc<Self>, name: &str, one: Rc<UnavailableDiskEntry>, way: (ImageOpenRequest, Option<ImageOpenTask>)) {
+        let task = bring_up(Rc::downgrade(self), name.to_owned(), Rc::clone(&one), way);
+        one.task.replace(Some(reactor::spawn_joinable(task)));
+        if let Some(before) = self.disks.unavailable.borrow_mut().insert(name.to_owned(), one) {
+            before.cancel();
+        }
+    }
+
+    /// Reports the disks that the start continues without.
+    pub fn report_unavailable_disks(&self) {
+        let all: Vec<_> = self.disks.unavailable.borrow().keys().cloned().collect();
+        all.iter().for_each(|name| self.report_unavailable_disk(name));
+    }
+
+    pub(super) fn report_unavailable_disk(&self, name: &str) {
+        let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
+        let why = one.reported_reason.borrow().clone();
+        let image = one.config().image.to_string();
+        let message = match &why {
+            None => format!("disk {name}: {image} does not answer; everything else is served meanwhile"),
+            Some(why) => {
+                format!("disk {name}: cannot be opened, retrying every {} s: {why}", RETRY_INTERVAL.as_secs())
+            }
+        };
+        let news = NewEvent::new(Kind::DiskUnopened, message).of_disk(name);
+        self.events.record(news.with("image", image).with("reason", why));
+    }
+
+    /// True if this attempt is still the current one for the name.
+    fn is_current_attempt(&self, name: &str, one: &Rc<UnavailableDiskEntry>) -> bool {
+        self.disks.unavailable.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, one))
+    }
+
+    /// Lists a disk whose image is now open, with its exports. Atomic.
+    async fn list_available(
+        self: &Rc<Self>,
+        name: &str,
+        one: &Rc<UnavailableDiskEntry>,
+        image: Image,
+    ) -> anyhow::Result<()> {
+        ensure!(!self.lifecycle.is_upgrading.get(), "an upgrade is in progress");
+        let (planned, plan) = (one.config(), one.plan());
+        let difference = PlanDifference::of_disk(&plan, name);
+        // Without a difference the config no longer contains the disk; dropping the image closes
+        // it.
+        let images = difference.new_disks.first().map(|&index| (index, image)).into_iter().collect();
+        let _arrival = self.begin_adding(name)?;
+        // Before `apply`, which checks that the name is free.
+        self.disks.unavailable.borrow_mut().remove(name);
+        let mut work = Reconciliation::new(ReconcileReason::Retry, self, &plan, None, RateBudgets::default());
+        if let Err(error) = work.apply(&difference, images, &mut FreshStart).await {
+            self.requeue_unavailable(name, one, &mut work).await;
+            return Err(error);
+        }
+        // Booked after listing, with failure tolerated: the disk was part of a start that
+        // succeeded.
+        self.book_later(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
+        if let Some(cluster) = self.cluster() {
+            cluster.record_lowered_reservations(&**self);
+        }
+        tracing::info!(disk = name, after_s = one.age(reactor::now()).as_secs(), "its image is open now");
+        Ok(())
+    }
+
+    /// Rolls back the steps of a retry that failed, and has the disk wait again. No event reports
+    /// any of it: the disk still arrives.
+    async fn requeue_unavailable(self: &Rc<Self>, name: &str, one: &Rc<UnavailableDiskEntry>, work: &mut Reconciliation<'_>) {
+        let place = |export: Rc<RunningExport>| match &export.endpoint {
+            RunningEndpoint::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
+            RunningEndpoint::Separate(..) => None,
+        };
+        let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
+        // First, so that the server keeps the export's position for the next attempt.
+        places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
+        work.roll_back().await;
+        if self.disks.get(name).is_ok() {
+            tracing::error!("disk {name}: could not be added completely, and its remains could not be removed");
+            places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
+            return;
+        }
+        // A client may have added another disk with this name in the meantime.
+        self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
+    }
+
+    /// Configs of all unavailable disks.
+    pub(super) fn unavailable_configs(&self) -> Vec<PlacedDisk> {
+        self.disks.unavailable.borrow().values().map(|one| one.config()).collect()
+    }
+
+    /// What the config file says now holds for one of them, which is opened in another way from now
+    /// on if there is one.
+    pub(super) fn replan_unavailable(
+        self: &Rc<Self>,
+        name: &str,
+        plan: Rc<DesiredState>,
+        way: Option<(ImageOpenRequest, Option<ImageOpenTask>)>,
+    ) {
+        let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
+        // Positions of exports that the new plan lacks are released before the plan is replaced.
+        let wanted = PlannedExport::of_disk(&plan, name);
+        self.release_reserved_names(name, &one, |old| !wanted.contains(old));
+        match way {
+            None => one.plan_anew(plan),
+            Some(way) => self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way),
+        }
+    }
+
+    /// Abandons an unavailable disk. Returns false if there is none with this name.
+    pub(crate) fn abandon_unavailable(&self, name: &str) -> bool {
+        let Some(one) = self.disks.unavailable.borrow_mut().remove(name) else { return false };
+        one.cancel();
+        self.release_reserved_names(name, &one, |_| true);
+        true
+    }
+
+    /// Releases the positions that NBD servers hold for exports which are no longer planned.
+    fn release_reserved_names(&self, name: &str, one: &UnavailableDiskEntry, is_gone: impl Fn(&PlannedExport) -> bool) {
+        for export in PlannedExport::of_disk(&one.plan(), name).iter().filter(|export| is_gone(export)) {
+            if let PlannedEndpoint::Nbd { endpoint, name, .. } = &export.way
+                && let Some(serving) = planned_export::find_server(self, endpoint)
+            {
+                serving.server.release_reserved(name);
+            }
+        }
+    }
+
+    /// Unavailable disks, for `weir status`.
+    pub(super) fn unavailable_disks(&self) -> Vec<UnavailableDisk> {
+        let now = reactor::now();
+        self.disks.unavailable.borrow().values().map(|one| one.to_status(now)).collect()
+    }
+}
+
+/// Opens the image, retrying as long as necessary, and lists its disk.
+async fn bring_up(
+    registry: Weak<Registry>,
+    name: String,
+    one: Rc<UnavailableDiskEntry>,
+    (opening, mut first): (ImageOpenRequest, Option<ImageOpenTask>),
+) {
+    loop {
+        // The migration's target may hold the disk although the lock of this host's image is free
+        // again: a dead host loses its lock.
+        let moved = registry.upgrade().and_then(|registry| registry.cluster()?.moved_to(&name));
+        let opened = match first.take() {
+            _ if moved.is_some() => Err(anyhow!("the disk has moved to host {}", moved.unwrap_or_default())),
+            Some(first) => first.await,
+            None => opening.clone().open().await,
+        };
+        // Weak until here: a task that waits for storage must not keep the registry alive.
+        let Some(registry) = registry.upgrade() else { return };
+        // The lock is released before the sleep below; a reload may run between two attempts.
+        let listed = {
+            let _turn = registry.lifecycle.reload_lock.lock().await;
+            if registry.lifecycle.is_ending.get() || !registry.is_current_attempt(&name, &one) {
+                return;
+            }
+            match opened {
+                Ok(image) => registry.list_available(&name, &one, image).await,
+                Err(error) => Err(error),
+            }
+        };
+        let Err(error) = listed else { return };
+        if !registry.is_current_attempt(&name, &one) {
+            return;
+        }
+        let why = format!("{error:#}");
+        // Reported once per reason, not once per attempt.
+        if one.reported_reason.borrow().as_ref() != Some(&why) {
+            one.reported_reason.replace(Some(why));
+            registry.report_unavailable_disk(&name);
+        }
+        drop(registry);
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
+    }
+}

@@ -1,0 +1,121 @@
+//! Retries that fail, and what an unavailable disk reserves.
+
+use std::{collections::BTreeSet, path::Path, rc::Rc, sync::Arc};
+
+use anyhow::anyhow;
+use export::nbd::{Removal, NbdServer, NbdServerTerms};
+use policy::access::AccessRules;
+use reactor::sim;
+use serde_json::json;
+use settings::{ListenEndpoint, DesiredState, config};
+
+use super::*;
+use crate::{
+    add_objects,
+    assemble::DiskAssembly,
+    events::Kind,
+    reconcile::placements::{GroupOrDisk, MemberPlacement},
+    registry::{NewNbdExport, RunningDisk},
+    running_server::RunningServer,
+    watch,
+};
+
+const FAR: &str = "[disk.far]\nimage = \"memory:1M\"\n\
+    export = [{ type = \"nbd\", listen = \"unix:/first\" }, { type = \"nbd\", listen = \"unix:/second\" }]\n";
+
+fn server(path: &str) -> Rc<RunningServer> {
+    let endpoint = ListenEndpoint::Address(settings::ListenAddress::Unix(path.into()));
+    RunningServer::new(NbdServer::new(None, NbdServerTerms::default()), endpoint, Vec::new(), &Rc::default())
+}
+
+fn export(name: &str, disk: &str) -> NewNbdExport {
+    NewNbdExport {
+        id: format!("of-{disk}"),
+        name: name.to_owned(),
+        description: String::new(),
+        access: AccessRules::default(),
+        disk: disk.to_owned(),
+        read_only: false,
+        bitmaps: Arc::default(),
+    }
+}
+
+/// A registry that has the first server of the disk `far`, which is unavailable and retried.
+async fn with_far() -> (Rc<Registry>, Rc<RunningServer>) {
+    let registry = Registry::new(None, Rc::new(|_| ()));
+    let draft = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
+    let plan = Rc::new(DesiredState::new(draft, 0).expect("a plan"));
+    let first = server("/first");
+    registry.add_server(&first);
+    let opening = DiskAssembly::new(None, RateBudgets::default()).open_request(&plan.disks[0]).await.expect("no secrets");
+    let state = UnavailableImageState::Failed(anyhow!("nobody answers"));
+    registry.retry_later(("far", plan), UnavailableImage { opening, since: reactor::now(), state });
+    (registry, first)
+}
+
+fn kinds(registry: &Registry) -> Vec<Kind> {
+    registry.events.since(0).iter().map(|event| event.kind).collect()
+}
+
+#[test]
+fn retries_that_fail_are_reported_once_and_leave_nothing() {
+    sim::run(1, async {
+        let (registry, first) = with_far().await;
+        let _watch = watch::watch_registry(&registry, BTreeSet::new());
+        for _ in 0..4 {
+            // The second server is missing.
+            reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
+            assert!(registry.disks.is_unavailable("far") && registry.disks.all().is_empty());
+            assert!(registry.exports.all().is_empty() && registry.disks.unlisted_operation().is_none());
+        }
+        assert_eq!(kinds(&registry), [Kind::DiskUnopened]);
+        registry.add_server(&server("/second"));
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
+        assert!(!registry.disks.is_unavailable("far"));
+        assert_eq!(registry.exports.all().len(), 2);
+        assert!(registry.exports.has_export_at(&first));
+        assert_eq!(kinds(&registry)[1..], [Kind::DiskAdded]);
+    });
+}
+
+#[test]
+fn an_unavailable_disk_reserves_the_names_of_its_exports() {
+    sim::run(1, async {
+        let (registry, first) = with_far().await;
+        registry.add_disk(RunningDisk::in_memory("near", None)).expect("a new name");
+        let refused = registry.add_export(&first, export("far", "near")).expect_err("reserved");
+        assert!(refused.to_string().contains("reserved for disk far"), "{refused}");
+        registry.add_export(&first, export("near", "near")).expect("another name");
+        registry.remove_export("of-near", Removal::IfUnused).expect("no clients");
+        reactor::yield_now().await;
+        assert!(registry.abandon_unavailable("far"));
+        registry.add_export(&first, export("far", "near")).expect("no longer reserved");
+    });
+}
+
+#[test]
+fn a_reservation_left_out_is_made_when_a_member_of_the_group_is_removed() {
+    sim::run(1, async {
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        registry.book_when_possible();
+        let keys = json!({ "iops-total": 1000 });
+        add_objects::add_group(&registry, "g", keys.as_object().expect("keys")).await.expect("a new name");
+        let group = registry.groups.get("g").expect("added");
+        for (name, iops) in [("a", 800), ("b", 0)] {
+            let disk = RunningDisk::in_memory(name, Some(&group));
+            let node = GroupOrDisk::Disk(Arc::clone(&disk.disk));
+            let mut seat = MemberPlacement::current(&node);
+            seat.settings.share = seat.settings.share.with_reservation(iops, 0);
+            seat.apply().expect("there is room");
+            registry.add_disk(disk).expect("a new name");
+        }
+        let reserved = || {
+            let share = registry.disks.get("b").expect("listed").disk.throttle().settings().share;
+            (share.iops_reservation(), registry.groups.unmet.borrow().len())
+        };
+        registry.book_later("b", [600, 0]);
+        assert_eq!(reserved(), (0, 1));
+        registry.remove_disk("a").await.expect("unused");
+        assert_eq!(reserved(), (600, 0));
+    });
+}

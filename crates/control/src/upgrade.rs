@@ -1,0 +1,108 @@
+//! Another daemon goes on where this one stops, and no client sees it: an upgrade.
+//!
+//! ```text
+//!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
+//!   leaving     the daemon that runs: offers, stands still, ends; or goes on
+//!   given_up    the newcomer ends when the daemon that runs gives up first
+//!   devices     of that, devices and files of this host, on both sides
+//!   identity    whether a disk is the one that the other serves
+//!   added       what no config has, as it is told
+//!   again       the newcomer has that too
+//!   told        what they tell each other
+//!   counted     of that, what was counted
+//!   unsaved     of that, what is set, for the newcomer's log
+//!   channel     how that and descriptors pass between them
+//! ```
+//!
+//! The newcomer asks at the control socket. All that can fail is tried while the old one serves;
+//! then the old one stands still for some milliseconds. Until it gives up its place in so many
+//! words it goes on, whatever becomes of the newcomer.
+//!
+//! Never decides what runs: the newcomer has its own config, and takes over what that has, and what
+//! clients of the control socket have added.
+
+mod added_objects;
+mod add_transferred;
+mod channel;
+mod counters;
+mod devices;
+pub mod given_up;
+mod identity;
+pub(crate) mod old_process;
+pub mod new_process;
+mod messages;
+mod transferred_settings;
+
+use std::sync::Arc;
+
+use block::disk::Disk;
+use policy::time::Duration;
+use settings::{ListenAddress, ListenEndpoint};
+use messages::ObjectOrigin;
+pub(crate) use messages::{BucketLevelsState, UPGRADE_FORMAT};
+
+use super::registry::Registry;
+
+/// QMP command that requests an upgrade.
+pub(crate) const UPGRADE_COMMAND: &str = "x-weir-takeover";
+
+/// Name by which both processes identify an endpoint; independent of the working directory.
+fn endpoint_name(endpoint: &ListenEndpoint) -> String {
+    endpoint.absolute().to_string()
+}
+
+/// Name of the endpoint of an HTTP service, `metrics` or `http`.
+pub fn http_endpoint_name(what: &str, address: &ListenAddress) -> String {
+    format!("{what} at {address}")
+}
+
+/// Text about an object of the old process that is missing here, with the remedy.
+fn missing_text<T>(what: String, origin: &ObjectOrigin<T>, registry: &Registry) -> String {
+    let why = match origin {
+        ObjectOrigin::NotTransferable(why) => format!(", and cannot be transferred: {why}"),
+        ObjectOrigin::Config | ObjectOrigin::Added(_) => String::new(),
+    };
+    let place = match &registry.config {
+        Some(file) => file.display().to_string(),
+        None => "this command line".to_owned(),
+    };
+    format!("{what}{why} (add it to {place}, or remove it first)")
+}
+
+/// Releases a disk with handover that was held during the pause so that its image stayed open. By
+/// then its restarted virtqueues hold it. If they start later, they open it as usual.
+fn release_later(disk: Arc<Disk>) {
+    const VIRTQUEUE_RESTART_TIME: Duration = Duration::from_secs(1);
+    reactor::spawn(async move {
+        reactor::sleep_until(reactor::now() + VIRTQUEUE_RESTART_TIME).await;
+        disk.release().await;
+    });
+}
+
+/// Nanoseconds of CLOCK_MONOTONIC, which all processes share.
+fn clock_ns() -> u64 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+    let now = now.map_or(Duration::ZERO, Into::into);
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Encodes and decodes a value, as in a transfer.
+#[cfg(test)]
+fn round_trip<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
+    serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoint_name_is_independent_of_the_directory() {
+        let called = |path: std::path::PathBuf| endpoint_name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
+        let here = std::env::current_dir().unwrap();
+        let whole = called(here.join("w.sock"));
+        assert_eq!(called("w.sock".into()), whole);
+        assert_eq!(called("./w.sock".into()), whole);
+        assert_ne!(called("v.sock".into()), whole);
+    }
+}

@@ -1,0 +1,168 @@
+//! Adds to the new process of an upgrade the objects that clients of the control socket added to
+//! the old process.
+//!
+//! Runs inside the sandbox: whatever the old process sends has no more effect than commands of a
+//! client of the control socket.
+
+use std::rc::Rc;
+
+use anyhow::Context as _;
+use block::layer::throttle::GroupSettings;
+use export::nbd;
+use reactor::ReactorWorker;
+use serde_json::{Map, Value};
+use settings::ListenEndpoint;
+use storage::PassedFiles;
+
+use super::{
+    added_objects::parse_endpoint,
+    new_process::{NewProcess, find_export, find_vhost_user},
+    messages::{AddedDiskState, AddedExportState, OfferedDevice, OfferedExport, OfferedVhostUser, ObjectOrigin},
+};
+use crate::{
+    add_objects::{self, NewDisk},
+    bitmaps,
+    reconcile::source::StartSource as _,
+    registry::{NewNbdExport, Registry},
+    running_server::{AddedServer, RunningServer},
+};
+
+impl NewProcess {
+    /// Adds the old process's added objects that are not in this config; returns their names.
+    /// `perform` executes a command of the control socket, `add_disk` adds a disk from these nodes
+    /// and passed files.
+    ///
+    /// # Errors
+    /// An object cannot be added.
+    pub async fn add_transferred(
+        &mut self,
+        registry: &Rc<Registry>,
+        workers: &Rc<Vec<ReactorWorker>>,
+        perform: impl AsyncFn(&str, Map<String, Value>) -> Result<(), String>,
+        add_disk: impl AsyncFn(&[Map<String, Value>], PassedFiles) -> Result<(), String>,
+    ) -> anyhow::Result<Vec<String>> {
+        let mut had = Vec::new();
+        for group in &self.offer.groups {
+            // The new config may contain it by now; its settings win.
+            if registry.groups.get(&group.name).is_ok() {
+                continue;
+            }
+            let named =
+                || format!("group {}: it was added at run time, and cannot be added here", group.name);
+            let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
+            let made = add_objects::add_group_object(registry, &group.name, GroupSettings::default(), parent.as_ref());
+            made.await.with_context(named)?;
+            registry.groups.added.borrow_mut().insert(group.name.clone());
+            let set = perform("x-weir-set", group.settings.clone()).await;
+            set.map_err(anyhow::Error::msg).with_context(named)?;
+            had.push(format!("group {}", group.name));
+        }
+        for at in 0..self.offer.servers.len() {
+            let address = self.offer.servers[at].endpoint.clone();
+            let ObjectOrigin::Added(max_connections) = self.offer.servers[at].origin else { continue };
+            // A server of the new config has already taken the sockets.
+            if self.sockets[at].is_empty() {
+                continue;
+            }
+            let endpoint = match address.strip_prefix("fd:") {
+                Some(name) => ListenEndpoint::Passed(name.to_owned()),
+                None => ListenEndpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
+            };
+            let listeners = self.listeners(&endpoint)?.context("a server came without its sockets")?;
+            let standard = registry.exports.endpoint_parameters()?.nbd.clone();
+            let server = nbd::NbdServer::new(None, nbd::NbdServerTerms { max_connections, ..standard });
+            let serving = RunningServer::new(server, endpoint, listeners, workers);
+            // Not a standard server: later disks without explicit exports must not appear there.
+            serving.added.set(Some(AddedServer { max_connections, has_objects: false }));
+            serving.default_for_disks.set(Some(false));
+            registry.add_server(&serving);
+            had.push(format!("server {address}"));
+        }
+        for offered in &self.offer.disks {
+            let ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, bottom }) = &offered.origin else {
+                continue;
+            };
+            if registry.disks.get(&offered.name).is_ok() {
+                continue;
+            }
+            let named =
+                || format!("disk {}: it was added at run time, and cannot be added here", offered.name);
+            if let Some(keys) = keys.clone() {
+                // Its exports are transferred separately.
+                let name = bottom.as_ref().unwrap_or(&offered.name).clone();
+                let exports = Some(Vec::new());
+                let new = NewDisk { name, keys, exports, sockets: Vec::new() };
+                new.add_transferred(registry, self.passed.clone()).await.with_context(named)?;
+            }
+            if keys.is_none() || !nodes.is_empty() {
+                let made = add_disk(nodes, self.passed.clone()).await;
+                made.map_err(anyhow::Error::msg).with_context(named)?;
+                let set = perform("x-weir-set", settings.clone()).await;
+                set.map_err(anyhow::Error::msg).with_context(named)?;
+            }
+            had.push(format!("disk {}", offered.name));
+        }
+        for offered in &self.offer.exports {
+            let ObjectOrigin::Added(told) = &offered.origin else { continue };
+            // Exports of the new config are already there.
+            if find_export(registry, &offered.endpoint, &offered.name).is_none() {
+                let named =
+                    || format!("export {}: it was added at run time, and cannot be added here", told.id);
+                had.push(add_export(registry, offered, told).await.with_context(named)?);
+            }
+        }
+        for offered in &self.offer.machines {
+            let ObjectOrigin::Added(text) = &offered.origin else { continue };
+            if find_vhost_user(registry, offered).is_none() {
+                let named =
+                    || format!("export {}: it was added at run time, and cannot be added here", offered.id);
+                had.push(add_vhost_user(registry, offered, text).await.with_context(named)?);
+            }
+        }
+        for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.plan_added(registry)? {
+            had.push(format!(
+                "export {id} ({kind} of disk {disk}{})",
+                if read_only { ", read-only" } else { "" }
+            ));
+        }
+        Ok(had)
+    }
+}
+
+async fn add_export(
+    registry: &Rc<Registry>,
+    offered: &OfferedExport,
+    told: &AddedExportState,
+) -> anyhow::Result<String> {
+    let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
+    let serving =
+        registry.exports.servers().into_iter().find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
+    let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
+    let id = registry.exports.free_id(&told.id, &serving.address());
+    let running = registry.disks.get(disk)?;
+    let new = NewNbdExport {
+        id: id.clone(),
+        name: name.clone(),
+        description: told.description.clone(),
+        access: told.access.to_access()?,
+        disk: disk.clone(),
+        read_only: *read_only,
+        bitmaps: bitmaps::find_bitmaps(&running, bitmaps).await?,
+    };
+    registry.add_export(&serving, new)?;
+    registry.exports.get(&id)?.is_added.set(true);
+    Ok(format!("export {id}"))
+}
+
+async fn add_vhost_user(
+    registry: &Rc<Registry>,
+    offered: &OfferedVhostUser,
+    text: &str,
+) -> anyhow::Result<String> {
+    let OfferedVhostUser { id, disk, read_only, .. } = offered;
+    let door = parse_endpoint("vhost-user-blk", text)?;
+    let id = registry.exports.free_id(id, &door.address());
+    registry.add_endpoint(id.clone(), registry.disks.get(disk)?, *read_only, &door, None).await?;
+    registry.exports.get(&id)?.is_added.set(true);
+    Ok(format!("export {id}"))
+}

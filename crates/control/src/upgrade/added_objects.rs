@@ -1,0 +1,152 @@
+//! Description of objects that clients of the control socket added, for an upgrade: disks, groups,
+//! servers and exports that are in no config file.
+//!
+//! It contains how each was created, and its current settings. [`again`](super::again) adds them in
+//! the new process.
+//!
+//! A disk that was added by keys is described by its keys; other objects by the arguments of the
+//! commands that created them, so that there is no second form of description. The new process
+//! executes such a command inside its sandbox: a guest may control the old process, which must not
+//! gain more rights than any client of the control socket has. The result is compared like every
+//! other disk. Objects of the old config that the new config lacks are not transferred but
+//! reported: the operator has forgotten or removed them. Passphrases, descriptor sets and TLS
+//! objects are never transferred, as that would disclose secrets.
+
+use std::{path::Path, sync::Arc};
+
+use anyhow::anyhow;
+use block::layer::throttle::ThrottleGroup;
+use serde_json::{Map, Value, json};
+use settings::{ExportTarget as Own, VhostUserSocket};
+
+use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, OfferedDevice, ObjectOrigin};
+use crate::{
+    reconcile::change_report::{self, NamedValue, throttle_values},
+    registry::{NewNbdExport, Registry, RunningDisk, RunningExport},
+    running_server::{AddedServer, RunningServer},
+    planned_export,
+};
+
+/// Creation and current settings of a disk.
+pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState> {
+    let nodes = running.creation_commands.as_deref().unwrap_or_default();
+    // A disk of the config has neither commands nor the flag.
+    if nodes.is_empty() && !running.is_added {
+        return ObjectOrigin::Config;
+    }
+    if running.config.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
+        return ObjectOrigin::NotTransferable("its file was passed to the old process by add-fd".to_owned());
+    }
+    if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config.qcow2.secrets.is_empty() {
+        return ObjectOrigin::NotTransferable("only the old process has its passphrase".to_owned());
+    }
+    let keys = running.is_added.then(|| running.transferred_keys());
+    if running.is_added && running.lower_nodes.is_empty() {
+        return ObjectOrigin::Added(AddedDiskState { keys, ..AddedDiskState::default() });
+    }
+    let bottom = running.lower_nodes.last().filter(|_| running.is_added).map(|node| node.name.clone());
+    let nodes = nodes.iter().cloned().map(with_absolute_paths).collect();
+    let values =
+        change_report::disk_values(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
+    let settings = set_arguments(running.disk.name(), values);
+    ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, bottom })
+}
+
+/// Added groups, parents first.
+pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
+    let depth = |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
+    let added = registry.groups.added.borrow();
+    let mut groups = registry.groups.all();
+    groups.retain(|group| added.contains(group.name()));
+    // Parents first, so that each parent exists when its members are added.
+    groups.sort_by_key(depth);
+    let tell = |group: Arc<ThrottleGroup>| {
+        let parent = group.parent().map(|parent| parent.name().to_owned());
+        // The parent is set when the group is created.
+        let throttled = throttle_values(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
+        AddedGroupState { name: group.name().to_owned(), parent, settings: set_arguments(group.name(), throttled) }
+    };
+    groups.into_iter().map(tell).collect()
+}
+
+/// Arguments of `x-weir-set` for these settings; a size without a value is 0 there.
+fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Map<String, Value> {
+    let value = |value: Value| if value.is_null() { json!(0) } else { value };
+    let values = values.into_iter().map(|(key, said)| (key.to_owned(), value(said)));
+    values.chain([("name".to_owned(), json!(name))]).collect()
+}
+
+/// Makes paths absolute: the new process may run in another directory.
+fn with_absolute_paths(mut node: Map<String, Value>) -> Map<String, Value> {
+    for (key, value) in &mut node {
+        match value {
+            Value::Object(inner) => *inner = with_absolute_paths(std::mem::take(inner)),
+            Value::String(path) if matches!(key.as_str(), "filename" | "path") => {
+                let whole = std::path::absolute(&*path)
+                    .ok()
+                    .and_then(|path| path.into_os_string().into_string().ok());
+                *path = whole.unwrap_or_else(|| std::mem::take(path));
+            }
+            _ => {}
+        }
+    }
+    node
+}
+
+/// Origin of a server, with its maximum number of clients.
+pub(super) fn server_origin(serving: &RunningServer) -> ObjectOrigin<usize> {
+    match serving.added.get() {
+        None => ObjectOrigin::Config,
+        Some(AddedServer { max_connections, has_objects: false }) => ObjectOrigin::Added(max_connections),
+        Some(_) => ObjectOrigin::NotTransferable("only the old process has its TLS objects".to_owned()),
+    }
+}
+
+/// Origin of an NBD export.
+pub(super) fn export_origin(export: &RunningExport) -> ObjectOrigin<AddedExportState> {
+    match &export.nbd_parameters {
+        Some(NewNbdExport { id, description, access, .. }) if export.is_added.get() => ObjectOrigin::Added(AddedExportState {
+            id: id.clone(),
+            description: description.clone(),
+            access: access.into(),
+        }),
+        _ => ObjectOrigin::Config,
+    }
+}
+
+/// Origin of an export with a separate endpoint.
+pub(super) fn endpoint_origin(export: &RunningExport) -> ObjectOrigin<String> {
+    let Some(door) = export.endpoint_config.as_ref().filter(|_| export.is_added.get()) else { return ObjectOrigin::Config };
+    let whole = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let mut door = door.clone();
+    match &mut door {
+        Own::VhostUserBlk(machine) => {
+            if let VhostUserSocket::Path(path) = &mut machine.socket {
+                *path = whole(path);
+            }
+        }
+        Own::Fuse(fuse) => fuse.file = whole(&fuse.file),
+        Own::Ublk(_) | Own::NbdDevice(_) => {}
+    }
+    ObjectOrigin::Added(door.to_string())
+}
+
+pub(super) fn parse_endpoint(kind: &str, text: &str) -> anyhow::Result<Own> {
+    let read = match kind {
+        "ublk" => text.parse().map(Own::Ublk),
+        "fuse" => text.parse().map(Own::Fuse),
+        "nbd-device" => text.parse().map(Own::NbdDevice),
+        _ => text.parse().map(Own::VhostUserBlk),
+    };
+    read.map_err(|rule: String| anyhow!("{text}: {rule}"))
+}
+
+/// Planned export for an added device of the host.
+pub(super) fn planned_device(offered: &OfferedDevice, text: &str) -> anyhow::Result<planned_export::PlannedExport> {
+    let door = parse_endpoint(&offered.kind, text)?;
+    Ok(planned_export::PlannedExport {
+        disk: offered.disk.clone(),
+        read_only: offered.read_only,
+        way: planned_export::PlannedEndpoint::Separate(door),
+    })
+}

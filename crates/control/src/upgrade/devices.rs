@@ -1,0 +1,270 @@
+//! Devices and files of this host in an upgrade, in both processes.
+//!
+//! ```text
+//!   nbd-device   weir's ends of the sockets are passed; the kernel does not notice
+//!   fuse         the descriptor of the FUSE device is passed
+//!   ublk         stays with the old process until it has ended; then the new one recovers it, as
+//!                after a kill, and the kernel reissues all requests without a reply
+//! ```
+//!
+//! The new process opens none of them before it has received their state, and ublk devices only
+//! after the old process has ended: if recovery fails, the device waits for the next start.
+
+use std::{
+    cell::RefCell,
+    os::fd::{AsFd as _, OwnedFd},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, ensure};
+use export::{
+    fuse::{self, FuseFileOwner, FuseFileState},
+    nbd::kernel_client::{self, QuiescedNbdSocket},
+};
+
+use super::{
+    added_objects,
+    channel::AttachmentReader,
+    missing_text,
+    messages::{OfferedDevice, ObjectOrigin, NbdDeviceSocketState, HostDeviceState, HostDeviceKind},
+};
+use crate::{
+    endpoints::{HostEndpoint, TransferredEndpoint},
+    registry::{Registry, RunningExport},
+    planned_export::{PlannedExport, PlannedEndpoint},
+};
+
+/// Description of a device before the quiesce.
+///
+/// # Errors
+/// It cannot be transferred.
+pub(super) fn describe_device(export: &RunningExport, host: &HostEndpoint) -> anyhow::Result<OfferedDevice> {
+    let id = &export.id;
+    if let HostEndpoint::Ublk(server) = host {
+        ensure!(
+            server.survives(),
+            "export {id}: this kernel's ublk devices end with their process (restart weir)"
+        );
+    }
+    let said = export.endpoint_config.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
+    Ok(OfferedDevice {
+        id: id.clone(),
+        kind: said.type_name().to_owned(),
+        address: said.address(),
+        disk: export.disk.disk.name().to_string(),
+        read_only: export.read_only,
+        origin: added_objects::endpoint_origin(export),
+    })
+}
+
+/// State of a quiesced device. Appends its bytes and descriptors to those of the message.
+pub(super) fn quiesced_state(
+    id: &str,
+    host: &HostEndpoint,
+    bytes: &mut Vec<u8>,
+    descriptors: &mut Vec<OwnedFd>,
+) -> anyhow::Result<Option<HostDeviceState>> {
+    let kind = match host {
+        HostEndpoint::Ublk(_) => return Ok(None),
+        HostEndpoint::NbdDevice(server) => {
+            let kernel_client::QuiescedNbdDevice { number, connections } = server.quiesced_state();
+            let mut standing = Vec::new();
+            for QuiescedNbdSocket { socket, bytes: received, skip } in connections {
+                descriptors.push(socket.as_fd().try_clone_to_owned()?);
+                standing.push(NbdDeviceSocketState { received: received.len(), skip });
+                bytes.extend(received);
+            }
+            HostDeviceKind::NbdDevice { number, connections: standing }
+        }
+        HostEndpoint::Fuse(server) => {
+            let Some(fuse::QuiescedFuseFile { mount, standing }) = server.quiesced_state()? else { return Ok(None) };
+            let FuseFileState { owner, modified, openers, file_bytes, messages } = standing;
+            descriptors.push(mount.device);
+            let has_watcher = mount.watcher.is_some();
+            descriptors.extend(mount.watcher);
+            let kind = HostDeviceKind::Fuse {
+                path: mount.path,
+                by_helper: mount.by_helper,
+                mount: mount.number,
+                has_watcher,
+                permissions: owner.permissions,
+                uid: owner.uid,
+                gid: owner.gid,
+                modified,
+                openers,
+                file_bytes,
+                bytes: messages.len(),
+            };
+            bytes.extend(messages);
+            kind
+        }
+    };
+    Ok(Some(HostDeviceState { id: id.to_owned(), kind }))
+}
+
+/// Devices to take over, each with its planned export in this config.
+pub(super) struct AwaitedDevices(RefCell<Vec<(OfferedDevice, Option<PlannedExport>)>>);
+
+impl AwaitedDevices {
+    pub(super) fn new(offered: Vec<OfferedDevice>) -> Self {
+        Self(RefCell::new(offered.into_iter().map(|device| (device, None)).collect()))
+    }
+
+    /// True if the old process has this export, so that it is opened later.
+    pub(super) fn claim(&self, wanted: &PlannedExport, registry: &Registry) -> bool {
+        let PlannedEndpoint::Separate(door) = &wanted.way else { return false };
+        let mut awaited = self.0.borrow_mut();
+        let found = awaited.iter_mut().find(|(offered, by)| {
+            by.is_none()
+                && offered.kind == door.type_name()
+                && offered.address == door.address()
+                && offered.disk == wanted.disk
+        });
+        let Some((offered, by)) = found else { return false };
+        *by = Some(wanted.clone());
+        registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), door.clone());
+        true
+    }
+
+    /// Plans the added devices that are not in this config; returns them.
+    ///
+    /// # Errors
+    /// A device cannot be opened here.
+    pub(super) fn plan_added(&self, registry: &Registry) -> anyhow::Result<Vec<OfferedDevice>> {
+        let mut had = Vec::new();
+        for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
+            let ObjectOrigin::Added(text) = &offered.origin else { continue };
+            let named =
+                || format!("export {}: it was added at run time, and cannot be added here", offered.id);
+            let wanted = added_objects::planned_device(offered, text).with_context(named)?;
+            let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
+            registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door)).with_context(named)?;
+            registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), door.clone());
+            *by = Some(wanted);
+            had.push(offered.clone());
+        }
+        Ok(had)
+    }
+
+    /// Ids of the exports.
+    pub(super) fn ids(&self) -> Vec<String> {
+        self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
+    }
+
+    /// Fails if this config lacks a device. `may_come` exempts devices that follow later, by
+    /// whether they were added, and by disk.
+    pub(super) fn check_complete(
+        &self,
+        registry: &Registry,
+        may_come: impl Fn(bool, &str) -> bool,
+    ) -> anyhow::Result<()> {
+        for (OfferedDevice { id, address, disk, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
+            if wanted.is_none() && may_come(origin.is_added(), disk) {
+                continue;
+            }
+            let wanted = wanted.as_ref();
+            let wanted = wanted.with_context(|| {
+                let what = format!("export {id}: {address} runs, and is not in this config");
+                missing_text(what, origin, registry)
+            })?;
+            ensure!(
+                wanted.is_read_only(registry)? == *read_only,
+                "export {id}: {address} runs with another access"
+            );
+        }
+        Ok(())
+    }
+
+    /// Opens the transferred devices except ublk; they do not serve yet.
+    pub(super) async fn open_transferred(
+        &self,
+        standing: Vec<HostDeviceState>,
+        pieces: &mut AttachmentReader<'_>,
+        registry: &Rc<Registry>,
+    ) -> anyhow::Result<()> {
+        for HostDeviceState { id, kind } in standing {
+            // Only offered devices: the old process may not add one at this point.
+            let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
+            let taken = transferred_endpoint(kind, pieces).with_context(|| format!("export {id}"))?;
+            registry.exports.awaited_endpoints.borrow_mut().remove(&id);
+            let (wanted, is_added) = wanted;
+            let opened = wanted.add_transferred(registry, id.clone(), taken).await;
+            opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
+            registry.exports.get(&id)?.is_added.set(is_added);
+        }
+        // Devices without state were unmounted in the meantime.
+        self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK_KIND);
+        let left = self.0.borrow();
+        let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
+        // Frees the ids of the devices that were unmounted.
+        registry.exports.awaited_endpoints.borrow_mut().retain(|id, _| is_left(id));
+        Ok(())
+    }
+
+    /// Recovers the ublk devices after the old process has ended; returns their number.
+    pub(super) async fn recover(self, registry: &Rc<Registry>) -> usize {
+        let mut recovered = 0;
+        for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
+            registry.exports.awaited_endpoints.borrow_mut().remove(&id);
+            let Some(wanted) = wanted else { continue };
+            match wanted.add_transferred(registry, id.clone(), TransferredEndpoint::Ublk).await {
+                Ok(_) => {
+                    recovered += 1;
+                    if let Ok(export) = registry.exports.get(&id) {
+                        export.is_added.set(origin.is_added());
+                    }
+                }
+                Err(error) => {
+                    let what = "its openers wait until weir is restarted";
+                    tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({what})");
+                }
+            }
+        }
+        recovered
+    }
+
+    /// Takes the planned export of a device, and whether it was added.
+    fn take(&self, id: &str) -> Option<(PlannedExport, bool)> {
+        let mut awaited = self.0.borrow_mut();
+        let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK_KIND)?;
+        let (offered, wanted) = awaited.remove(at);
+        Some((wanted?, offered.origin.is_added()))
+    }
+}
+
+const UBLK_KIND: &str = "ublk";
+
+fn transferred_endpoint(kind: HostDeviceKind, pieces: &mut AttachmentReader<'_>) -> anyhow::Result<TransferredEndpoint> {
+    Ok(match kind {
+        HostDeviceKind::NbdDevice { number, connections } => {
+            ensure!(!connections.is_empty(), "it came without its sockets");
+            let mut rested = Vec::new();
+            for NbdDeviceSocketState { received, skip } in connections {
+                let socket = pieces.descriptor()?.into();
+                rested.push(QuiescedNbdSocket { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
+            }
+            TransferredEndpoint::NbdDevice(kernel_client::QuiescedNbdDevice { number, connections: rested })
+        }
+        HostDeviceKind::Fuse {
+            path,
+            by_helper,
+            mount: number,
+            has_watcher,
+            permissions,
+            uid,
+            gid,
+            modified,
+            openers,
+            file_bytes,
+            bytes,
+        } => {
+            let device = pieces.descriptor()?;
+            let watcher = has_watcher.then(|| pieces.descriptor()).transpose()?;
+            let messages = pieces.bytes(bytes)?.to_vec();
+            let mount = fuse::TransferredMount { path, device, by_helper, number, watcher };
+            let owner = FuseFileOwner { permissions, uid, gid };
+            let standing = FuseFileState { owner, modified, openers, file_bytes, messages };
+            TransferredEndpoint::Fuse(fuse::QuiescedFuseFile { mount, standing })
+        }
+    })
+}

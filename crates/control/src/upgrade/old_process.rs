@@ -1,0 +1,713 @@
+//! Old process of an upgrade.
+//!
+//! ```text
+//!   offer ─► flush ─► stop accepting ─► quiesce ─► write image metadata ─► state ─► end
+//!            └─ still serves ─────────┘ └─ no client is served: some milliseconds ─┘
+//! ```
+//!
+//! After any failure before the end it resumes where it stopped: connections from their unparsed
+//! bytes, images from their files. Never cleans up after it has sent `Yours`: files, locks and
+//! sockets belong to the new process.
+
+use std::{
+    io,
+    os::fd::{AsFd as _, OwnedFd},
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
+use console::logging;
+use export::vhost_user_blk::{self, QuiescedFrontEnd, SessionMessage};
+use nix::errno::Errno;
+use policy::time::Duration;
+use reactor::error::Error;
+use sd_notify::NotifyState;
+
+use super::{
+    added_objects,
+    channel::UpgradeChannel,
+    clock_ns,
+    counters::{DaemonCounterState, DiskCounterState, ThrottleCounterState},
+    devices,
+    identity::DiskIdentity,
+    release_later, endpoint_name,
+    messages::{
+        AddedDiskState, PartialMessage, BucketLevelsState, ClientState, UPGRADE_FORMAT, VhostMessageState, UpgradeOffer, OfferedDisk, OfferedExport,
+        OfferedVhostUser, OfferedServer, ObjectOrigin, QuiesceOutcome, TransferredDisk, TransferredGroup, FrontEndState, ProcessState,
+        UpgradeMessage,
+    },
+    transferred_settings,
+};
+use crate::{
+    endpoints::HostEndpoint,
+    listen::ListeningSocket,
+    notify,
+    registry::{RunningEndpoint, Registry, RunningDisk, RunningExport},
+    running_server::RunningServer,
+};
+
+/// Time limit for opening everything in the new process; it derives the keys of encrypted images.
+const PREPARE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit of the new process while no client is served.
+const READY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for pending handshakes after accepting has stopped.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for requests in flight.
+const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for the service manager to read the new main process id; if this process ends before,
+/// the manager considers the service ended.
+const NOTIFY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time without progress in reading replies after which a client is disconnected.
+const STALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// As [`UNREAD`], during the quiesce.
+const STALL_TIMEOUT_QUIESCED: Duration = Duration::from_secs(1);
+/// Descriptors of a front end: its socket and memory. Each virtqueue has two more.
+const FRONT_END_DESCRIPTORS: u64 = 10;
+/// Time that all disks wait for the reopening of images after a failure.
+const REOPEN_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval between attempts to reopen an image.
+const REOPEN_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Request of a new process.
+#[derive(Debug)]
+pub(crate) struct UpgradeRequest {
+    /// Socket for the transfer; passed, as the sandbox permits no connections.
+    pub(crate) socket: OwnedFd,
+    pub(crate) format: u64,
+    pub(crate) version: String,
+}
+
+/// Begins an upgrade, and returns; the rest runs in the background and is logged.
+///
+/// # Errors
+/// Reason why an upgrade is impossible.
+pub(crate) async fn begin_upgrade(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Result<()> {
+    let sizes = refresh_sizes(registry).await;
+    sizes.and_then(|()| begin_or_reject(registry, asked)).inspect_err(|error| {
+        tracing::warn!("upgrade rejected, this process continues: {error:#}");
+    })
+}
+
+/// Probes the sizes of all images, so that the new process receives current sizes.
+async fn refresh_sizes(registry: &Registry) -> anyhow::Result<()> {
+    let look = |running: Rc<RunningDisk>| {
+        reactor::spawn_joinable(async move {
+            let size = running.disk.refresh_size_within(IN_FLIGHT_TIMEOUT).await;
+            size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
+        })
+    };
+    let looking: Vec<_> = registry.disks.all().into_iter().map(look).collect();
+    for looked in looking {
+        looked.await?;
+    }
+    Ok(())
+}
+
+fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Result<()> {
+    ensure!(
+        asked.format == UPGRADE_FORMAT,
+        "weir {} uses upgrade format {}, and the running weir {} uses {UPGRADE_FORMAT} (restart it)",
+        asked.version,
+        asked.format,
+        env!("CARGO_PKG_VERSION")
+    );
+    // All checks and the flag below run without an await, so neither an upgrade nor a change
+    // interleaves.
+    ensure!(!registry.lifecycle.is_upgrading.get(), "another upgrade is in progress (wait for it)");
+    ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
+    ensure!(!registry.lifecycle.reload_lock.is_taken_alone(), "a reload is in progress (try again)");
+    // From here on `leaving` rejects new additions and removals.
+    if let Some((disk, what)) = registry.disks.unlisted_operation() {
+        bail!("disk {disk} is being {what} at this moment (try again once that is done)");
+    }
+    let (offer, descriptors) = build_offer(registry).map_err(explain_descriptor_limit)?;
+    check_version(&offer, &asked.version)?;
+    let channel = UpgradeChannel::from_passed(asked.socket)?;
+    tracing::info!(
+        version = asked.version,
+        process = channel.process(),
+        "an upgrade to a new process begins"
+    );
+    registry.lifecycle.is_upgrading.set(true);
+    let registry = Rc::clone(registry);
+    reactor::spawn(async move {
+        let ended = run_upgrade(&registry, channel, offer, descriptors).await;
+        let Err(error) = ended;
+        tracing::warn!("the upgrade failed, this process continues: {error:#}");
+        registry.lifecycle.is_upgrading.set(false);
+    });
+    Ok(())
+}
+
+/// The first version that reads the keys of an added disk.
+const READS_KEYS: [u64; 2] = [0, 2];
+
+/// Refuses a version that would not understand the offer, although the format has the same number.
+fn check_version(offer: &UpgradeOffer, version: &str) -> anyhow::Result<()> {
+    let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
+    let numbers = [(); 2].map(|()| numbers.next().unwrap_or(0));
+    let has_keys =
+        |disk: &&OfferedDisk| matches!(&disk.origin, ObjectOrigin::Added(AddedDiskState { keys: Some(_), .. }));
+    match offer.disks.iter().find(has_keys).filter(|_| numbers < READS_KEYS) {
+        Some(disk) => bail!(
+            "disk {}: it was added by `weir disk add`, which weir {version} cannot take over from weir {} (write the disk into the config file, or remove it; or stop this weir and start weir {version})",
+            disk.name,
+            env!("CARGO_PKG_VERSION")
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Names this process as the one that ran out of descriptors; the user would otherwise look at the
+/// new process.
+fn explain_descriptor_limit(error: anyhow::Error) -> anyhow::Error {
+    let is_out = |cause: &(dyn std::error::Error + 'static)| {
+        let of_system = cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+        of_system.or(cause.downcast_ref().copied().map(Error::errno)) == Some(Errno::EMFILE as i32)
+    };
+    match error.chain().any(is_out) {
+        true => anyhow!(
+            "the running weir is at its limit of descriptors, and needs more for the upgrade (`prlimit --pid {} --nofile=NUMBER` raises it while it runs)",
+            std::process::id()
+        ),
+        false => error,
+    }
+}
+
+/// Description of everything that runs, with its descriptors.
+fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd>)> {
+    let mut descriptors = Vec::new();
+    let mut servers = Vec::new();
+    for serving in registry.exports.servers() {
+        let origin = added_objects::server_origin(&serving);
+        servers.push(offered_server(endpoint_name(&serving.endpoint), &serving.sockets(), origin, &mut descriptors)?);
+    }
+    for (name, listening) in &*registry.lifecycle.http_sockets.borrow() {
+        servers.push(offered_server(name.clone(), listening, ObjectOrigin::Config, &mut descriptors)?);
+    }
+    let mut control = Vec::new();
+    for (path, socket) in registry.lifecycle.control.borrow().iter() {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+        control.push(path.clone());
+    }
+    let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut devices = Vec::new();
+    for export in registry.exports.all() {
+        let serving = match &export.endpoint {
+            RunningEndpoint::Nbd(serving, _) => serving,
+            RunningEndpoint::Separate(entrance) => {
+                if let Some(host) = entrance.host_endpoint() {
+                    devices.push(devices::describe_device(&export, host)?);
+                    continue;
+                }
+                let machine = entrance.vhost_user().context("it is nobody's")?;
+                let listening = machine.listening.as_ref().map(|(name, (socket, file))| {
+                    doors.push(socket.clone());
+                    (name.clone(), file.clone())
+                });
+                machines.push(OfferedVhostUser {
+                    id: export.id.clone(),
+                    disk: export.disk.disk.name().to_string(),
+                    read_only: export.read_only,
+                    listening,
+                    origin: added_objects::endpoint_origin(&export),
+                });
+                continue;
+            }
+        };
+        let bitmaps = export.nbd_parameters.iter().flat_map(|new| new.bitmaps.iter());
+        exports.push(OfferedExport {
+            endpoint: endpoint_name(&serving.endpoint),
+            name: export.name.clone(),
+            disk: export.disk.disk.name().to_string(),
+            read_only: export.read_only,
+            bitmaps: bitmaps.map(|bitmap| bitmap.name().to_string()).collect(),
+            origin: added_objects::export_origin(&export),
+        });
+    }
+    let mut disks = Vec::new();
+    for running in registry.disks.all() {
+        let disk = &running.disk;
+        let can_be = disk.check_upgrade();
+        can_be.with_context(|| {
+            format!(
+                "disk {}: cannot be taken over (remove it with `weir disk remove`, or restart weir)",
+                disk.name()
+            )
+        })?;
+        let files = disk.descriptors()?;
+        let (name, identity) = (disk.name().to_string(), DiskIdentity::of(disk));
+        disks.push(OfferedDisk { name, files: files.len(), identity, origin: added_objects::disk_origin(&running) });
+        descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
+    }
+    for socket in doors {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+    }
+    let version = env!("CARGO_PKG_VERSION").to_owned();
+    let watchdog_ns =
+        registry.lifecycle.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
+    let clients =
+        registry.exports.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
+    let front_ends = registry.exports.all().iter().map(|export| front_end_descriptors(export)).sum::<u64>();
+    let to_come = clients + front_ends;
+    Ok((
+        UpgradeOffer {
+            version,
+            watchdog_ns,
+            descriptors: to_come,
+            servers,
+            control,
+            groups: added_objects::added_groups(registry),
+            disks,
+            exports,
+            machines,
+            devices,
+        },
+        descriptors,
+    ))
+}
+
+/// Estimate of the descriptors that the client of a single-disk endpoint adds to the transfer.
+fn front_end_descriptors(export: &RunningExport) -> u64 {
+    let RunningEndpoint::Separate(entrance) = &export.endpoint else { return 0 };
+    match entrance.vhost_user() {
+        Some(machine) if machine.server.connections() > 0 => {
+            FRONT_END_DESCRIPTORS + 2 * machine.server.statistics().queues as u64
+        }
+        Some(_) => 0,
+        None => 1,
+    }
+}
+
+/// Describes a listening endpoint; appends its sockets to the descriptors.
+fn offered_server(
+    endpoint: String,
+    listening: &[ListeningSocket],
+    origin: ObjectOrigin<usize>,
+    descriptors: &mut Vec<OwnedFd>,
+) -> anyhow::Result<OfferedServer> {
+    for (socket, _) in listening {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+    }
+    Ok(OfferedServer { endpoint, sockets: listening.iter().map(|(_, file)| file.clone()).collect(), origin })
+}
+
+/// Runs the upgrade. Returns only on failure, with the reason for which this process continues.
+async fn run_upgrade(
+    registry: &Rc<Registry>,
+    channel: UpgradeChannel,
+    offer: UpgradeOffer,
+    descriptors: Vec<OwnedFd>,
+) -> anyhow::Result<std::convert::Infallible> {
+    let process = channel.process();
+    let channel = channel.send_in_background(offer, Vec::new(), descriptors).await?;
+    let mut heirs = Vec::new();
+    let prepared = until_prepared(channel, &mut heirs).await;
+    let channel = match prepared {
+        Ok(Ok(channel)) => channel,
+        // An orderly refusal: the new process closes its images itself.
+        Ok(Err(why)) => bail!("{why}"),
+        Err(error) => {
+            blocklist(registry, &heirs).await;
+            return Err(error);
+        }
+    };
+    let machines = registry.exports.all().into_iter().filter_map(|export| match &export.endpoint {
+        RunningEndpoint::Separate(entrance) => Some((export.id.clone(), Arc::clone(&entrance.vhost_user()?.server))),
+        RunningEndpoint::Nbd(..) => None,
+    });
+    let hosts = registry.exports.all().into_iter().filter_map(|export| match &export.endpoint {
+        RunningEndpoint::Separate(entrance) => Some((export.id.clone(), entrance.host_endpoint()?.clone())),
+        RunningEndpoint::Nbd(..) => None,
+    });
+    // From here on every failure must resume all of these.
+    let mut still = QuiescedObjects {
+        servers: registry.exports.servers(),
+        machines: machines.collect(),
+        hosts: hosts.collect(),
+        held_disks: Vec::new(),
+        suspended_disks: Vec::new(),
+        new_client_ids: heirs,
+        is_state_sent: false,
+    };
+    // `give` consumes the channel; a failure is still to be reported.
+    let again = channel.try_clone()?;
+    let given = quiesce_and_transfer(registry, channel, &mut still).await;
+    let (_channel, disconnected) = match given {
+        Ok(given) => given,
+        Err(error) => {
+            still.resume().await;
+            registry.lifecycle.set_control_closed(false);
+            // If this fails, the new process sees the end of the connection.
+            let _ = again.send_in_background(QuiesceOutcome::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
+            return Err(error);
+        }
+    };
+    drop(again);
+    // From here on the new process serves.
+    // Read before the servers drop their connections.
+    let clients = registry.exports.connections();
+    // Closes the connections with TLS; all others are left to the new process.
+    for_each_server(&still.servers, |server| async move { server.hand_over().await }).await;
+    // Recordings contain only what this process served; the new process starts its own.
+    registry.recordings.end_all().await;
+    // Otherwise other clients of the Ceph cluster still see this process as a user of the images.
+    let disks =
+        registry.disks.all().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
+    let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.close_own().await }));
+    for leaving in leaving.collect::<Vec<_>>() {
+        leaving.await;
+    }
+    let process = process.unwrap_or_default();
+    if disconnected > 0 {
+        tracing::info!(
+            clients = disconnected,
+            "disconnected: TLS sessions cannot be transferred (they can connect again)"
+        );
+    }
+    let clients = clients.saturating_sub(disconnected);
+    tracing::info!(process, clients, "a new process has taken over");
+    // Sent and read before this process ends, or the manager considers the service ended.
+    notify::tell(&[NotifyState::MainPid(process)]);
+    let _ = reactor::timeout(NOTIFY_TIMEOUT, notify::until_sent()).await;
+    reactor::run_blocking(logging::flush).await;
+    // No destructors: everything belongs to the new process. It detects the end of this process by
+    // the end of the connection.
+    std::process::exit(0)
+}
+
+/// Waits until the new process is prepared or refuses. Collects its client ids in Ceph clusters.
+async fn until_prepared(
+    mut channel: UpgradeChannel,
+    heirs: &mut Vec<u64>,
+) -> anyhow::Result<Result<UpgradeChannel, String>> {
+    let end = reactor::now() + PREPARE_TIMEOUT;
+    loop {
+        let (next, word, _) = channel.receive_in_background(end - reactor::now()).await?;
+        channel = next;
+        match word {
+            UpgradeMessage::OpensAs(client) => heirs.push(client),
+            UpgradeMessage::Prepared => return Ok(Ok(channel)),
+            UpgradeMessage::Refused(why) => return Ok(Err(why)),
+            other => bail!("unexpected message {other:?} from the new process"),
+        }
+    }
+}
+
+/// Blocklists a new process that ended without closing its images: a Ceph cluster would keep its
+/// watches for 30 s, and operations that notify all users of an image would wait for them.
+async fn blocklist(registry: &Registry, heirs: &[u64]) {
+    for running in registry.disks.all() {
+        let disk = &running.disk;
+        let shut_out = reactor::timeout(REOPEN_TIMEOUT, disk.blocklist(heirs)).await;
+        if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
+            tracing::warn!(disk = %disk.name(), %error, "the new process cannot be blocklisted in its cluster");
+        }
+    }
+}
+
+/// Quiesces and transfers everything. The new process serves once this has returned. Also returns
+/// the number of clients that cannot be transferred.
+async fn quiesce_and_transfer(
+    registry: &Rc<Registry>,
+    channel: UpgradeChannel,
+    still: &mut QuiescedObjects,
+) -> anyhow::Result<(UpgradeChannel, usize)> {
+    let disks = registry.disks.all();
+    // Released disks with handover may be open in another process, so they are not even read.
+    let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_released()).collect();
+    // Before anything is quiesced, so that an unresponsive image costs no client a pause.
+    let answering = in_use.iter().map(|running| reactor::spawn_joinable(is_responsive(Arc::clone(&running.disk))));
+    let answering: Vec<_> = answering.collect();
+    for (running, answers) in in_use.iter().zip(answering) {
+        ensure!(
+            answers.await,
+            "disk {}: its image has not answered a read for {} s, so requests in flight would not end (check its storage, or restart weir)",
+            running.disk.name(),
+            IN_FLIGHT_TIMEOUT.as_secs()
+        );
+    }
+    for running in in_use {
+        // Writes dirty metadata now, to shorten the pause.
+        running.disk.preflush().await.map_err(|error| write_error(&running.disk, error))?;
+    }
+    // A reply that a client does not read is in flight, and would make the quiesce time out.
+    for client in for_each_server(&still.servers, |server| async move { server.disconnect_stalled(STALL_TIMEOUT).await }).await {
+        client.into_iter().for_each(|client| log_disconnected(&client, STALL_TIMEOUT));
+    }
+    // The order matters: first stop accepting, then give handshakes in progress their time, and
+    // only then start the pause. A client in its handshake could not be transferred.
+    // No command may change the state that is about to be transferred.
+    registry.lifecycle.set_control_closed(true);
+    for_each_server(&still.servers, |server| async move { server.stop_accepting(HANDSHAKE_TIMEOUT).await }).await;
+    // Disks with handover are held before their virtqueues stop, or stopping would release them.
+    let began_ns = clock_ns();
+    for running in &disks {
+        if running.disk.retain().await {
+            still.held_disks.push(Arc::clone(&running.disk));
+        }
+    }
+    // All kinds of servers are quiesced concurrently; the pause is as long as the slowest.
+    let machines = still.machines.iter().map(|(_, server)| {
+        let server = Arc::clone(server);
+        reactor::spawn_joinable(async move { server.quiesce(IN_FLIGHT_TIMEOUT).await })
+    });
+    let machines: Vec<_> = machines.collect();
+    let hosts = still.hosts.iter().map(|(_, host)| {
+        let host = host.clone();
+        reactor::spawn_joinable(async move { host.quiesce(IN_FLIGHT_TIMEOUT).await })
+    });
+    let hosts: Vec<_> = hosts.collect();
+    let rested = for_each_server(&still.servers, |server| async move { quiesce_clients(&server).await }).await;
+    for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
+        ensure!(
+            is_at_rest.await,
+            "export {id}: requests of its virtual machine take longer than {} s",
+            IN_FLIGHT_TIMEOUT.as_secs()
+        );
+    }
+    for ((id, _), is_at_rest) in still.hosts.iter().zip(hosts) {
+        ensure!(
+            is_at_rest.await,
+            "export {id}: requests in flight take longer than {} s",
+            IN_FLIGHT_TIMEOUT.as_secs()
+        );
+    }
+    for (serving, is_at_rest) in still.servers.iter().zip(rested) {
+        ensure!(
+            is_at_rest,
+            "{} at {}: its requests take longer than {} s",
+            serving.server.unquiesced_client().unwrap_or_else(|| "a client".to_owned()),
+            serving.address(),
+            IN_FLIGHT_TIMEOUT.as_secs()
+        );
+    }
+    // Only now, with nothing in flight: a late write may have failed.
+    for running in &disks {
+        let disk = &running.disk;
+        disk.check_upgrade().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
+    }
+    let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_released());
+    // Set before the work: a disk that fails halfway must be reopened as well.
+    still.suspended_disks = in_use.cloned().collect();
+    // Concurrently: each may wait for another storage.
+    let laying = still.suspended_disks.iter().map(|disk| {
+        let disk = Arc::clone(disk);
+        reactor::spawn_joinable(
+            async move { disk.suspend().await.map_err(|error| write_error(&disk, error)) },
+        )
+    });
+    let mut all = Ok(());
+    for laying in laying.collect::<Vec<_>>() {
+        all = all.and(laying.await);
+    }
+    all?;
+    let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut left = 0;
+    // The order of bytes and descriptors is that of `told::State`.
+    for serving in &still.servers {
+        let endpoint = endpoint_name(&serving.endpoint);
+        for (export, rested) in serving.server.quiesced_state() {
+            // TLS state lives in this process and cannot be transferred.
+            if !rested.tls {
+                let received = rested.bytes.len() as u64;
+                clients.push(ClientState::new(&endpoint, &export, &rested.session, received, rested.skip));
+                bytes.extend(rested.bytes);
+                descriptors.push(rested.socket.as_fd().try_clone_to_owned()?);
+            } else {
+                left += 1;
+            }
+        }
+    }
+    let mut machines = Vec::new();
+    for (id, server) in &still.machines {
+        let Some(rested) = server.take_quiesced() else { continue };
+        let QuiescedFrontEnd { socket, said, bytes: begun, descriptors: with_begun, used_ns } = rested;
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+        let mut messages = Vec::new();
+        for SessionMessage { code, payload, descriptors: with } in said {
+            messages.push(VhostMessageState { code, bytes: payload.len(), descriptors: with.len() });
+            bytes.extend(payload);
+            descriptors.extend(with);
+        }
+        let sizes = PartialMessage { bytes: begun.len(), descriptors: with_begun.len() };
+        bytes.extend(begun);
+        descriptors.extend(with_begun);
+        machines.push(FrontEndState { id: id.clone(), said: messages, begun: sizes, used_ns });
+    }
+    let mut devices = Vec::new();
+    for (id, host) in &still.hosts {
+        devices.extend(devices::quiesced_state(id, host, &mut bytes, &mut descriptors)?);
+    }
+    let disks = disks.iter().map(|running| TransferredDisk {
+        name: running.disk.name().to_string(),
+        size_bytes: running.disk.size_bytes(),
+        is_laid_down: !running.disk.is_released(),
+        counted: DiskCounterState::of(&running.disk),
+        filled: running.disk.throttle().bucket_levels().map(Into::into),
+        set: Some(transferred_settings::disk_settings(running)),
+        bitmaps: running.disk.image().recorded_bitmaps(),
+    });
+    let groups = registry.groups.all();
+    let groups = groups.iter().map(|group| TransferredGroup {
+        name: group.name().to_owned(),
+        counted: ThrottleCounterState::of(group),
+        filled: group_levels(group),
+        set: Some(transferred_settings::group_settings(group)),
+    });
+    let (disks, groups) = (disks.collect(), groups.collect());
+    let last_event = registry.events.last();
+    let counted = DaemonCounterState::of(registry);
+    let state = Box::new(ProcessState { began_ns, last_event, clients, machines, devices, disks, groups, counted });
+    // Set before sending: after a partial send the new process may have received everything.
+    still.is_state_sent = true;
+    let channel = channel.send_in_background(QuiesceOutcome::Still(state), bytes, descriptors).await?;
+    let (channel, word, _) = channel.receive_in_background(READY_TIMEOUT).await?;
+    match word {
+        // A signal may have arrived during the pause; then this process ends in order.
+        UpgradeMessage::Ready if !registry.lifecycle.is_ending.get() => {}
+        UpgradeMessage::Ready => bail!("weir is stopping"),
+        UpgradeMessage::Refused(why) => bail!("{why}"),
+        other => bail!("unexpected message {other:?} from the new process"),
+    }
+    channel.send_in_background(UpgradeMessage::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
+}
+
+fn write_error(disk: &Disk, error: Error) -> anyhow::Error {
+    let name = disk.name();
+    match error {
+        Error::TIMED_OUT => {
+            anyhow!(
+                "disk {name}: its storage takes too long to write buffered data (check it, or restart weir)"
+            )
+        }
+        error => anyhow!(error).context(format!("disk {name}: its image cannot be written")),
+    }
+}
+
+/// True if an image answers within the time limit of requests in flight. An unresponsive image
+/// would make the quiesce fail after a pause for all clients.
+async fn is_responsive(disk: Arc<Disk>) -> bool {
+    /// A sector, which every device can read.
+    const BYTES: u64 = 512;
+    let length = disk.size_bytes().min(BYTES) as usize;
+    // An error is an answer, too.
+    length == 0 || reactor::timeout(IN_FLIGHT_TIMEOUT, disk.image().read(0, length)).await.is_ok()
+}
+
+/// Quiesces all clients of a server. Disconnects clients that stop reading replies meanwhile.
+async fn quiesce_clients(server: &Arc<export::nbd::NbdServer>) -> bool {
+    let reading = Arc::clone(server);
+    let pushing_out = reactor::spawn_joinable(async move {
+        let told = |client: String| log_disconnected(&client, STALL_TIMEOUT_QUIESCED);
+        reading.disconnect_stalled_until_dropped(STALL_TIMEOUT_QUIESCED, told).await;
+    });
+    let is_at_rest = server.quiesce(IN_FLIGHT_TIMEOUT).await;
+    pushing_out.cancel().await;
+    is_at_rest
+}
+
+fn log_disconnected(client: &str, patience: Duration) {
+    let what = "disconnected: it does not read replies, so it cannot be transferred";
+    tracing::warn!(client, patience_s = patience.as_secs(), "{what}");
+}
+
+/// Runs an operation for all servers concurrently, and waits for all of them.
+async fn for_each_server<T: 'static, F: Future<Output = T> + 'static>(
+    servers: &[Rc<RunningServer>],
+    what: impl Fn(Arc<export::nbd::NbdServer>) -> F,
+) -> Vec<T> {
+    let started = servers.iter().map(|serving| reactor::spawn_joinable(what(Arc::clone(&serving.server))));
+    let started: Vec<_> = started.collect();
+    let mut done = Vec::new();
+    for task in started {
+        done.push(task.await);
+    }
+    done
+}
+
+/// Quiesced objects, to be resumed on failure.
+struct QuiescedObjects {
+    servers: Vec<Rc<RunningServer>>,
+    /// By export id.
+    machines: Vec<(String, Arc<vhost_user_blk::VhostUserServer>)>,
+    hosts: Vec<(String, HostEndpoint)>,
+    /// Disks with handover that a guest held.
+    held_disks: Vec<Arc<Disk>>,
+    suspended_disks: Vec<Arc<Disk>>,
+    /// Client ids of the new process in Ceph clusters.
+    new_client_ids: Vec<u64>,
+    /// True if the new process may have continued with the state.
+    is_state_sent: bool,
+}
+
+impl QuiescedObjects {
+    async fn resume(self) {
+        let tried = self.suspended_disks.into_iter().map(|disk| {
+            // Before the state was sent, the new process had no lock to break.
+            let heirs = if self.is_state_sent { self.new_client_ids.clone() } else { Vec::new() };
+            let (trying, tried) = async_channel::bounded::<()>(1);
+            reactor::spawn(reopen_image(disk, heirs, trying));
+            tried
+        });
+        let tried: Vec<_> = tried.collect();
+        // A disk whose cluster does not answer must not delay all disks.
+        let all = async {
+            for tried in tried {
+                // Closed after the first attempt.
+                let _ = tried.recv().await;
+            }
+        };
+        let _ = reactor::timeout(REOPEN_TIMEOUT, all).await;
+        for serving in self.servers {
+            serving.server.resume();
+        }
+        for (_, server) in self.machines {
+            server.resume();
+        }
+        for (_, host) in self.hosts {
+            host.resume();
+        }
+        self.held_disks.into_iter().for_each(release_later);
+    }
+}
+
+/// Reopens a quiesced image, retrying as long as necessary; `trying` is dropped after the first
+/// attempt. The new process has served no client, so data in memory are valid, except metadata that
+/// opening an image changes. For an image in a Ceph cluster, writes wait for its lock.
+async fn reopen_image(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Sender<()>) {
+    let Err(error) = disk.resume(&heirs).await else { return };
+    // Unblocks `go_on`, which waits for the first attempt of each disk.
+    drop(trying);
+    if disk.is_blocklisted() {
+        // The error is already logged.
+        return;
+    }
+    let error = anyhow!(error);
+    let until_then = match disk.image().storage().is_in_cluster() {
+        true => "its writes wait",
+        false => "it uses its metadata in memory, without prefetch",
+    };
+    tracing::error!(
+        disk = %disk.name(),
+        "its image cannot be read again after the takeover that failed, which is tried each second; until \
+         then {until_then}: {error:#}"
+    );
+    loop {
+        reactor::sleep_until(reactor::now() + REOPEN_INTERVAL).await;
+        match disk.resume(&heirs).await {
+            Ok(()) => break,
+            Err(_) if disk.is_blocklisted() => return,
+            Err(_) => {}
+        }
+    }
+    tracing::info!(disk = %disk.name(), "its image can be read again");
+}
+
+/// Bucket levels; `None` for cluster-wide limits: a new process starts at its fallback share with
+/// full buckets.
+fn group_levels(group: &ThrottleGroup) -> Option<BucketLevelsState> {
+    group.bucket_levels().filter(|_| group.quota_lease().is_none()).map(Into::into)
+}

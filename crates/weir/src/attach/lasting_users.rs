@@ -1,0 +1,80 @@
+//! Lasting users of a device. Excluded are udev and losetup(8), which open each device briefly, and
+//! the kernel's writeback of an unmounted file system.
+
+use std::{
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use control::openers::DeviceOpeners;
+
+use super::host::AttachedLoop;
+
+/// Initial polling interval of a device that is about to become free.
+const FIRST_POLL: Duration = Duration::from_millis(20);
+/// Longest polling interval.
+pub(super) const LAST_POLL: Duration = Duration::from_millis(500);
+/// Longest time for which udev and losetup(8) keep a device open.
+const BRIEF_OPEN: Duration = Duration::from_secs(2);
+/// Time for the writeback of an unmounted file system before its waiter reports it.
+pub(super) const WRITEBACK_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Lasting users of a device, excluding the mount at `except`. Empty if the device was the loop
+/// device `made` and that is gone: its name may belong to another device.
+pub(super) fn lasting_users(device: &Path, made: Option<&AttachedLoop>, except: Option<&PathBuf>) -> DeviceOpeners {
+    let began = Instant::now();
+    loop {
+        let mut users = DeviceOpeners::of_device(device);
+        users.mounts.retain(|point| Some(point) != except);
+        let stays = !users.mounts.is_empty() || !users.holders.is_empty();
+        // Slow, as it reads /proc of all processes. Adds mounts of other namespaces, so `except` is
+        // filtered again.
+        users = users.with_processes();
+        users.mounts.retain(|point| Some(point) != except);
+        // Reading /proc of all processes is costly, and a mount that stays explains the claim
+        // already.
+        if except.is_none() {
+            users = users.with_claims();
+            if users.claimed && users.mounts.is_empty() && users.holders.is_empty() {
+                users = users.with_file_system_users();
+            }
+        }
+        if made.is_some_and(|made| made.device().is_none()) {
+            return DeviceOpeners::default();
+        }
+        let is_over = users.is_empty() || stays || began.elapsed() >= BRIEF_OPEN;
+        // The name may have changed its meaning during the scan: then the result is discarded.
+        if is_over && users.are_unchanged(device) {
+            return users;
+        }
+        // The kernel reports neither event: poll, less often the longer it takes.
+        thread::sleep((began.elapsed() / 4).clamp(FIRST_POLL, LAST_POLL));
+    }
+}
+
+/// True if the kernel has claimed a device exclusively. False if it was the loop device `made` and
+/// that is gone.
+pub(super) fn is_claimed(device: &Path, made: Option<&AttachedLoop>) -> bool {
+    DeviceOpeners::of_device(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
+}
+
+/// As [`lasting_users`], after the writeback of an unmounted file system. Calls `tell` once if it
+/// has to wait for it.
+pub(super) fn users_after_writing_back(
+    device: &Path,
+    made: Option<&AttachedLoop>,
+    except: Option<&PathBuf>,
+    tell: impl FnOnce(),
+) -> DeviceOpeners {
+    let (began, mut tell) = (Instant::now(), Some(tell));
+    loop {
+        let users = lasting_users(device, made, except);
+        if users.is_empty() || !users.is_only_claimed() || began.elapsed() >= WRITEBACK_TIMEOUT {
+            return users;
+        }
+        if let Some(tell) = tell.take() {
+            tell();
+        }
+    }
+}
