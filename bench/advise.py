@@ -1,21 +1,20 @@
-"""How fast `weir advise` is, and whether what it and the page's preview predict is what clients
-then feel.
+"""Speed of `weir advise`, and accuracy of its predictions and of the page's preview.
 
-Speed: the trace of a day in the format of Alibaba's, twenty million requests of three hundred
-volumes, of which some are always busy, some by day and some in bursts; from its text to limits,
-bursts and intervals for all of them, on one core.
+Speed: a day's trace in Alibaba's format, twenty million requests of three hundred volumes, some of
+which are always busy, some by day and some in bursts; from the text to limits, bursts and intervals
+for all of them, on one core.
 
-Prediction: two clients on an imitated device, one of which asks for much at once now and then,
-recorded; advice for the quiet one; what it tells to type, typed; and the same two clients again.
-They ask when their time has come, whatever became of what they asked before, and of the device for
-less than it can do: so they ask for the same with a limit as without one. Who keeps a number of
-requests in flight on a device that is full asks for what it is given, and is no test of a
-prediction: how long a queue is there has no steady value.
+Prediction: two clients on an imitated device, one of which sends bursts; a recording of them;
+advice for the quiet one; the printed commands are executed; and the same two clients run again.
+Both send at fixed times, regardless of earlier completions, and less than the device can serve, so
+the demand is the same with and without a limit. A client with a fixed number of requests in flight
+on a saturated device would be no test of a prediction: its demand follows the limit, and the length
+of the queue has no steady value.
 
-Preview: a client that keeps requests in flight at one limit; what the page says of another, lower or
-higher; that limit set, and the client's own figures of it.
+Preview: a client with a fixed number of requests in flight at one limit; the page's preview of
+lower and higher limits; then those limits are set, and the client's own figures are compared.
 
-Never compares with another program: none looks for limits.
+Never compares with another program: none recommends limits.
 """
 
 import http.client
@@ -38,38 +37,39 @@ from loads import LoadFailed
 from results import AtMost, MedianAtMost
 from rows import WEIR, Row
 
-# What the project promises of a day, on one core.
+# The project's target for a day, on one core.
 SECONDS, GIB = 60, 1
 REQUESTS, VOLUMES, DAY_SECONDS = 20_000_000, 300, 86_400
 LENGTHS = (4096,) * 10 + (8192, 16_384, 32_768, 65_536, 262_144)
-# A device of so many requests a second, of which the quiet client wants a fifth; the other wants so
-# many at once, in one of ten tenths of a second, over two connections.
+# A device with this many requests a second, a fifth of which the quiet client uses; the second
+# client sends a burst of this size in one of ten tenths of a second, over two connections.
 DEVICE, QUIET, BURST, CONNECTIONS = 2000, 400, 150, 2
 KEEP_MS = 20
 PREDICTED = 0.15
-# A client with so many in flight on a device of a millisecond, at one limit and then at others.
+# A client with this many requests in flight on a device with a latency of a millisecond, at one
+# limit and then at others.
 DEPTH, DELAY, AT, TO = 32, "read=1ms", 2000, (500, 1000, 4000)
 PREVIEWED = 0.10
-# A recording thread has everything after so long, at most.
+# Maximum delay until a recording thread has written everything.
 RECORDED_SECONDS = 1.2
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 def weights(second):
-    """How much each volume asks for in a second, beside the others."""
+    """Relative demand of each volume in a second."""
     hour = 1 + math.sin(2 * math.pi * second / DAY_SECONDS)
     for volume in range(VOLUMES):
         weight = 1 / (volume + 3)
         if volume % 3 == 1:
             weight *= hour
-        # A burst of ten seconds, some forty times a day.
+        # A burst of ten seconds, about forty times a day.
         if volume % 3 == 2:
             weight *= 20 if (second // 10 + volume * 37) % 211 == 0 else 0.3
         yield weight
 
 
 def write_day(path, requests):
-    """So many requests of a day; kept between runs, since they are the same each time."""
+    """Writes this many requests of a day; the file is deterministic and kept between runs."""
     if path.exists():
         return
     draw, unfinished = random.Random(7), path.with_suffix(".new")
@@ -110,7 +110,7 @@ def contenders(setup, _stack):
             elapsed = time.monotonic() - start
             told.seek(0)
             tenants = json.load(told)["tenants"]
-        # 1: no limit keeps the target for some of them, which is an answer too.
+        # Status 1: no limit meets the target for some volumes, which is a valid answer.
         if process.returncode not in (0, 1) or sum(tenant["requests"] for tenant in tenants) != requests:
             raise LoadFailed(f"weir advise ended with {process.returncode}")
         return {"seconds": elapsed, "gib": usage.ru_maxrss / (1 << 20)}
@@ -119,7 +119,7 @@ def contenders(setup, _stack):
 
 
 def ask(setup, uri, rate, seconds):
-    """A client that asks so many times a second; the percentiles of its latency."""
+    """A client with this rate of requests; returns the percentiles of its latency."""
     argv = [setup.program, "bench", uri, "--rate-iops", str(rate), "--runtime", f"{seconds}s", "-d", "64", "--json"]
     argv += ["--random", "-s", "4096"]
     done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
@@ -129,7 +129,7 @@ def ask(setup, uri, rate, seconds):
 
 
 def bursts(uri, seconds):
-    """A part of the noisy client, the same each time."""
+    """A part of the noisy client, deterministic."""
     connection, draw, failed = nbd.NBD(), random.Random(5), []
     connection.connect_uri(uri)
 
@@ -152,7 +152,7 @@ def bursts(uri, seconds):
 
 
 def both(setup, daemon, seconds):
-    """The quiet client's answer, beside the noisy one."""
+    """The figures of the quiet client, beside the noisy one."""
     with ThreadPoolExecutor() as pool:
         noisy = [pool.submit(bursts, daemon.uri_of("noisy"), seconds) for _ in range(CONNECTIONS)]
         quiet = ask(setup, daemon.uri_of("quiet"), QUIET, seconds)
@@ -162,19 +162,19 @@ def both(setup, daemon, seconds):
 
 
 def carried_out(argv, environment=None):
-    """A command that is to succeed."""
+    """Runs a command; fails unless it succeeds."""
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LoadFailed(f"{argv[-1]}: {done.stderr.strip()}")
 
 
 def p99_ns(told):
-    """Of a client's answer."""
+    """99th percentile of a client's read latency."""
     return told["jobs"][0]["read"]["clat_ns"]["percentile"]["99.000000"]
 
 
 def config():
-    """Two disks of nothing on one imitated device."""
+    """Two null disks on one imitated device."""
     rate = f"iops={DEVICE},shared=device"
     return "\n".join(
         groups.table(f"disk.{name}", {"image": groups.NULL, "rate": rate}) for name in ("quiet", "noisy")
@@ -182,7 +182,7 @@ def config():
 
 
 def recorded(setup, daemon, qmp, path, seconds):
-    """Both clients, and a recording of them; the quiet one's answer."""
+    """Runs and records both clients; returns the figures of the quiet one."""
     argv = [setup.program, "record", "--qmp", qmp, "--output", path]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     if not (line := process.stderr.readline()).startswith("weir: recording to "):
@@ -195,13 +195,13 @@ def recorded(setup, daemon, qmp, path, seconds):
 
 
 def predicting(setup, _stack):
-    """What the quiet client feels, with what advice has told to type, beside what it has told."""
+    """Latency of the quiet client under the advised limits, beside the predicted one."""
     seconds = max(1, round(setup.seconds * 2))
 
     def sample():
         with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
             with groups.weir_from(setup.program, config()) as daemon:
-                # The monitor is there once a client has been greeted.
+                # The monitor's socket exists once a client has been greeted.
                 carried_out(["nbdinfo", "--size", daemon.uri_of("quiet")])
                 qmp = f"unix:{daemon._monitor_path}"
                 path = Path(directory, "both.recording")
@@ -225,7 +225,7 @@ def predicting(setup, _stack):
 
 
 class Page(http.client.HTTPConnection):
-    """The Unix socket where a daemon has its page."""
+    """A connection to the Unix socket of a daemon's page."""
 
     def __init__(self, path):
         super().__init__("localhost")
@@ -236,8 +236,8 @@ class Page(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
     def asks(self, method, path, body=None):
-        """What the daemon answers to whoever has the token. A body that is not wanted would end the
-        connection, if the answer overtakes it.
+        """Sends a request with the token; returns the response. A body is sent only if the daemon
+        reads it: an unread one would reset the connection before the response is read.
         """
         content = None if body is None else json.dumps(body)
         self.request(method, path, content, {"Authorization": f"Bearer {TOKEN}"})
@@ -249,7 +249,7 @@ class Page(http.client.HTTPConnection):
 
 
 class Shown(groups.Daemon):
-    """A disk of a slow device with a limit, and its page."""
+    """A slow disk with a limit, and its page."""
 
     def __init__(self, program):
         def command(directory, monitor):
@@ -264,7 +264,7 @@ class Shown(groups.Daemon):
 
 
 def keeps_asking(setup, uri, seconds):
-    """A client with many in flight; what it did in a second, and what that felt like."""
+    """A client with many requests in flight; returns its rate and latency."""
     argv = [setup.program, "bench", uri, "-d", DEPTH, "--random", "-s", "4096", "--json"]
     argv += ["--ramp-time", "1s", "--runtime", f"{seconds}s"]
     done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
@@ -276,7 +276,7 @@ def keeps_asking(setup, uri, seconds):
 
 
 def previewing(setup, _stack):
-    """What the page says beforehand of other limits, beside what a client then has with them."""
+    """The page's preview of other limits, beside a client's figures under them."""
     seconds = max(1, round(setup.seconds * 2))
 
     def sample():
@@ -285,7 +285,7 @@ def previewing(setup, _stack):
             with Shown(setup.program) as daemon:
                 keeps_asking(setup, daemon.uri, seconds)
                 page, disk = Page(daemon.page), "/api/v1/disks/"
-                # What was told last is recorded a moment later.
+                # Recent requests are recorded with a delay.
                 time.sleep(RECORDED_SECONDS)
                 (only,) = page.asks("GET", "/api/v1/overview")["disks"]
                 disk += only["name"]
@@ -312,7 +312,7 @@ ROWS = (
     ),
     Row(
         "advise-predicts",
-        "a quiet client's p99 with the advised limit of its noisy neighbour, beside what was predicted",
+        "a quiet client's p99 with the advised limit of its noisy neighbour, beside the prediction",
         predicting,
         (MedianAtMost(PREDICTED, "off", "{:.0%}".format),),
         columns=("before_ms", "advised_ms", "off"),

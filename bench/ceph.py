@@ -1,11 +1,11 @@
-"""Rows for images of a Ceph cluster: weir beside qemu-nbd, both through librbd, and reading ahead of
+"""Rows for images of a Ceph cluster: weir beside qemu-nbd, both through librbd, and prefetching for
 sequential readers.
 
-The cluster is one OSD in memory on this machine (scripts/ceph): an OSD costs more than both servers
-together, so what is compared is what the servers add. Of processor time, only that outside librbd's
-own threads counts, which both have alike: theirs are told by their names.
+The cluster is one OSD in memory on this host (scripts/ceph): an OSD costs more than both servers
+together, so the comparison covers the overhead of the servers. CPU time excludes librbd's threads,
+which are the same in both and are recognized by name.
 
-Without Ceph's packages there are no such rows; `scripts/deps cluster` installs them.
+Without Ceph's packages these rows are omitted; `scripts/deps cluster` installs them.
 """
 
 import os
@@ -25,12 +25,13 @@ CEPH = ROOT / "scripts" / "ceph"
 QEMU = "qemu-nbd on rbd"
 SIZE = 256 << 20
 PREFETCH, NONE = "prefetch", "none"
-# Threads by name: main thread, workers, the kernel's helpers of rings; of QEMU all but librbd's.
+# Names of the servers' own threads: main thread, workers, io_uring's helpers; QEMU's except
+# librbd's.
 OWN = ("weir", "worker", "qemu-nbd", "iou-", "blocking")
 
 
 class Cluster:
-    """A cluster that lives as long as a row, with one image that is full."""
+    """A cluster that lives as long as a row, with one fully written image."""
 
     def __init__(self, setup):
         self.size_bytes = min(SIZE, setup.size_bytes)
@@ -56,7 +57,7 @@ class Cluster:
 
 
 def own_seconds(pid):
-    """Processor time of a process's own threads, without librbd's, in steps of nanoseconds."""
+    """CPU time of a process without librbd's threads, from counters in nanoseconds."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -68,7 +69,7 @@ def own_seconds(pid):
 
 
 def side_by_side(load):
-    """weir and qemu-nbd on one image, one after the other: each has it locked."""
+    """weir and qemu-nbd on one image, consecutively, because each locks it."""
 
     def contenders(setup, stack):
         cluster = stack.enter_context(Cluster(setup))
@@ -94,7 +95,7 @@ def side_by_side(load):
 
 
 def sequential(setup, stack):
-    """Reads of 4 KiB one behind the other, read ahead of and not."""
+    """Sequential reads of 4 KiB, with and without prefetch."""
     cluster = stack.enter_context(Cluster(setup))
     requests = (cluster.size_bytes // 4096 // 4) if setup.seconds >= 1 else 1024
 

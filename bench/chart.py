@@ -1,9 +1,9 @@
-"""A bar chart for the terminal: a measured value a second, and the line it was asked to follow.
+"""A bar chart for the terminal: one measured value per second, and the expected line.
 
-Why by hand: block characters and 60 lines need no library, work over any connection and can be
-pasted into a report. Fits 80 columns. Colour is the caller's choice; without it nothing is lost.
+Block characters and 60 lines instead of a library: the output works over any connection and can be
+pasted into a report. It fits 80 columns. Colour is optional and carries no information of its own.
 
-Never knows what the values mean.
+Never interprets the values.
 """
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -12,7 +12,7 @@ PLAIN = "\x1b[0m"
 
 
 def bar(value, largest, width):
-    """A horizontal bar of `value`, `width` characters when it is `largest`, in eighths of a
+    """A horizontal bar of `value`, with `width` characters for `largest`, in eighths of a
     character.
     """
     eighths = round(max(0.0, min(value / largest, 1.0)) * width * 8)
@@ -21,11 +21,11 @@ def bar(value, largest, width):
 
 
 def cell(value, asked, low, high):
-    """One character: what the bar of `value` fills of the band `low..high`, or the asked line at
-    its foot.
+    """One character: the part of the bar of `value` in the band `low..high`, or the expected line
+    at its foot.
 
-    The line is drawn in the band above the asked value: a bar that meets what was asked ends right
-    under it, one that falls short leaves a gap, one that exceeds it covers the line.
+    The line is drawn in the band above the expected value: a bar that reaches the value ends right
+    below it, a shorter one leaves a gap, and a longer one covers the line.
     """
     eighths = round(8 * (value - low) / (high - low))
     if eighths > 1:
@@ -36,8 +36,8 @@ def cell(value, asked, low, high):
 
 
 def columns(measured, asked, step, height, colour):
-    """The lines of a chart: `measured` and `asked` hold one value a second, `step` is a line's
-    height.
+    """The lines of a chart: `measured` and `asked` have one value per second, `step` is the height
+    of a line.
     """
     lines = []
     for row in reversed(range(height)):

@@ -1,14 +1,14 @@
 #!/usr/bin/python3
-"""The demonstration: a real disk behind a real limit with a burst, driven by another process, shown
+"""The demonstration: a real disk with a limit and a burst under the load of another process, shown
 as it runs.
 
 weir serves a raw image over NBD with 1000 operations a second, bursts of 5000, and a bucket that
-holds five seconds of burst. fio asks for as much as it can get. What passes is printed second by
-second, then as a table and a chart: asked against measured.
+holds five seconds of burst. fio reads as fast as it can. The completed operations are printed
+second by second, then as a table and a chart: expected against measured.
 
-Usage: bench/demo.py [WEIR]       (`make demo` builds the binary and installs the clients first)
+Usage: bench/demo.py [WEIR] (`make demo` builds the binary and installs the clients first)
 
-Exit status 0 when every phase came within two percent of what was asked, else 1. Leaves nothing
+Exit status 0 if every phase is within two percent of the expected rate, else 1. Leaves no files
 behind, also on Ctrl-C. Needs 1 GiB of disk for half a minute.
 """
 
@@ -34,16 +34,14 @@ TOLERANCE = 0.02
 LIMIT = ("--iops-total", RATE, "--iops-total-max", BURST, "--iops-total-max-length", LENGTH)
 
 # The bucket holds LENGTH seconds of burst and leaks at the rate meanwhile, so a burst lasts a
-# little longer than LENGTH. A tenth of a second of burst may pass at once, before its own bucket
-# binds; that part of the bucket is spent.
+# little longer than LENGTH. A tenth of a second of burst is admitted at once, before its own bucket
+# takes effect; that part of the bucket is used up.
 BURST_SECONDS = (BURST * LENGTH - BURST / 10) / (BURST - RATE)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run in which one rate is asked; its edges, where the rate changes, are left
-    out.
-    """
+    """A part of the run with one expected rate, without its edges, where the rate changes."""
 
     name: str
     asked: int
@@ -58,13 +56,13 @@ PHASES = (
 
 
 def asked_in(second):
-    """What the limit lets pass in one whole second, the change in the middle of it included."""
+    """Expected operations in one whole second, including a change in the middle of it."""
     burst = min(max(BURST_SECONDS - second, 0), 1)
     return burst * BURST + (1 - burst) * RATE + (BURST / 10 if second == 0 else 0)
 
 
 def write_image(path):
-    """Writes a disk in full: a hole would be answered without a disk."""
+    """Writes the image completely: a hole would be answered without the disk."""
     block = os.urandom(MIB)
     with open(path, "wb") as file:
         for _ in range(IMAGE_BYTES // MIB):
@@ -73,7 +71,8 @@ def write_image(path):
 
 
 def drive(uri, directory):
-    """Runs fio to its end, showing each second; gives the milliseconds at which requests completed.
+    """Runs fio to its end and shows each second; returns the completion times of requests in
+    milliseconds.
     """
     load = Load("randread", 32)
     argv = [
@@ -95,16 +94,16 @@ def drive(uri, directory):
 
 
 def show_live(lines):
-    """Prints a line for each of fio's own status lines, which count from its start."""
+    """Prints a line for each of fio's status lines, which count from its start."""
     shown_ms, shown_kib = 0, 0
     for line in lines:
         fields = line.split(";")
-        # Its NBD engine also says that it is connected.
+        # fio's NBD engine also prints that it is connected.
         if fields[0] != "3":
             continue
-        # fio's terse format, version 3: total KiB read is field 6, the time it took in ms field 9.
+        # fio's terse format, version 3: total KiB read is field 6, the elapsed time in ms field 9.
         kib, now_ms = int(fields[5]), int(fields[8])
-        # The last line repeats the sum when the run is over.
+        # The last line repeats the sum at the end of the run.
         if now_ms - shown_ms < 500:
             continue
         rate = (kib - shown_kib) / 4 * 1000 / (now_ms - shown_ms)
@@ -113,7 +112,7 @@ def show_live(lines):
 
 
 def table(times_ms):
-    """The table's lines, and whether every phase came near enough."""
+    """The lines of the table, and True if every phase is close enough."""
     lines, good = [f"  {'phase':<8}{'from':>8}{'to':>8}{'asked':>10}{'measured':>12}{'off by':>9}"], True
     for phase in PHASES:
         inside = [time for time in times_ms if phase.start_s * 1000 <= time < phase.end_s * 1000]
@@ -126,7 +125,7 @@ def table(times_ms):
 
 
 def picture(times_ms):
-    """The chart's lines."""
+    """The lines of the chart."""
     counts = [0] * SECONDS
     for time in times_ms:
         if time < SECONDS * 1000:
@@ -137,17 +136,17 @@ def picture(times_ms):
 
 
 def demonstrate(program):
-    """The whole of it; the exit status."""
-    # Beside the build, not in /tmp: that may be memory, and a disk is the point.
+    """Runs the demonstration; returns the exit status."""
+    # Beside the build, not in /tmp, which may be in memory.
     TARGET.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="demo.", dir=TARGET) as directory:
         image = Path(directory, "disk.raw")
         print("Writing a disk of 1 GiB …", flush=True)
         write_image(image)
         options = [str(word) for word in LIMIT]
-        print(f"Serving it: weir serve disk.raw --format raw --cache none \\\n    {' '.join(options)}")
+        print(f"Serving: weir serve disk.raw --format raw --cache none \\\n    {' '.join(options)}")
         with servers.Server(servers.weir_file(program, image, *options)) as server:
-            print(f"Driving it for {SECONDS} s: fio, 4 KiB random reads over NBD, 32 at a time\n", flush=True)
+            print(f"Loading it for {SECONDS} s: fio, 4 KiB random reads over NBD, 32 in flight\n", flush=True)
             times_ms = drive(server.uri, directory)
 
     lines, good = table(times_ms)
@@ -163,7 +162,7 @@ def demonstrate(program):
 
 
 def main():
-    """Runs the demonstration; every way out goes through the clean-up of the `with` blocks."""
+    """Runs the demonstration; every exit runs the clean-up of the `with` blocks."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     program = Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET / "release" / "weir"
     if not program.exists():
@@ -172,7 +171,7 @@ def main():
     try:
         return demonstrate(program)
     except KeyboardInterrupt:
-        print("\ndemo: interrupted, everything is cleaned up", file=sys.stderr)
+        print("\ndemo: interrupted, all files are removed", file=sys.stderr)
         return 130
     except (LoadFailed, servers.ServerFailed) as error:
         print(f"\ndemo: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Debian's etcd on loopback, as `scripts/etcd` has put it into the target directory: one member or
-several, which can be killed and started again.
+"""Debian's etcd on loopback, as installed by `scripts/etcd` in the target directory: one member or
+several, which can be killed and restarted.
 
-Never judges anything, and leaves nothing behind.
+Never judges results, and leaves no files behind.
 """
 
 import os
@@ -14,23 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 PROGRAMS = TARGET / "etcd" / "bin"
-# How long anything is waited for. Nothing is judged by it.
+# Deadline of all waits; never part of a result.
 PATIENCE_SECONDS = 120
 
 
 class NotReached(Exception):
-    """What was waited for did not come to be; the text says what."""
+    """An awaited condition did not become true; the text names it."""
 
 
 def free_port():
-    """Free at this moment; etcd says so where another was faster."""
+    """A port that is free at this moment; etcd reports a lost race."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
 class Etcd:
-    """Members that agree, three unless said otherwise; `directory` keeps what they know."""
+    """A cluster of etcd, three members by default; `directory` has their data."""
 
     def __init__(self, directory, stack, members=3):
         self._directory, self._stack = directory, stack
@@ -41,15 +41,15 @@ class Etcd:
             self.start(at)
 
     def wait(self):
-        """Until all members answer."""
+        """Waits until all members answer."""
         until("etcd answers", lambda: self.control("endpoint", "status").count("\n") == len(self.members))
 
     def urls(self):
-        """Where clients find them."""
+        """URLs of the members for clients."""
         return [f"http://127.0.0.1:{port}" for port in self.clients]
 
     def start(self, at):
-        """Starts a member, with what it had before."""
+        """Starts a member with its previous data."""
         url = lambda port: f"http://127.0.0.1:{port}"  # noqa: E731
         all_of_them = ",".join(f"m{one}={url(port)}" for one, port in enumerate(self._peers))
         argv = [
@@ -67,7 +67,7 @@ class Etcd:
         self._stack.callback(stop, self.members[at])
 
     def control(self, *words):
-        """What etcdctl says; nothing where it fails."""
+        """Output of etcdctl; empty if it fails."""
         argv = [PROGRAMS / "etcdctl", "--endpoints", ",".join(self.urls()), *words]
         done = subprocess.run(
             argv, capture_output=True, text=True, check=False, env={**os.environ, "ETCDCTL_API": "3"}
@@ -75,32 +75,32 @@ class Etcd:
         return done.stdout if done.returncode == 0 else ""
 
     def leading(self):
-        """Which member leads the others."""
+        """Index of the leading member."""
         rows = self.control("endpoint", "status").splitlines()
         return next((at for at, row in enumerate(rows) if row.split(", ")[4] == "true"), 0)
 
     def freeze(self, at):
-        """It is silent, and its connections stay."""
+        """Suspends a member; its connections stay open."""
         self.members[at].send_signal(signal.SIGSTOP)
 
     def thaw(self, at):
-        """It goes on."""
+        """Resumes a member."""
         self.members[at].send_signal(signal.SIGCONT)
 
     def kill(self, at):
-        """At once."""
+        """Kills a member with SIGKILL."""
         self.members[at].kill()
         self.members[at].wait()
 
 
 def stop(process):
-    """Whatever it is doing."""
+    """Kills a process in any state."""
     process.kill()
     process.wait()
 
 
 def until(what, look):
-    """What there is once it is there."""
+    """Polls until `look` returns a value; returns it."""
     end = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
         found = look()

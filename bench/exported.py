@@ -1,5 +1,6 @@
-"""Contenders of rows that measure one disk behind an export: weir and qemu-storage-daemon, on null storage,
-on a file past the page cache, and with read-ahead. vhost_user.py and fuse.py supply the export.
+"""Contenders of rows that measure one disk behind an export: weir and qemu-storage-daemon, on null
+storage, on a file past the page cache, and with prefetch. vhost_user.py and fuse.py supply the
+export.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from qcow2 import Image, path_of
 from rows import DIRECT, WEIR, on_direct, settle
 
 QSD = "qsd"
-# How it reads files: the better one counts.
+# Its two ways of reading files; the better one counts.
 QSDS = ("qsd native", "qsd io_uring")
 PINNED = ", pinned"
 PREFETCH = "prefetch"
@@ -22,7 +23,7 @@ def null_of(setup):
 
 
 def file_of(path, aio, form="raw"):
-    """QEMU's best way to a file past the page cache."""
+    """QEMU's options for a file past the page cache."""
     return [
         f"driver=file,node-name=f,filename={path},cache.direct=on,aio={aio}",
         f"driver={form},node-name=d,file=f,cache.direct=on",
@@ -30,15 +31,16 @@ def file_of(path, aio, form="raw"):
 
 
 def both_ways(name, take):
-    """A contender with the client where the kernel puts it, and one with the client on the first core."""
+    """A contender with the client placed by the kernel, and one with the client on the first core.
+    """
     return {name: lambda: take(False), f"{name}{PINNED}": lambda: take(True)}
 
 
 @dataclass(frozen=True)
 class Exported:
     """An export: `weir(setup, image, *options)` and `storage_daemon(nodes)` are servers of a disk,
-    `put(setup, server, load, pinned)` is one sample of a load, and `ways(load, name, take)` are the
-    contenders of a server.
+    `put(setup, server, load, pinned)` takes one sample of a load, and `ways(load, name, take)`
+    returns the contenders of a server.
     """
 
     weir: Callable
@@ -57,7 +59,7 @@ class Exported:
         return contenders
 
     def null(self, load):
-        """Storage that costs nothing."""
+        """Storage without costs."""
 
         def contenders(setup, stack):
             servers = {QSD: self.storage_daemon([f"{null_of(setup)},node-name=d"])}
@@ -68,7 +70,7 @@ class Exported:
         return contenders
 
     def _sample(self, setup, path, load, start):
-        """A sample of a server that lives for it alone: an image has one at a time."""
+        """A sample with its own server, because an image permits one at a time."""
 
         def take(pinned):
             settle(path)

@@ -1,10 +1,9 @@
-"""Virtual machines that do nothing: front ends of vhost-user-blk with a ring that is started and stays
-empty.
+"""Idle virtual machines: front ends of vhost-user-blk whose ring is started and stays empty.
 
-Why by hand: thousands of them in one process, where each machine would be one. QEMU's
+A client of its own instead of QEMU: thousands of them fit in one process. QEMU's
 docs/interop/vhost-user.rst is the specification.
 
-`hostile` is the other kind: its ring holds whatever chance puts there.
+`hostile` is the opposite: its ring holds random content.
 """
 
 import contextlib
@@ -22,22 +21,22 @@ GET_PROTOCOL_FEATURES, SET_PROTOCOL_FEATURES, SET_VRING_ENABLE = 15, 16, 18
 PROTOCOL_FEATURES, VERSION_1 = 1 << 30, 1 << 32
 FIRST_VERSION = 1
 DESCRIPTORS = 128
-# Where the parts of the ring lie in a memory of as many bytes.
+# Offsets of the parts of the ring in memory, and the size of the memory.
 TABLE, AVAILABLE, USED, BYTES = 0, 4096, 8192, 16384
 TIMEOUT_SECONDS = 120
 
 
 class NotServed(Exception):
-    """A server did not take a machine; the text says why."""
+    """A server rejected a front end; the text gives the reason."""
 
 
 def send(server, request, payload=b"", fds=()):
-    """One message."""
+    """Sends one message."""
     socket.send_fds(server, [struct.pack("<III", request, FIRST_VERSION, len(payload)) + payload], list(fds))
 
 
 def ask(server, request):
-    """The number that a message is answered with."""
+    """Sends a message; returns the number in the reply."""
     send(server, request)
     answer = server.recv(20, socket.MSG_WAITALL)
     if len(answer) < 20:
@@ -46,7 +45,7 @@ def ask(server, request):
 
 
 def start(server, memory, event):
-    """A machine from its first word to a ring that is served."""
+    """The handshake of a front end up to a running ring."""
     send(server, SET_OWNER)
     ask(server, GET_FEATURES)
     send(server, SET_FEATURES, struct.pack("<Q", PROTOCOL_FEATURES | VERSION_1))
@@ -59,21 +58,21 @@ def start(server, memory, event):
     for request in (SET_VRING_CALL, SET_VRING_KICK):
         send(server, request, struct.pack("<Q", 0), [event])
     send(server, SET_VRING_ENABLE, struct.pack("<II", 0, 1))
-    # Answered once all of it is done.
+    # The reply arrives after all earlier messages were processed.
     ask(server, GET_FEATURES)
 
 
 def allow_descriptors():
-    """As many as this process and those it starts may have."""
+    """Raises the limit of open files to its maximum, for child processes as well."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager
 def idle(paths):
-    """A machine at each of these sockets."""
+    """Connects a front end to each of these sockets."""
     with ExitStack() as stack:
-        # They share what no one touches.
+        # They share memory, which none of them modifies.
         memory = os.memfd_create("idle")
         stack.callback(os.close, memory)
         os.ftruncate(memory, BYTES)
@@ -91,8 +90,8 @@ def idle(paths):
 
 
 def hostile(path, ended):
-    """Drivers one after the other, each with a ring of rubbish that it offers again and again, until
-    `ended` is set. How many of them were served.
+    """Runs consecutive front ends, each with a ring of random descriptors that it offers
+    repeatedly, until `ended` is set. Returns the number of them that were served.
     """
     chance, served = random.Random(1), 0
     memory = os.memfd_create("hostile")
@@ -115,8 +114,8 @@ def hostile(path, ended):
 
 
 def rubbish(chance):
-    """A table of descriptors that are nearly right: in memory and past it, in loops, of odd lengths, some
-    with a table of their own.
+    """A table of almost valid descriptors: inside memory and beyond, in loops, with odd lengths,
+    some with indirect tables.
     """
     table = bytearray()
     for _ in range(DESCRIPTORS):
@@ -129,7 +128,7 @@ def rubbish(chance):
 
 
 def offer(ring, event, ended):
-    """The whole ring, some hundred times, and no look at what came back."""
+    """Offers the whole ring several hundred times, without reading the used ring."""
     for turn in range(1, 400):
         if ended.is_set():
             return

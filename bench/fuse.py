@@ -1,8 +1,8 @@
-"""Rows for FUSE: a disk as a file of this host, beside qemu-storage-daemon's.
+"""Rows for FUSE: a disk as a file of the host, beside qemu-storage-daemon's.
 
 The client is fio on that file, with io_uring past the page cache: on the first core in contenders
-called "pinned", and where the kernel puts it in the others (`loads.placement`). Servers are never
-pinned. Processor time is the server's alone.
+called "pinned", else placed by the kernel (`loads.placement`). Servers are never pinned. CPU time
+is the server's only.
 
 Never leaves a mount behind.
 """
@@ -18,8 +18,8 @@ from rows import WEIR, Row
 
 
 class File(servers.Machine):
-    """A server that shows a disk in place of a file of ours; `command(file)` gives its command line, or
-    with `monitored` qemu-storage-daemon's but its monitor.
+    """A server that exports a disk over an existing file; `command(file)` returns its command line,
+    or with `monitored` that of qemu-storage-daemon without its monitor.
     """
 
     def __init__(self, command, monitored=False):
@@ -34,7 +34,7 @@ class File(servers.Machine):
         try:
             super()._stop(quiet)
         finally:
-            # One that was killed leaves it.
+            # A killed server leaves the mount behind.
             subprocess.run(["umount", "--lazy", self.file], stderr=subprocess.DEVNULL, check=False)
 
 
@@ -44,7 +44,7 @@ def weir(setup, image, *options):
 
 
 def storage_daemon(node):
-    """qemu-storage-daemon with the block device of these words, called d."""
+    """qemu-storage-daemon with this block device, named d."""
 
     def command(file):
         return [
@@ -66,7 +66,8 @@ def put(setup, server, load, pinned):
 
 
 def ways(load, name, take):
-    """A deep queue comes in both ways; at depth 1 nobody is pinned (`loads.placement`)."""
+    """Deep queues are measured in both ways; at depth 1 the client is never pinned
+    (`loads.placement`)."""
     return both_ways(name, take) if load.depth > 1 else {name: lambda: take(False)}
 
 
@@ -74,7 +75,7 @@ EXPORT = Exported(weir, storage_daemon, put, ways)
 
 
 def _asked(depth, peers):
-    """1.3 times the rate at four fifths of the cost."""
+    """Target: 1.3 times the rate at four fifths of the cost."""
     asked = []
     for where in ("", ", pinned") if depth > 1 else ("",):
         names = tuple(f"{name}{where}" for name in peers)

@@ -1,9 +1,9 @@
 """Daemons that serve several disks in one throttle group: weir from a config file,
 qemu-storage-daemon from its options.
 
-Why one description for both: what is compared must be the same disks under the same limits. What
-QEMU has no word for (weights, reservations) stays a setting of weir's, and QEMU's figure then shows
-what its users get today.
+Both come from one description, so that the same disks under the same limits are compared. Settings
+that QEMU lacks (weights, reservations) apply to weir only; QEMU's figure then shows what its users
+get today.
 
 Never puts a load on them.
 """
@@ -19,26 +19,27 @@ NULL = "null:1G"
 
 @dataclass(frozen=True)
 class Disk:
-    """One disk; `settings` are keys of its table in weir's config, which QEMU is not told."""
+    """One disk; `settings` are keys of its section in weir's config, which QEMU ignores."""
 
     name: str
     settings: dict = field(default_factory=dict)
 
 
 def toml(value):
-    """A number, a text or a yes or no as TOML writes it."""
+    """A number, text or boolean in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def table(title, keys):
-    """One table of a config file."""
+    """One section of a config file."""
     return "\n".join([f"[{title}]", *(f"{key} = {toml(value)}" for key, value in keys.items()), ""])
 
 
 class Daemon(servers.Server):
-    """A server whose command line needs a directory of its own: a config file, a monitor's socket.
+    """A server whose command line needs its own directory, for a config file and a monitor's
+    socket.
     """
 
     def __init__(self, command):
@@ -55,7 +56,7 @@ class Daemon(servers.Server):
 
 
 def weir_from(program, config):
-    """weir with a config file of this text."""
+    """weir with this config file."""
 
     def command(directory, monitor):
         path = directory / "weir.toml"
@@ -66,7 +67,7 @@ def weir_from(program, config):
 
 
 def config(limits, disks, image=NULL, daemon=None):
-    """The text of a config file with `disks` in one group of these limits."""
+    """A config file with `disks` in one group with these limits."""
     tables = [table("daemon", daemon)] if daemon else []
     tables.append(table(f"group.{GROUP}", limits))
     tables += [table(f"disk.{disk.name}", {"image": image, "group": GROUP} | disk.settings) for disk in disks]
@@ -74,13 +75,13 @@ def config(limits, disks, image=NULL, daemon=None):
 
 
 def weir(program, limits, disks, image=NULL, daemon=None):
-    """weir with `disks` in one group of these limits."""
+    """weir with `disks` in one group with these limits."""
     return weir_from(program, config(limits, disks, image, daemon))
 
 
 def storage_daemon(limits, disks, idle=0, file="driver=null-co,size=1073741824"):
-    """qemu-storage-daemon with `disks` in one group of these limits, and `idle` members more that
-    nobody can reach.
+    """qemu-storage-daemon with `disks` in one group with these limits, and `idle` further members
+    that are not exported.
     """
 
     def command(_directory, monitor):

@@ -1,18 +1,21 @@
 #!/usr/bin/python3
-"""One limit over many hosts, for real: three daemons, three members of etcd, three clients; leaders
-and members killed or silent, all of etcd gone, a daemon asleep. Prints how long each change took, and whether
-all clients together ever had more than the limit and one burst.
+"""Cluster-wide limits in real time: durations of changes, and an upper bound of the work.
 
-What is in force is asked of the daemons every few milliseconds; what passed is what fio logged for
-each request. The sum is judged as a bucket is: every completion of every client is poured into one
-that leaks at the limit. It may hold one burst, and what is in flight at the clients, since a client
-that is late reaps many at once. Times are of this machine, and nobody judges them.
+Three daemons, three members of etcd, three clients; leaders and members are killed or suspended,
+etcd is stopped altogether, a daemon is suspended. Prints how long each change took, and whether all
+clients together ever exceeded the limit and one burst.
 
-Usage: bench/hosts.py [WEIR] [--seconds N]     (`make bench-hosts` builds it and has etcd)
+Limits in force are read from the daemons every few milliseconds; completed work is what fio logged
+for each request. The sum is judged like a bucket: every completion of every client is added to one
+that leaks at the limit. It may hold one burst, and the requests in flight at the clients, since a
+late client reaps many at once. Durations depend on the host, and are not judged.
 
-Then a disk with a promise on one host, beside greedy ones on two others.
+Usage: bench/hosts.py [WEIR] [--seconds N] (`make bench-hosts` builds it and has etcd)
 
-Exit status 0 when the sum held and the promise was kept within 2 %, else 1. Leaves nothing behind. Takes about three minutes.
+Then a disk with a reservation on one host, beside busy ones on two others.
+
+Exit status 0 if the sum held and the reservation was met within 2 %, else 1. Leaves no files
+behind. Takes about three minutes.
 """
 
 import argparse
@@ -28,18 +31,19 @@ from etcd import TARGET, Etcd, stop, until
 from qmp import CommandFailed, Monitor
 
 LIMIT, DEPTH, NAMES = 10_000, 32, ("a", "b", "c")
-# Of a limit without a burst of its own: a tenth of a second's worth.
+# Burst of a limit without its own: a tenth of a second's worth.
 BURST = LIMIT // 10
 SLEPT_SECONDS = 10
-# Longer than parts last that nobody prolongs, and than they are missing then.
+# Longer than leases last without renewal, plus their absence.
 SILENT_SECONDS = 12
-# What one disk is promised, beside greedy ones on the other hosts, and for how long that is watched.
+# Reservation of one disk, number of busy disks on the other hosts, duration of the measurement, and
+# the share that must be met.
 PROMISED, GREEDY, PROMISE_SECONDS, KEPT = 2_000, {"b": 5, "c": 4}, 10, 0.98
 
 
 class Host:
-    """A daemon, and the clients of its disks while they are busy; `disks` are names and the keys
-    of their tables.
+    """A daemon, and the clients of its disks while they are busy; `disks` are names and the keys of
+    their sections.
     """
 
     def __init__(self, name, program, place, etcd, stack, cluster="lab", disks=None):
@@ -51,7 +55,7 @@ class Host:
         self.start()
 
     def start(self):
-        """Starts the daemon, with the state of the one before."""
+        """Starts the daemon, with the state of the previous run."""
         place = self._directory
         etcd = ", ".join(f'"{url}"' for url in self._etcd.urls())
         (place / "weir.toml").write_text(
@@ -76,15 +80,15 @@ class Host:
             return None
 
     def ask(self, command, **arguments):
-        """Of its control socket."""
+        """Runs a command on its control socket."""
         return self._monitor.run(command, **arguments)
 
     def part(self):
-        """What is in force here."""
+        """The limit in force on this host."""
         return self.ask("x-weir-query-status")["groups"][0]["limits"].get("iops-total", 10**15)
 
     def leader(self):
-        """Who divides, as this one knows."""
+        """The leader, according to this host."""
         return self.ask("x-weir-query-status")["cluster"].get("leader")
 
     def read(self):
@@ -102,35 +106,35 @@ class Host:
             self._stack.callback(stop, self.clients[-1])
 
     def rest(self):
-        """Ends its clients, which write their logs then."""
+        """Ends its clients, which then write their logs."""
         for client in self.clients:
             client.send_signal(signal.SIGINT)
             client.wait()
         self.clients = []
 
     def completions(self):
-        """In milliseconds since 1970, of all its clients."""
+        """Completion times of all its clients, in milliseconds since 1970."""
         logs = self._directory.glob("fio*_lat.*.log")
         return [int(line.split(b",", 1)[0]) for log in logs for line in log.read_bytes().splitlines()]
 
 
 class Table:
-    """What took how long."""
+    """The table of durations."""
 
     def timed(self, what, look):
-        """Waits, and tells."""
+        """Waits, and prints the duration."""
         began = time.monotonic()
         until(what, look)
         print(f"  {what:<62}{time.monotonic() - began:>8.2f} s", flush=True)
 
 
 def near(part, wanted, tolerance=0.05):
-    """Within 5 %."""
+    """True if a limit is within 5 %."""
     return abs(part - wanted) <= wanted * tolerance
 
 
 def most_over(times_ms):
-    """The most that a bucket held which leaks at the limit."""
+    """Maximum level of a bucket that leaks at the limit."""
     level, most, before = 0.0, 0.0, 0
     for at in sorted(times_ms):
         level = max(level - (at - before) * LIMIT / 1000, 0.0) + 1
@@ -139,13 +143,13 @@ def most_over(times_ms):
 
 
 def play(hosts, etcd, seconds):
-    """All of it, in turn."""
+    """All changes, one after another."""
     table = Table()
     by_name = {host.name: host for host in hosts}
     parts = lambda names: [by_name[name].part() for name in names]  # noqa: E731
     limited(hosts)
     hosts[0].read()
-    table.timed("one busy host has 95 % of what others leave", lambda: hosts[0].part() > 0.95 * 0.98 * LIMIT)
+    table.timed("one busy host has 95 % of the quota beyond fallback shares", lambda: hosts[0].part() > 0.95 * 0.98 * LIMIT)
     time.sleep(seconds)
     hosts[1].read()
     table.timed("a second is busy: half each", lambda: all(near(part, LIMIT / 2) for part in parts("ab")))
@@ -158,12 +162,12 @@ def play(hosts, etcd, seconds):
     stop(leader.daemon)
     leader.clients = []
     table.timed(
-        "the leader's host is killed: half each for the others",
+        "the leader's host is killed: half each for the rest",
         lambda: all(near(part, LIMIT / 2) for part in parts(others)),
     )
     leader.start()
     leader.read()
-    table.timed("it is back and busy: a third each", lambda: all(near(one, LIMIT / 3) for one in parts(NAMES)))
+    table.timed("it restarts and is busy: a third each", lambda: all(near(one, LIMIT / 3) for one in parts(NAMES)))
     time.sleep(seconds)
 
     for at in range(len(NAMES)):
@@ -174,28 +178,28 @@ def play(hosts, etcd, seconds):
             time.sleep(0.02)
         etcd.thaw(at)
         share = f"{least / LIMIT:.0%}"
-        print(f"  {f'member {at + 1} of etcd is silent: the least that all had together':<62}{share:>8}", flush=True)
-        table.timed("it goes on: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
+        print(f"  {f'member {at + 1} of etcd is suspended: the minimum of the sum':<62}{share:>8}", flush=True)
+        table.timed("it resumes: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
 
     at = etcd.leading()
     etcd.kill(at)
     time.sleep(seconds)
     hosts[1].rest()
     table.timed(
-        "etcd's leader is killed, and a host rests: half each",
+        "etcd's leader is killed, and a host is idle: half each",
         lambda: all(near(part, LIMIT / 2) for part in parts("ac")),
     )
     etcd.start(at)
     hosts[1].read()
-    table.timed("it is back, and the host busy", lambda: all(near(one, LIMIT / 3) for one in parts(NAMES)))
+    table.timed("it restarts, and the host is busy", lambda: all(near(one, LIMIT / 3) for one in parts(NAMES)))
 
     for member in range(len(NAMES)):
         etcd.kill(member)
-    table.timed("all of etcd is killed: all at their safe share", lambda: max(parts(NAMES)) < LIMIT / 50)
+    table.timed("all of etcd is killed: all at their fallback share", lambda: max(parts(NAMES)) < LIMIT / 50)
     time.sleep(seconds)
     for member in range(len(NAMES)):
         etcd.start(member)
-    table.timed("etcd is back: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
+    table.timed("etcd restarts: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
     time.sleep(seconds)
 
     sleeper = next(host for host in hosts if host.name == hosts[0].leader())
@@ -203,29 +207,29 @@ def play(hosts, etcd, seconds):
     slept = time.monotonic()
     sleeper.daemon.send_signal(signal.SIGSTOP)
     table.timed(
-        "the leader's daemon sleeps: half each for the others",
+        "the leader's daemon is suspended: half each for the rest",
         lambda: all(near(part, LIMIT / 2) for part in parts(awake)),
     )
     time.sleep(max(SLEPT_SECONDS - (time.monotonic() - slept), 0))
     sleeper.daemon.send_signal(signal.SIGCONT)
-    table.timed("it wakes: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
+    table.timed("it resumes: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
     time.sleep(seconds)
     for host in hosts:
         host.rest()
 
 
 def limited(hosts):
-    """Says the group's limit once for all, and waits until it is divided."""
-    until("somebody leads", hosts[0].leader)
+    """Sets the limit of the group, and waits until quotas are leased."""
+    until("a host leads", hosts[0].leader)
     hosts[0].ask("x-weir-cluster-set", group="gold", **{"iops-total": LIMIT})
-    until("all have a part", lambda: max(host.part() for host in hosts) < 10**9)
-    # A leader that has just been elected passes on only what it is given.
-    # Not all hosts need have some of it then: who wants nothing may be left with its safe share.
-    until("what is idle is divided", lambda: max(host.part() for host in hosts) > LIMIT / 4)
+    until("all have a quota", lambda: max(host.part() for host in hosts) < 10**9)
+    # A new leader first only re-grants what hosts give up. Not every host has a lease then: an idle
+    # one may keep its fallback share.
+    until("unused quota is distributed", lambda: max(host.part() for host in hosts) > LIMIT / 4)
 
 
 def promise(program, place, etcd, stack):
-    """What a disk gets that is promised a part, beside greedy ones on other hosts."""
+    """Rate of a disk with a reservation, beside busy disks on other hosts."""
     disks = {name: {f"greedy{number}": "" for number in range(count)} for name, count in GREEDY.items()}
     disks["a"] = {"promised": f"iops-reservation = {PROMISED}"}
     hosts = [Host(name, program, place, etcd, stack, "promise", disks[name]) for name in NAMES]
@@ -251,10 +255,10 @@ def promise(program, place, etcd, stack):
 
 
 def main():
-    """The whole of it; every way out ends what was started."""
+    """Runs everything; every exit ends what was started."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("weir", nargs="?", type=Path, default=TARGET / "release" / "weir")
-    arguments.add_argument("--seconds", type=float, default=3, help="between two changes")
+    arguments.add_argument("--seconds", type=float, default=3, help="time between two changes")
     said = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="weir-hosts.") as directory, ExitStack() as stack:
@@ -274,7 +278,7 @@ def main():
         f"\n  limit in any window: {most:,.0f}, where a burst is {BURST:,} and {DEPTH * len(NAMES)} may be in flight"
     )
     print(f"  {'The limit holds.' if most <= allowed else 'The limit does NOT hold.'}")
-    print(f"  {'The promise is kept.' if kept else 'The promise is NOT kept.'}")
+    print(f"  {'The reservation is met.' if kept else 'The reservation is NOT met.'}")
     return 0 if most <= allowed and kept else 1
 
 

@@ -1,11 +1,10 @@
-"""The rows that ask what many idle disks and exports cost: memory, the time until all can be
-reached and until all are closed, and a status of them.
+"""Rows for the cost of many idle disks and exports: memory, time of the start and of the end, and a
+status of all.
 
-Why: one daemon for all of a host's disks is only an option if a disk nobody uses costs next to
-nothing.
+One daemon for all disks of a host requires that an idle disk costs next to nothing.
 
-Never puts load on them: one client looks at the last export, so that the figure is of a daemon that
-works.
+Never puts load on them: one client reads the size of the last export, so that the daemon is known
+to work.
 """
 
 import json
@@ -25,12 +24,12 @@ from rows import WEIR, cost
 READY_SECONDS = 120
 MIB = 1 << 20
 QSD = "qemu-storage-daemon"
-# Processor time is counted in these (sysconf(3), _SC_CLK_TCK).
+# Unit of CPU time (sysconf(3), _SC_CLK_TCK).
 TICK_SECONDS = 1 / servers.TICKS_PER_SECOND
 
 
 def wait_ready(process):
-    """Reads the daemon's log until it says `ready`."""
+    """Reads the daemon's log up to `ready`."""
     lines = []
     for line in process.stderr:
         lines.append(line)
@@ -40,8 +39,8 @@ def wait_ready(process):
 
 
 class Idle:
-    """weir with a config file of this text in `directory`, from its start until it is ready. Ends
-    with the `with` statement, if `end_seconds` did not end it before.
+    """weir with this config file in `directory`; entered when it is ready. Ends with the `with`
+    statement, unless `end_seconds` was called.
     """
 
     def __init__(self, program, directory, config):
@@ -78,10 +77,10 @@ class Idle:
         return servers.resident_bytes(self._process.pid)
 
     def end_seconds(self):
-        """Ends it; returns how long that took, and the user and system time of that."""
+        """Ends the daemon; returns the duration, and the user and system time of its end."""
         before, start = self.cpu_seconds() + ended_cpu_seconds(), time.monotonic()
         self._process.send_signal(signal.SIGTERM)
-        # The log is read to its end: a full pipe would keep the daemon from stopping.
+        # Read the log to its end: a full pipe would keep the daemon from stopping.
         self._process.communicate(timeout=servers.STOP_SECONDS)
         return time.monotonic() - start, ended_cpu_seconds() - before
 
@@ -93,7 +92,7 @@ def ended_cpu_seconds():
 
 
 def exports(setup, _stack):
-    """Starts the daemon, times it until it says it is ready, and reads its memory."""
+    """Starts the daemon, measures the time until it is ready, and its memory."""
 
     def sample():
         with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
@@ -108,10 +107,10 @@ def exports(setup, _stack):
 
 
 def disks(setup, _stack):
-    """Disks in one group, from the start to a status of all and to the end; and the processor time of
-    start and end beside that of a tenth of them.
+    """Disks in one group, from the start over a status of all to the end; and CPU time of start and
+    end, relative to that of a tenth of the disks.
 
-    No peer: with 8000 disks in a group, qemu-storage-daemon starts in three quarters of a minute.
+    No peer: with 8000 disks in a group, qemu-storage-daemon takes 45 seconds to start.
     """
     count = setup.exports * 10
 
@@ -139,7 +138,7 @@ def disks(setup, _stack):
 
 
 def sparse_copies(image, directory, count):
-    """So many copies of an image that is mostly zeroes."""
+    """Copies of an image that consists mostly of zeroes."""
     content = image.read_bytes()
     pages = [(at, content[at : at + 4096]) for at in range(0, len(content), 4096)]
     pages = [(at, page) for at, page in pages if any(page)]
@@ -154,7 +153,7 @@ def sparse_copies(image, directory, count):
 
 
 def images(setup, stack):
-    """Memory for each of many qcow2 images that nobody uses, beside one alone."""
+    """Memory of each of many idle qcow2 images, beside a single one."""
     count = setup.exports * 2
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench.", dir=setup.disk.parent))
     empty = Path(directory, "empty.qcow2")
@@ -213,7 +212,7 @@ ROWS = (
     ),
     cost(
         "idle-disks",
-        "10,000 disks in memory in one group: start, status (processor time), end; and beside 1000",
+        "10,000 disks in memory in one group: start, status (CPU time), end; relative to 1000",
         disks,
         (
             MedianAtMost(1.5, "start_s", _seconds),
@@ -226,7 +225,7 @@ ROWS = (
     ),
     cost(
         "idle-qcow2",
-        "2000 qcow2 images of 10 GiB that nobody uses: memory for each",
+        "2000 idle qcow2 images of 10 GiB: memory for each",
         images,
         (AtMost(64 << 10, "disk_bytes", lambda value: f"{value / 1024:.1f} KiB", WEIR),),
         ("disk_bytes", "start_s"),

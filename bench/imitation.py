@@ -1,7 +1,7 @@
-"""The rows that ask whether an imitated device is as slow as it was told to be: latency, bandwidth.
+"""Rows for the accuracy of an imitated device: latency, bandwidth.
 
-Why: plans are made with it. tests/imitation.rs checks that it is never faster, and the tests beside its
-code check its arithmetic in virtual time. Here it is the whole path that could lose time.
+Users plan with it. tests/imitation.rs asserts that it is never faster, and the tests beside its
+code check its arithmetic in virtual time. These rows cover the whole path, which could add time.
 
 Never compares with another program.
 """
@@ -18,7 +18,7 @@ TOLERANCE = 0.02
 
 
 def _row(name, title, option, asked, load):
-    """One option, and the requests per second that it should come to."""
+    """One option, and the requests per second that it should yield."""
 
     def contenders(setup, _stack):
         def sample():
@@ -44,7 +44,7 @@ def _row(name, title, option, asked, load):
 ROWS = (
     _row(
         "imitated-delay",
-        "--delay read=50ms,parallel=4, 4 KiB, depth 32: four at a time, twenty times a second",
+        "--delay read=50ms,parallel=4, 4 KiB, depth 32: four in flight, twenty times a second",
         ("--delay", "read=50ms,parallel=4"),
         80,
         Load("randread", 32),

@@ -1,9 +1,9 @@
-"""Rows of `weir bench` beside `qemu-img bench`: the same options, the same file, what each tool
-says itself.
+"""Rows of `weir bench` beside `qemu-img bench`: equal options, the same file, the figures printed
+by each.
 
-Reads of 4 KiB one behind the other, as both tools send them unless told otherwise. Past the page
-cache it is the disk that answers, and what is compared is what the programs add; in the page cache
-nothing but the programs is left. That both touch the same bytes is tested in tests/bench.rs.
+Sequential reads of 4 KiB, the default of both. Past the page cache the disk answers, and the
+overhead of the programs is compared; in the page cache only the programs matter. tests/bench.rs
+asserts that both access the same bytes.
 
 Never writes to the images.
 """
@@ -12,19 +12,19 @@ from qcow2 import Image, bench_sample, path_of
 from results import Faster
 from rows import WEIR, Row, settle
 
-# Ways of doing I/O by cache mode; Linux AIO works past the page cache alone.
+# I/O methods by cache mode; Linux AIO works only past the page cache.
 QEMU = {
     "none": ("qemu-img native", "qemu-img io_uring"),
     "writeback": ("qemu-img threads", "qemu-img io_uring"),
 }
 BLOCK = 4096
-# As many requests as fit into the time of a sample, where the disk answers or memory does, by
-# requests in flight.
+# Requests per second that the disk or memory serves, by requests in flight; determines the number
+# of requests of a sample.
 RATES = {"none": {1: 8_000, 8: 40_000, 64: 60_000}, "writeback": {1: 60_000, 8: 100_000, 64: 150_000}}
 
 
 def count(setup, cache, depth):
-    """Requests of a sample; not more than the disk has blocks."""
+    """Number of requests of a sample, at most the number of blocks."""
     return min(max(256, int(setup.seconds * RATES[cache][depth])), setup.size_bytes // BLOCK)
 
 
@@ -36,7 +36,7 @@ def warm(path):
 
 
 def side_by_side(form, cache, depth):
-    """Both tools, with the same options."""
+    """Both tools, with equal options."""
 
     def contenders(setup, _stack):
         path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))

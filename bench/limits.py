@@ -1,12 +1,11 @@
-"""The rows that ask whether a limit holds: the rate that passes against the rate asked, in real
-time.
+"""Rows for the accuracy of limits: the measured rate against the configured one, in real time.
 
-Why from the time of every completion: a count over a window is wrong by one request at each end,
-which at 1 MiB and 10 MB/s is one percent. The rate between the first and the last completion of the
-window has no such edge.
+Computed from the time of every completion: a count over a window is wrong by one request at each
+end, which at 1 MiB and 10 MB/s is one percent. The rate between the first and the last completion
+of the window has no such error.
 
-The limit's own arithmetic is tested in virtual time, exactly, beside its code; here it is the whole
-path (timers, reactor, socket) that could lose time. Never compares with another program.
+The arithmetic of limits is tested exactly in virtual time, beside its code; these rows cover the
+whole path (timers, reactor, socket), which could lose time. Never compares with another program.
 """
 
 import threading
@@ -19,40 +18,39 @@ from loads import Load
 from results import About, Within
 from rows import WEIR, Row
 
-# What passes at once before a limit binds is a tenth of a second's worth: it is left out.
+# The work admitted before a limit takes effect, a tenth of a second's worth, is excluded.
 SKIP_MS = 100
 TOLERANCE = 0.005
 MIB = 1 << 20
-# What passes at once, and then in each second.
+# The burst, and the rate after it.
 BURST, BURST_RATE = 2000, 200
-# A limit before and after it is changed under load, and how long after that is left out: its own
-# tenth of a second's worth.
+# A limit before and after a change under load; the burst of a tenth of a second's worth after the
+# change is excluded.
 CHANGED = (500, 1500)
-# What fio may take until its clock begins.
+# Maximum delay until fio's clock starts.
 FIO_STARTS_SECONDS = 1
 
 
 def lasting(seconds, skip_ms):
-    """How long a load is put on whose middle is measured for so many seconds; 0 if those are 0, a
-    few requests.
+    """Duration of a load in whose middle this number of seconds is measured; 0 for a few requests
+    if that is 0.
     """
     return seconds and seconds + skip_ms / 1000 + 0.1
 
 
 def passed_per_second(times_ms, skip_ms, window_ms):
-    """Completions per second between the first and the last one of `[skip_ms, skip_ms +
+    """Completions per second between the first and the last one in `[skip_ms, skip_ms +
     window_ms]`.
 
-    Of a few requests, without a window, between the first and the last of all: some figure, for
-    nobody to judge.
+    Without a window, for a few requests, between the first and the last of all: a figure that is
+    not judged.
     """
     if window_ms <= 0:
         return (len(times_ms) - 1) * 1000 / max(times_ms[-1] - times_ms[0], 1)
     inside = [time for time in times_ms if skip_ms <= time <= skip_ms + window_ms]
     if not inside or inside[0] == inside[-1]:
-        raise loads.LoadFailed(f"{len(inside)} of {len(times_ms)} completions lie in the window measured")
-    # Several completions may carry the first millisecond: those after the first belong to the
-    # window.
+        raise loads.LoadFailed(f"{len(inside)} of {len(times_ms)} completions are in the measured window")
+    # Several completions may have the first millisecond; all but the first belong to the window.
     return (len(inside) - 1) * 1000 / (inside[-1] - inside[0])
 
 
@@ -79,13 +77,13 @@ def _row(name, option, asked, depth, block_bytes=4096):
         (Within(asked, TOLERANCE),),
         columns=("rate",),
         needs_weir=True,
-        # Ten seconds each and no pairs: the worst of two counts, not a median.
+        # Ten seconds each without pairs: the worse of two runs, not a median.
         rounds_factor=0.4,
     )
 
 
 def burst(setup, _stack):
-    """How many requests pass from the first on: the burst, and the rate behind it."""
+    """Number of requests admitted at the start: the burst, and the rate after it."""
     seconds = min(3, setup.seconds)
     options = ("--iops-total", BURST_RATE, "--iops-total-max", BURST)
 
@@ -99,7 +97,7 @@ def burst(setup, _stack):
 
 
 def changed(setup, _stack):
-    """The rate under a limit, and under another that it is changed to in the middle of the load."""
+    """The rate under a limit, and under another that replaces it in the middle of the load."""
     before, after = CHANGED
     disk, part = Disk("disk"), setup.seconds / 2
 
@@ -109,8 +107,8 @@ def changed(setup, _stack):
             loads.run(["nbdinfo", daemon.uri_of(disk.name)], 60)
             with daemon.monitor() as monitor:
                 change = {"path": groups.GROUP, "property": "limits", "value": {"iops-total": after}}
-                # fio's clock begins a little after this one; what lies between the two windows
-                # takes that in.
+                # fio's clock starts a little after this one; the gap between the two windows covers
+                # the difference.
                 timer = threading.Timer(part + FIO_STARTS_SECONDS, lambda: monitor.run("qom-set", **change))
                 timer.start()
                 try:
@@ -134,7 +132,7 @@ ROWS = (
     _row("10-MBps-1M", "--bps-total", 10_000_000, depth=32, block_bytes=MIB),
     Row(
         "limit-burst",
-        f"--iops-total {BURST_RATE} --iops-total-max {BURST}, 4 KiB, depth 32: what passes from the beginning on",
+        f"--iops-total {BURST_RATE} --iops-total-max {BURST}, 4 KiB, depth 32: admitted requests from the start on",
         burst,
         (About(WEIR, 1, 0.01, "passed", "{:.1%}".format),),
         columns=("passed",),

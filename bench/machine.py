@@ -1,7 +1,7 @@
-"""What a result was measured on: without it a number says nothing. For the header of the table and
-of the JSON.
+"""Description of the host, without which a figure means nothing, for the header of the table and of
+the JSON.
 
-Never fails because something cannot be found out; it then says so.
+Never fails: unknown facts are reported as unknown.
 """
 
 import os
@@ -20,7 +20,7 @@ PROGRAMS = {
 
 
 def first_line(argv):
-    """The first line a program prints, or that it cannot be run."""
+    """The first line that a program prints, or that it cannot be run."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     except OSError as error:
@@ -29,7 +29,7 @@ def first_line(argv):
 
 
 def cpu_model():
-    """The processor's name."""
+    """Model of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -37,7 +37,7 @@ def cpu_model():
 
 
 def memory_gib():
-    """The machine's memory."""
+    """Size of memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
 
 
@@ -47,7 +47,7 @@ def file_system(path):
 
 
 def describe(setup):
-    """All of it, as a dictionary of texts."""
+    """All facts, as a dictionary of texts."""
     weir = first_line([setup.program, "--version"]) if setup.program else "not measured"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

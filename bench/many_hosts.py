@@ -1,10 +1,10 @@
-"""The row that asks what a group's limits over many hosts cost on the way of a request: the same
-disk in a group of this host alone, and in one that is divided by etcd.
+"""Row for the cost of cluster-wide limits in the path of a request: the same disk in a group of
+this host, and in a group whose limit is divided over etcd.
 
-Why in memory: no request is shorter, so nothing hides what is added to one. The limit is far above
-what the disk can do, and etcd has one member: both idle but for the reports of a host.
+In memory, where requests are shortest and no overhead is hidden. The limit is far above the disk's
+speed, and etcd has one member: both are idle except for a host's reports.
 
-Never judges how the limit is divided: that is for `bench/hosts.py`.
+Never judges the division of the limit: that is in `bench/hosts.py`.
 """
 
 import tempfile
@@ -24,8 +24,8 @@ DISK, LIMIT, KEPT = "vm1", {"iops-total": 10_000_000}, 0.99
 
 
 def divided(setup, members, state):
-    """The text of a config file with a disk in a group that `members` of etcd divide. `state` is an
-    empty directory: limits that an earlier run was told would be written to this etcd.
+    """A config file with a disk in a cluster-wide group over `members` of etcd. `state` must be
+    empty: limits of an earlier run would be written to this etcd.
     """
     tables = {
         "daemon": {"state": str(state)},
@@ -37,7 +37,7 @@ def divided(setup, members, state):
 
 
 def cost(setup, stack):
-    """Both daemons, filled, the second with its part of the limit."""
+    """Both daemons, filled, the second with its quota."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench.")))
     members = etcd.Etcd(directory, stack, members=1)
     members.wait()
@@ -52,7 +52,7 @@ def cost(setup, stack):
     status = lambda: monitor.run("x-weir-query-status")  # noqa: E731
     etcd.until("somebody leads", lambda: status()["cluster"].get("leader"))
     monitor.run("x-weir-cluster-set", group=groups.GROUP, **LIMIT)
-    # What nobody wants is divided: nearly all of it is this host's, as long as it answers.
+    # Unused quota is distributed: this host gets nearly all, as long as it reports.
     part = lambda: status()["groups"][0]["limits"].get("iops-total", 0)  # noqa: E731
     etcd.until("the limit is divided", lambda: part() > 0.9 * LIMIT["iops-total"])
     return {
@@ -64,11 +64,11 @@ def cost(setup, stack):
 ROWS = (
     Row(
         "many-hosts",
-        "4 KiB randread, depth 32, one connection, memory: a limit over many hosts, never reached",
+        "4 KiB randread, depth 32, one connection, memory: a cluster-wide limit, never reached",
         cost,
         (Faster(MANY, KEPT, (HERE,)),),
         needs_weir=True,
-        # One percent is below this machine's noise: more pairs.
+        # One percent is below the host's noise, hence more pairs.
         rounds_factor=3,
     ),
 )

@@ -1,11 +1,11 @@
-"""The rows that ask what a group costs, and what it covers: idle members, two workers on one lock,
-reads of holes; and what thousands of groups and disks cost to add and to list.
+"""Rows for the cost and the coverage of a group: idle members, two workers on one lock, reads of
+holes; and adding and listing thousands of groups and disks.
 
-Why: one group for a whole host is only an option if a member that does nothing costs nothing and
-threads do not stand in line for its buckets; and a limit that some reads slip past is none.
+One group for a whole host requires that an idle member costs nothing and that threads do not wait
+for its lock; and a limit must cover all reads.
 
-Never compares a rate that a limit cut with one that the processor cut, except where the title says
-so.
+Never compares a rate bounded by a limit with one bounded by the processor, except where the title
+says so.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from shares import QSD
 LOAD = Load("randread", 32)
 ACTIVE = Disk("active")
 UNREACHED = {"iops-total": int(OUT_OF_REACH[1]), "bps-total": 10**14}
-# With 8000 it takes three quarters of a minute to start.
+# With 8000 members it takes 45 seconds to start.
 QSD_IDLE = (2, 4000)
 WORKERS_RATE = 100_000
 HOLES_RATE = 1000
-# Processor time is counted in these (sysconf(3), _SC_CLK_TCK).
+# Unit of CPU time (sysconf(3), _SC_CLK_TCK).
 TICK_SECONDS = 0.01
 
 
 def samples(running, load):
-    """A sample of each running daemon: the figures of the load, with processor time per request."""
+    """A sample of each running daemon: the figures of the load, with CPU time per request."""
 
     def sample(daemon):
         return with_processor_time(daemon, lambda: load(daemon))
@@ -40,7 +40,7 @@ def samples(running, load):
 
 
 def idle_members(setup, stack):
-    """One active member beside many that do nothing, under a limit that never binds."""
+    """One active member beside many idle ones, under a limit that is never reached."""
     count = setup.exports * 10
     running = {}
     if setup.program:
@@ -51,7 +51,7 @@ def idle_members(setup, stack):
         running[f"QEMU, {members:,}"] = groups.storage_daemon(UNREACHED, [ACTIVE], idle=min(members, count))
     for daemon in running.values():
         stack.enter_context(daemon)
-        # The first to be greeted waits until all members exist; that is no part of the figure.
+        # The first client is greeted when all members exist; that time is not part of the figure.
         loads.run(["nbdinfo", daemon.uri_of(ACTIVE.name)], 300)
 
     def load(daemon):
@@ -61,7 +61,7 @@ def idle_members(setup, stack):
 
 
 def two_workers(setup, stack):
-    """Two busy disks on two workers: in one group, and each limited by itself to half."""
+    """Two busy disks on two workers: in one group, and with a separate limit of half for each."""
     disks = [Disk("a"), Disk("b")]
     workers = {"workers": 2}
     alone = [groups.table("daemon", workers)]
@@ -81,7 +81,7 @@ def two_workers(setup, stack):
 
 
 def holes(setup, stack):
-    """Reads of a file that has no data, with structured replies, under a limit."""
+    """Reads of a file without data, with structured replies, under a limit."""
     path = setup.disk.with_name("holes.raw")
     with open(path, "wb") as file:
         file.truncate(setup.size_bytes)
@@ -102,8 +102,8 @@ def holes(setup, stack):
 
 
 def thousands(setup, _stack):
-    """Groups with a disk and an export each, added one by one while the daemon runs: processor time
-    of the second half of them beside the first, and of one status for each group.
+    """Groups with a disk and an export each, added one by one at run time: CPU time of the second
+    half relative to the first, and of one status for each group.
     """
     count = setup.exports * 8
 
@@ -136,7 +136,7 @@ def thousands(setup, _stack):
 ROWS = (
     cost(
         "thousands-of-groups",
-        "8000 groups with a disk each, added while the daemon runs: the second half beside the first",
+        "8000 groups with a disk each, added at run time: the second half relative to the first",
         thousands,
         (
             AtMost(1.5, "growth", "×{:.2f}".format, WEIR),

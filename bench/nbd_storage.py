@@ -1,10 +1,10 @@
-"""Rows for disks at other NBD servers: what weir in front of a server costs, beside others in front of
-it, and what reading ahead gains where the server is far away.
+"""Rows for disks on other NBD servers: the overhead of weir in front of a server, beside other
+programs in front of it, and the gain of prefetch for a distant server.
 
-The server has its disk in memory, so that every request costs what the way to it costs. Far away is
-weir with `--delay`: 5 ms for each read, as many at a time as are asked.
+The server has its disk in memory, so that a request costs only its transport. A distant server is
+weir with `--delay`: 5 ms for each read, with any number in flight.
 
-Never measures a network: everything is on this machine, over Unix sockets.
+Never measures a network: all processes run on this host, over Unix sockets.
 """
 
 import rows
@@ -18,7 +18,7 @@ QEMU, NBDKIT = "qemu-nbd before it", "nbdkit before it"
 PREFETCH = "prefetch"
 NONE = "none"
 LOCAL = "the same disk here"
-# Nor may it read ahead itself: it would not be far away then.
+# Without its own prefetch, which would hide the delay.
 FAR = ("--delay", "read=5ms", "--prefetch", "off")
 
 
@@ -29,7 +29,7 @@ def front(setup, stack, behind, *options):
 
 
 def beside(argv_of, load):
-    """The server, and weir and its peers in front of another one like it."""
+    """The server, and weir and its peers in front of an equal one."""
 
     def contenders(setup, stack):
         alone = rows.in_memory(setup, stack, argv_of(setup))
@@ -49,8 +49,8 @@ def beside(argv_of, load):
 
 
 def far(setup, stack):
-    """A sequential reader over weir in front of a server that is 5 ms away, and what the same disk
-    would give it if it were here: a reader with one request in flight gets no more of any.
+    """A sequential reader over weir in front of a server at a distance of 5 ms, and the throughput
+    of the same disk without the delay, which is the maximum of a reader with one request in flight.
     """
     argv = servers.weir(setup.program, f"memory:{setup.size_bytes}", *FAR)
     behind = rows.in_memory(setup, stack, argv)
@@ -94,7 +94,7 @@ ROWS = (
     ),
     Row(
         "nbd-storage-far",
-        "4 KiB sequential reads, depth 1, weir in front of a server that is 5 ms away",
+        "4 KiB sequential reads, depth 1, weir in front of a server at a distance of 5 ms",
         far,
         (
             Faster(PREFETCH, 10, (NONE,), key="bytes_per_s"),

@@ -1,11 +1,11 @@
-"""Rows for the prefetch cache: sequential readers with it and without, in-process and over NBD, and
-what it costs where it is of no use.
+"""Rows for the prefetch cache: sequential readers with and without it, in-process and over NBD, and
+its cost where it cannot help.
 
-The first rows are the experiment of the talk that pcache was shown in (KVM Forum 2016: `qemu-img
-bench -d 1|8|64 -c 262144 -s 4096 -S 4096 -t none`), the rows fio-* its table. How much there is to
-be gained is the device's to say: it is measured beside them, by large requests, several at a time.
+The first rows are the experiment of the talk that presented pcache (KVM Forum 2016: `qemu-img bench
+-d 1|8|64 -c 262144 -s 4096 -S 4096 -t none`), the rows fio-* its table. The possible gain depends
+on the device, which is measured beside them with large requests, several in flight.
 
-Never measures through the page cache, which reads ahead itself.
+Never measures through the page cache, which has its own read-ahead.
 """
 
 import json
@@ -23,23 +23,23 @@ PREFETCH = "prefetch"
 DEVICE = "device, 1 MiB at a time"
 SMALL = "device, 4 KiB, depth 32"
 MEMORY = "memory"
-# A part of the device's bandwidth, or of what the socket lets through, that is enough where the
-# gain would be more than all of it.
+# Share of the bandwidth of the device or the socket that suffices if the expected gain would exceed
+# it.
 NEAR = 0.80
 BLOCK = 4096
-# What the talk's runs sent: 1 GiB.
+# Number of requests in the talk's runs: 1 GiB.
 COUNT = 262_144
-# What a reader asks for who wants what the device gives.
+# A load that reaches the device's bandwidth.
 LARGE = Load("read", 4, block_bytes=1 << 20)
 
 
 def count(setup):
-    """Requests of a sample: the talk's, or few where only running counts."""
+    """Requests of a sample: the talk's number, or few if the figures are not judged."""
     return COUNT if setup.seconds >= 1 else 1024
 
 
 def device(setup):
-    """What the disk gives to large requests."""
+    """Bandwidth of the disk with large requests."""
     return rows.on_direct(setup, LARGE)
 
 
@@ -56,7 +56,7 @@ def in_process(setup, path, form, *options, requests=None):
 
 
 def with_and_without(setup, path, form, *options, requests=None):
-    """The same load read ahead of and not."""
+    """The same load with and without prefetch."""
     return {
         PREFETCH: in_process(setup, path, form, *options, "--prefetch", "auto", requests=requests),
         NONE: in_process(setup, path, form, *options, requests=requests),
@@ -64,7 +64,7 @@ def with_and_without(setup, path, form, *options, requests=None):
 
 
 def talk(form, depth):
-    """The talk's experiment, with QEMU's own tool beside it."""
+    """The talk's experiment, beside QEMU's own tool."""
 
     def contenders(setup, _stack):
         path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
@@ -90,7 +90,7 @@ def talk(form, depth):
 
 
 def over_nbd(setup, stack):
-    """The same at depth 1 through a socket, and through it what memory gives."""
+    """The same at depth 1 through a socket, and the throughput of memory through it."""
     load = Load("read", 1)
 
     def use(server):
@@ -107,8 +107,8 @@ def over_nbd(setup, stack):
 
 
 def fio(kind, threads, depth):
-    """One row of the talk's table: fio through exports, a connection a thread, all threads from the
-    beginning of the disk.
+    """One row of the talk's table: fio through exports, one connection per thread, all threads from
+    the beginning of the disk.
     """
     load = Load(kind, depth, connections=threads)
 
@@ -131,7 +131,7 @@ def fio(kind, threads, depth):
 
 
 def readers(setup, _stack):
-    """100 sequential readers, one request in flight each."""
+    """100 sequential readers, with one request in flight each."""
     options = ["-d", 1, "--readers", 100, "--json"]
     requests = count(setup)
 
@@ -161,8 +161,8 @@ def readers(setup, _stack):
 
 
 def scan(*options):
-    """One reader with one request in flight, whose offsets are as `options` say; and what the
-    device gives to many small requests at a time.
+    """One reader with one request in flight and offsets according to `options`; and the device's
+    throughput with many small requests in flight.
     """
 
     def contenders(setup, _stack):
@@ -173,17 +173,17 @@ def scan(*options):
 
 
 def fooled(setup, _stack):
-    """Runs at random places that end when they are noticed. Long enough that the gate is closed for
-    most of it.
+    """Short sequential runs at random offsets, which end when they are detected. Long enough that
+    the gate is closed for most of it.
     """
     return with_and_without(setup, setup.disk, "raw", "-d", 1, "--random", "--run", 3)
 
 
 def slow(setup, _stack):
-    """Storage as behind a network: 5 ms late, 200 MB/s."""
+    """Storage like a remote one: a latency of 5 ms, 200 MB/s."""
     imitated = ["--delay", "read=5ms", "--rate", "read=200000000"]
     path = setup.disk
-    # As many bytes, in requests of 128 KiB.
+    # The same number of bytes, in requests of 128 KiB.
     at_depth = [
         setup.program, "bench", "-f", "raw", "-t", "none", "-c", count(setup) // 32, "-s", "128K",
         "-d", 64,
@@ -201,7 +201,7 @@ def slow(setup, _stack):
 
 
 def cost(*options):
-    """What a request costs where storage costs nothing: memory, in nanoseconds."""
+    """Cost of a request on memory, where storage costs nothing, in nanoseconds."""
 
     def contenders(setup, _stack):
         requests = 4 * count(setup)
@@ -218,7 +218,7 @@ def cost(*options):
     return contenders
 
 
-# What the talk's table says was gained by the cache alone, in percent, by threads and requests in
+# Gain of the cache alone according to the talk's table, in percent, by threads and requests in
 # flight of each.
 GAINS = {
     (1, 1): 341, (4, 1): 231, (16, 1): 80.3,
@@ -256,7 +256,7 @@ def _sequential(threads, depth):
 
 def _random(threads, depth):
     title = f"4 KiB random reads over NBD, threads {threads}, depth {depth} each"
-    # A percent is far below this machine's noise: more pairs.
+    # A percent is far below the host's noise, hence more pairs.
     return Row(
         f"fio-rnd-{threads}-{depth}",
         title,
@@ -305,14 +305,14 @@ ROWS = (
     _scan("strided", "4 KiB reads 64 KiB from each other, depth 1, in-process", "-S", "64K"),
     Row(
         "prefetch-fooled",
-        "runs of three 4 KiB reads at random places, depth 1, in-process",
+        "runs of three 4 KiB reads at random offsets, depth 1, in-process",
         fooled,
         (Faster(PREFETCH, 0.97, (NONE,)),),
         needs_weir=True,
     ),
     Row(
         "prefetch-slow",
-        "4 KiB sequential reads, depth 1, in-process, storage that is 5 ms late and gives 200 MB/s",
+        "4 KiB sequential reads, depth 1, in-process, storage with 5 ms latency and 200 MB/s",
         slow,
         (Faster(PREFETCH, 0.8, (f"{NONE}, 128 KiB, depth 64",), key="bytes_per_s"),),
         columns=("bytes_per_s",),
@@ -320,7 +320,7 @@ ROWS = (
     ),
     Row(
         "prefetch-miss",
-        "what looking for it adds to a 4 KiB random read from memory",
+        "cost of the lookup for a 4 KiB random read from memory",
         cost("--random"),
         (AtMostMore(PREFETCH, NONE, 150, "ns"),),
         columns=("ns",),
@@ -328,7 +328,7 @@ ROWS = (
     ),
     Row(
         "prefetch-hit",
-        "what a 4 KiB sequential read costs that was read ahead, the reading ahead included",
+        "cost of a prefetched 4 KiB sequential read, including the prefetch",
         cost(),
         (AtMost(1000, "ns", "{:.0f} ns".format, PREFETCH),),
         columns=("ns",),

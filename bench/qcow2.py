@@ -1,15 +1,15 @@
 """Rows for qcow2: in-process (`weir bench` beside `qemu-img bench`), over NBD, converting, and
 opening.
 
-Why QEMU's own tool makes every image: weir and QEMU then work on the very same file, and neither
-gains from how the other lays one out.
+QEMU's tool creates every image, so that weir and QEMU work on the same file, and neither benefits
+from a different layout.
 
-Images lie beside the raw disk file and are made once; what a sample makes is removed with it. Never
-writes to the raw file.
+Images are beside the raw disk file and are created once; a sample removes its output. Never writes
+to the raw file.
 
-Rows whose name ends in -ram have their images in a file system in memory: there the disk is not
-what everybody waits for, and what is compared is the programs. The others show what is left of that
-on this machine's disk.
+Rows whose name ends in -ram have their images in a file system in memory: there the disk is not the
+bottleneck, and the programs are compared. The other rows show the remaining difference on the
+host's disk.
 """
 
 import resource
@@ -31,18 +31,18 @@ QEMU_NBD = ("qemu-nbd native", "qemu-nbd io_uring")
 RAW = "weir raw"
 MIB = 1 << 20
 GIB = 1 << 30
-# qemu-img bench has no random offsets: a step that is prime to the disk's blocks goes everywhere,
-# 4099 blocks further each time.
+# qemu-img bench has no random offsets: a step of 4099 blocks, a prime, visits the whole disk.
 FAR_STEP = 4099 * 4096
-# Requests of one sample, as long as the loads of other rows at 100,000 a second.
+# Requests per second that determine the number in a sample, so that it takes as long as other
+# loads.
 RATE = 100_000
 DEPTH = 32
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image of the bench's own; `size_bytes` of the disk, `options` of qemu-img create, `data`
-    whether every cluster is written.
+    """An image of the bench; `size_bytes` of the disk, `options` of qemu-img create, `data`: True
+    if every cluster is written.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Image:
 
 
 def path_of(setup, image):
-    """The image's file, made if it is not there."""
+    """The image's file, created if it is missing."""
     path = setup.disk.with_name(f"{image.name}-{image.size_bytes // MIB}M.qcow2")
     if path.exists():
         return path
@@ -60,7 +60,7 @@ def path_of(setup, image):
     options = ["-o", image.options] if image.options else []
     run(["qemu-img", "create", "-q", "-f", "qcow2", *options, unfinished, image.size_bytes])
     if image.data:
-        # In order, and with as few words as the format has for it.
+        # In order, so that the layout is sequential.
         count = image.size_bytes // (2 * MIB)
         run(["qemu-img", "bench", "-q", "-f", "qcow2", "-t", "none", "-w", "-s", "2M", "-d", "4", "-c", count,
              "--pattern", "165", unfinished])  # fmt: skip
@@ -74,12 +74,12 @@ def run(argv, timeout_seconds=600):
 
 
 def seconds_of(text):
-    """What both tools print at the end."""
+    """The duration that both tools print at the end."""
     return float(text.rpartition("Run completed in ")[2].split()[0])
 
 
 def bench_sample(argv, count, block_bytes=4096):
-    """One run of either tool; `argv` but the image's name comes first."""
+    """One run of either tool; `argv` without the image's name comes first."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     elapsed = max(seconds_of(run(argv)), 1e-6)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -93,7 +93,7 @@ def bench_sample(argv, count, block_bytes=4096):
 
 
 def requests(setup):
-    """So many for a sample."""
+    """Number of requests of a sample."""
     return max(256, int(setup.seconds * RATE))
 
 
@@ -115,8 +115,8 @@ def qemu_bench(path, aio, count, *options, image_options=""):
 
 
 def in_ram(setup, stack):
-    """The same with a directory in memory for the images, which goes with the row, and the raw copy
-    in it.
+    """The setup with a directory in memory for the images, which is removed with the row, and the
+    raw copy in it.
     """
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir="/dev/shm"))
     ram = replace(setup, disk=Path(directory) / setup.disk.name)
@@ -125,7 +125,7 @@ def in_ram(setup, stack):
 
 
 def everywhere(kind, ram):
-    """4 KiB requests all over the disk, with an L2 cache that covers it."""
+    """4 KiB requests on the whole disk, with an L2 cache that covers it."""
     write = ["-w"] if kind == "write" else []
 
     def contenders(setup, stack):
@@ -156,12 +156,12 @@ def everywhere(kind, ram):
 
 
 def scratch_of(setup):
-    """Where a raw file of the disk's size lies that may be written to."""
+    """Path of a writable raw file with the size of the disk."""
     return setup.disk.with_name(f"scratch-{setup.size_bytes // MIB}M.raw")
 
 
 def raw_copy(setup):
-    """That file, made if it is not there."""
+    """That file, created if it is missing."""
     path = scratch_of(setup)
     if not path.exists():
         unfinished = path.with_suffix(".new")
@@ -171,8 +171,8 @@ def raw_copy(setup):
 
 
 def allocating(cluster):
-    """Writes of a cluster each, one behind the other, into an empty image; the image is made anew
-    for each sample.
+    """Sequential writes of one cluster each into an empty image, which is recreated for each
+    sample.
     """
 
     def contenders(setup, _stack):
@@ -204,13 +204,12 @@ def allocating(cluster):
 
 
 def covering(part):
-    """4 KiB reads all over 16 GiB with an L2 cache for a part of it: 1 of `part`."""
+    """4 KiB reads on the whole of 16 GiB with an L2 cache for a part of it: 1 of `part`."""
 
     def contenders(setup, _stack):
-        # Less where only running counts.
+        # Less if the figures are not judged.
         size = 16 * GIB if setup.seconds >= 1 else 256 * MIB
-        # Metadata alone: the data lies in holes, so that the mapping is what is measured and not
-        # the disk.
+        # Metadata only: all data is holes, so that the mapping is measured and not the disk.
         image = Image("mapped", size, "preallocation=metadata", data=False)
         path = path_of(setup, image)
         # One entry of 8 bytes for each cluster of 64 KiB.
@@ -267,7 +266,7 @@ def over_nbd(kind, ram, free):
 
 
 def converting(*options, source_form="raw"):
-    """Converting the disk to qcow2; what comes out is removed. Each with its best options."""
+    """Converts the disk to qcow2 and removes the result. Each program with its best options."""
 
     def contenders(setup, _stack):
         target = setup.disk.with_name("converted.qcow2")
@@ -296,7 +295,7 @@ def converting(*options, source_form="raw"):
 
 
 def text_of(setup):
-    """A file that compresses as documents do: lines of numbers."""
+    """A file that compresses like documents: lines of numbers."""
     size = min(setup.size_bytes, 256 * MIB)
     path = setup.disk.with_name(f"text-{size // MIB}M.raw")
     if not path.exists():
@@ -314,8 +313,8 @@ def text_of(setup):
 
 
 def opening(setup, _stack):
-    """From the start of a server of a 10 TiB image to the answer of its first read, and the memory
-    it then holds.
+    """Time from the start of a server of a 10 TiB image to the reply to its first read, and its
+    memory then.
     """
     path = setup.disk.with_name("huge.qcow2")
     if not path.exists():
@@ -351,8 +350,8 @@ def _mib(value):
 
 
 def _random(name, requests_of, contenders, ram, asked):
-    """4 KiB requests at random, with an L2 cache that covers the disk: the images on the disk, or
-    in memory.
+    """Random 4 KiB requests, with an L2 cache that covers the disk: the images on the disk, or in
+    memory.
     """
     ending, where = ("-ram", ", images in memory") if ram else ("", "")
     return Row(
@@ -372,7 +371,7 @@ def _over_nbd(kind, ram, free):
     requests_of = f"{kind}, depth 32, one connection, qcow2 over NBD"
     contenders = over_nbd(kind, ram, free)
     if free:
-        return _random(f"nbd-{kind}-free", f"{requests_of}, nobody pinned", contenders, ram, FREE)
+        return _random(f"nbd-{kind}-free", f"{requests_of}, not pinned", contenders, ram, FREE)
     return _random(f"nbd-{kind}", requests_of, contenders, ram, (Faster(WEIR, 1.5, QEMU_NBD),))
 
 
@@ -392,7 +391,7 @@ ROWS = (
     *(
         Row(
             f"qcow2-allocate-{name}",
-            f"writes of a cluster ({name}) one behind the other into an empty qcow2 image, in-process, cache none",
+            f"sequential writes of a cluster ({name}) into an empty qcow2 image, in-process, cache none",
             allocating(cluster),
             (Faster(WEIR, 1.2, QEMU, key="bytes_per_s"),),
             columns=("bytes_per_s", "cpu_us"),
@@ -408,7 +407,7 @@ ROWS = (
     ),
     Row(
         "qcow2-convert",
-        "convert from raw to qcow2, 16 requests at a time in any order",
+        "convert from raw to qcow2, 16 requests in flight in any order",
         converting(),
         (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
         columns=("bytes_per_s",),
@@ -429,7 +428,7 @@ ROWS = (
     ),
     Row(
         "qcow2-open",
-        "from the start of a server of a qcow2 image of 10 TiB to its first answer",
+        "from the start of a server of a qcow2 image of 10 TiB to its first reply",
         opening,
         (AtMost(0.050, "start_s", _milliseconds, WEIR), AtMost(64 * MIB, "resident_bytes", _mib, WEIR)),
         columns=("start_s", "resident_bytes"),

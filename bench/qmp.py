@@ -1,8 +1,8 @@
-"""A client of QMP, the monitor protocol that weir and QEMU's daemons speak: enough to change a
-limit and to ask.
+"""A client of QMP, the monitor protocol of weir and QEMU's daemons: enough to change a limit and to
+query.
 
-Why by hand: forty lines, and the bench must tell to the millisecond when it sent a command and when
-it was answered; the client that users have (PyPI's `qemu.qmp`) is what the end-to-end tests use.
+Forty lines instead of PyPI's `qemu.qmp`, which the end-to-end tests use: the bench must know to the
+millisecond when it sent a command and when the reply arrived.
 
 Never reconnects, and drops events.
 """
@@ -14,9 +14,7 @@ TIMEOUT_SECONDS = 120
 
 
 class CommandFailed(Exception):
-    """A command was answered with an error, or the daemon closed the connection; the text says
-    which.
-    """
+    """A command failed, or the daemon closed the connection; the text names it."""
 
 
 class Monitor:
@@ -41,8 +39,7 @@ class Monitor:
         self._socket.close()
 
     def run(self, command, **arguments):
-        """Runs one command and gives its answer. Keys with dashes are passed as `**{"bps-total":
-        0}`.
+        """Runs one command; returns its reply. Keys with dashes are passed as `**{"bps-total": 0}`.
         """
         message = {"execute": command} | ({"arguments": arguments} if arguments else {})
         self._socket.sendall(json.dumps(message).encode() + b"\r\n")

@@ -1,6 +1,6 @@
-"""The table a person reads and the JSON a program reads. Both carry the machine in their header.
+"""The table for readers and the JSON for programs. Both have the host in their header.
 
-Never measures; never drops a row: one that failed is shown as failed, with its reason.
+Never measures; never drops a row: a failed row is shown with its reason.
 """
 
 import json
@@ -118,13 +118,13 @@ SHOW = {
 
 
 def header(machine):
-    """The machine, one fact a line."""
+    """The host, one fact per line."""
     width = max(map(len, machine))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in machine.items())
 
 
 def block(row, results, verdicts):
-    """One row: a line for each contender, a line for each thing asked."""
+    """One row: a line for each contender, a line for each target."""
     rounds = len(next(iter(results.samples.values())))
     main = row.columns[0]
     lines = [f"{row.name}: {row.title} (median of {rounds})"]
@@ -141,7 +141,7 @@ def block(row, results, verdicts):
 
 
 def summary(outcomes):
-    """What was asked and what came, a line each, and how many were met."""
+    """A line for each target with its result, and the number of targets met."""
     lines, met, asked = [], 0, 0
     for outcome in outcomes:
         if outcome.failure:
@@ -157,7 +157,7 @@ def summary(outcomes):
 
 
 def as_json(machine, setup, outcomes):
-    """Everything, every single sample included, so that another question can be asked later."""
+    """All results including every sample, for later analysis."""
     rows = [
         {
             "name": outcome.row.name,

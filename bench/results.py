@@ -1,10 +1,10 @@
-"""What a row measured and what was asked of it: medians, paired ratios, verdicts. Pure arithmetic.
+"""Results of a row and its targets: medians, paired ratios, verdicts. Pure arithmetic.
 
-Why ratios by pairs: the machine's speed drifts by tens of percent within minutes. The contenders of
-a row run one after the other, round by round; a ratio is taken inside each round and the median of
-the rounds counts.
+Ratios by pairs, because the host's speed drifts by tens of percent within minutes. The contenders
+of a row run one after another, round by round; a ratio is taken inside each round, and the median
+of the rounds counts.
 
-Never measures anything, never prints.
+Never measures, never prints.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from statistics import median
 
 
 class Results:
-    """The samples of one row: for each contender one sample a round, in the order of the rounds."""
+    """The samples of one row: one sample per round for each contender, in the order of the rounds.
+    """
 
     def __init__(self, samples):
         self.samples = samples
 
     def of(self, contender=None):
-        """The samples of one contender; of the only one unless it is named."""
+        """The samples of one contender; by default of the only one."""
         if contender is None:
             (samples,) = self.samples.values()
             return samples
@@ -29,26 +30,26 @@ class Results:
         return median(sample[key] for sample in self.samples[contender])
 
     def spread(self, contender, key):
-        """Largest minus smallest sample, as a part of the median: how noisy the figure is."""
+        """Largest minus smallest sample, relative to the median: the noise of the figure."""
         values = [sample[key] for sample in self.samples[contender]]
         return (max(values) - min(values)) / (median(values) or 1.0)
 
     def ratio(self, contender, other, key):
-        """The median over the rounds of one contender's figure divided by the other's in the same
-        round.
+        """The median over the rounds of one contender's figure divided by that of its peer in the
+        same round.
         """
         pairs = zip(self.samples[contender], self.samples[other], strict=True)
         return median(mine[key] / (theirs[key] or float("nan")) for mine, theirs in pairs)
 
     def best(self, contenders, key, largest):
-        """Which of the contenders has the best median."""
+        """The contender with the best median."""
         choose = max if largest else min
         return choose(contenders, key=lambda name: self.median(name, key))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing asked, what was measured, and whether that is enough."""
+    """One target, the measured value, and True if the target is met."""
 
     asked: str
     measured: str
@@ -57,11 +58,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Faster:
-    """Asks that a contender reach `factor` times the best of `peers`, or `cap` times a limit if
+    """Target: a contender reaches `factor` times the best of `peers`, or `cap` times a bound if
     that is less.
 
-    A limit is what the disk, or a socket, gives with nothing in between: where the peers are close
-    to it no factor over them is possible. Of several the narrowest counts.
+    A bound is the throughput of the disk or a socket alone: if the peers are close to it, no factor
+    over them is possible. Of several bounds the lowest counts.
     """
 
     who: str
@@ -86,8 +87,7 @@ class Faster:
 
 @dataclass(frozen=True)
 class Cheaper:
-    """Asks that a contender's `key` (processor time per request) be at most `factor` of the best
-    peer's.
+    """Target: a contender's `key` (CPU time per request) is at most `factor` times the best peer's.
     """
 
     who: str
@@ -104,7 +104,7 @@ class Cheaper:
 
 @dataclass(frozen=True)
 class Within:
-    """Asks that a rate be `asked` within `tolerance` (a part of it) in every round: a limit has no
+    """Target: a rate is `asked` within `tolerance` (relative) in every round; a limit has no
     median.
     """
 
@@ -122,9 +122,8 @@ class Within:
 
 @dataclass(frozen=True)
 class AtMost:
-    """Asks that a figure stay at or below a bound in every round; `show` makes text of a value.
-
-    `who` names the contender where there are several.
+    """Target: a figure is at most a bound in every round; `show` formats a value. `who` names the
+    contender if there are several.
     """
 
     bound: float
@@ -141,7 +140,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class MedianAtMost:
-    """Asks that the median of a figure of the only contender stay at or below a bound."""
+    """Target: the median of a figure of the only contender is at most a bound."""
 
     bound: float
     key: str
@@ -154,7 +153,7 @@ class MedianAtMost:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """Asks that the median of a contender's figure reach a bound."""
+    """Target: the median of a contender's figure is at least a bound."""
 
     who: str
     bound: float
@@ -169,7 +168,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class About:
-    """Asks that the median of a contender's figure be `asked` within `tolerance`, a part of it."""
+    """Target: the median of a contender's figure is `asked` within a relative `tolerance`."""
 
     who: str
     asked: float
@@ -185,7 +184,7 @@ class About:
 
 @dataclass(frozen=True)
 class AtMostMore:
-    """Asks that a contender's figure be at most so much above another's, in the median of the
+    """Target: a contender's figure exceeds its peer's by at most this amount, in the median of the
     rounds.
     """
 

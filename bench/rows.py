@@ -1,10 +1,10 @@
-"""The rows of the table that compare: who runs, under which load, and what is asked of weir.
+"""The rows of the table that compare: contenders, loads, and weir's targets.
 
-Why a row is data and a function: `run.py` can interleave any of them without knowing what they
-measure, and a question about one number (`run.py --rows NAME`) runs only what that number needs.
+A row is data and a function, so that `run.py` can interleave rows without knowing what they
+measure, and a question about one number (`run.py --rows NAME`) runs only what it needs.
 
-Never prints, never computes a ratio. The asked factors are the project's promises, and live here
-only.
+Never prints, never computes a ratio. The factors are the project's targets, and are defined only
+here.
 """
 
 import os
@@ -21,34 +21,33 @@ DIRECT = "direct fio"
 QEMU = ("qemu-nbd native", "qemu-nbd io_uring")
 NBDKIT_FILE = ("nbdkit file",)
 NBDKIT_MEMORY = ("nbdkit memory", "nbdkit -t 1")
-# Asked of weir where the kernel places the client, as for users.
+# Targets of weir with the client placed by the kernel, as for users.
 FREE = (Faster(WEIR, 1.2, QEMU), Cheaper(WEIR, 1.0, QEMU))
-# A part of the limit that is enough where the peers are themselves close to it.
+# Share of the bound that suffices if the peers are close to it themselves.
 NEAR_DIRECT = (0.80, DIRECT)
-# nbdcopy's own defaults: requests of 256 KiB, 64 in flight.
+# nbdcopy's defaults: requests of 256 KiB, 64 in flight.
 NBDCOPY_LOAD = Load("read", 64, block_bytes=256 * 1024)
-# Rates no disk reaches: every request is accounted and none waits.
+# Rates above any disk's: every request is charged and none waits.
 OUT_OF_REACH = ("--iops-total", "1000000000", "--bps-total", "100T")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all rows run with."""
+    """Parameters of all rows."""
 
     program: Path  # the weir binary, or None to measure only the peers
-    generator: Path  # the weir binary whose `weir bench` puts loads on anybody's server
+    generator: Path  # the weir binary whose `weir bench` is the client of any server
     disk: Path  # a raw file of `size_bytes`, every block written
     size_bytes: int  # of the file and of every memory disk
-    seconds: float  # of one random load; 0 where only running counts, which is a few requests
-    limit_seconds: float  # over which a limit's accuracy is taken; 0 as above
+    seconds: float  # of one random load; 0 for a few requests, whose figures are not judged
+    limit_seconds: float  # over which a limit's accuracy is measured; 0 as above
     exports: int  # in the row of idle ones
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `contenders(setup, stack)` gives `{name: function that takes one sample}`.
-
-    Servers that outlive a sample are entered into `stack`, which ends with the row.
+    """One row. `contenders(setup, stack)` returns `{name: function that takes one sample}`. Servers
+    that outlive a sample are entered into `stack`, which ends with the row.
     """
 
     name: str
@@ -57,17 +56,17 @@ class Row:
     asked: tuple
     columns: tuple = ("iops", "cpu_us")  # of a sample, in the order to print; the first is the row's figure
     needs_weir: bool = False
-    rounds_factor: float = 1  # times the rounds asked for
+    rounds_factor: float = 1  # times the number of rounds
 
 
 def cost(name, title, contenders, asked, columns, needs_weir=False):
-    """A row of costs with upper limits, which vary little: fewer rounds show them."""
+    """A row of costs with upper limits, which vary little, so fewer rounds suffice."""
     return Row(name, title, contenders, asked, columns, needs_weir, rounds_factor=0.4)
 
 
 def settle(disk):
-    """Writes back and drops the file's page cache, so that no contender pays for or gains from
-    another's.
+    """Writes back and drops the file's page cache, so that a contender is independent of earlier
+    ones.
     """
     fd = os.open(disk, os.O_RDWR)
     try:
@@ -78,7 +77,7 @@ def settle(disk):
 
 
 def with_processor_time(server, load):
-    """The figures of a load, with the processor time that each request cost the server."""
+    """The figures of a load, with the server's CPU time per request."""
     before = server.cpu_seconds()
     sample = load()
     sample["cpu_us"] = (server.cpu_seconds() - before) * 1e6 / sample["requests"]
@@ -91,8 +90,7 @@ def under_load(server, load, seconds):
 
 
 def on_file(setup, argv, use):
-    """A contender whose server lives for one sample: two servers may not hold one image (its lock).
-    """
+    """A contender whose server lives for one sample: an image is locked by one server."""
 
     def sample():
         settle(setup.disk)
@@ -103,7 +101,7 @@ def on_file(setup, argv, use):
 
 
 def on_direct(setup, load):
-    """The contender with no server: what the disk itself gives under this load."""
+    """The contender without a server: the disk itself under this load."""
 
     def sample():
         settle(setup.disk)
@@ -113,8 +111,8 @@ def on_direct(setup, load):
 
 
 def in_memory(setup, stack, argv):
-    """A memory server that lives as long as the row, filled: what was never written is answered
-    without work.
+    """A memory server that lives as long as the row, filled: unwritten blocks are answered without
+    work.
     """
     server = stack.enter_context(servers.Server(argv))
     loads.fill(server.uri, setup.disk)
@@ -122,9 +120,7 @@ def in_memory(setup, stack, argv):
 
 
 def file_servers(setup, access):
-    """Command lines that serve the raw file with the page cache bypassed, each with its best
-    options.
-    """
+    """Command lines that serve the raw file past the page cache, each with its best options."""
     weir = {WEIR: servers.weir_file(setup.program, setup.disk)} if setup.program else {}
     return weir | {
         QEMU[0]: servers.qemu_nbd(setup.disk, "native"),
@@ -143,7 +139,7 @@ def memory_servers(setup):
 
 
 def random_file(load):
-    """Everyone on the raw file under one load, and the disk itself."""
+    """All servers on the raw file under one load, and the disk itself."""
 
     def contenders(setup, _stack):
         def use(server):
@@ -156,7 +152,7 @@ def random_file(load):
 
 
 def random_memory(load):
-    """Everyone's memory disk under one load."""
+    """All memory servers under one load."""
 
     def contenders(setup, stack):
         running = {name: in_memory(setup, stack, argv) for name, argv in memory_servers(setup).items()}
@@ -169,7 +165,8 @@ def random_memory(load):
 
 
 def copy_file(setup, _stack):
-    """nbdcopy of the raw file out of every server; the disk itself, read as nbdcopy would read it.
+    """nbdcopy of the raw file out of every server; and the disk itself, with the same pattern of
+    reads.
     """
 
     def use(server):
@@ -180,7 +177,7 @@ def copy_file(setup, _stack):
 
 
 def copy_memory(setup, stack):
-    """nbdcopy out of every memory disk."""
+    """nbdcopy out of every memory server."""
     running = {name: in_memory(setup, stack, argv) for name, argv in memory_servers(setup).items()}
     return {
         name: lambda server=server: loads.nbdcopy_out(server.uri, setup.size_bytes)
@@ -209,7 +206,7 @@ def connections(depth):
 
 
 def with_options(load, **options):
-    """weir's memory disk with one set of options and with another."""
+    """weir's memory disk with two sets of options."""
 
     def contenders(setup, stack):
         def run(more):
@@ -225,11 +222,11 @@ def with_options(load, **options):
 
 
 def _of_price(name, title, what, without, free=False, **options):
-    """What something costs that nobody should notice: 2 percent at most."""
+    """Cost of a feature that should be unnoticeable: 2 percent at most."""
     load = Load("randread", 32, free=free)
     title = f"4 KiB randread, depth 32, memory: {title}"
     asked = (Faster(what, 0.98, (without,)),)
-    # Two percent is close to a machine's noise: more pairs.
+    # Two percent is close to the host's noise, hence more pairs.
     return Row(name, title, with_options(load, **options), asked, needs_weir=True, rounds_factor=2)
 
 
@@ -242,7 +239,7 @@ def _at_depth_32(kind, free):
     title = f"4 KiB {kind}, depth 32, one connection, raw file, cache none"
     if free:
         load = Load(kind, 32, free=True)
-        return Row(f"file-{kind}-32-free", f"{title}, nobody pinned", random_file(load), FREE)
+        return Row(f"file-{kind}-32-free", f"{title}, not pinned", random_file(load), FREE)
     return Row(f"file-{kind}-32", title, random_file(Load(kind, 32)), asked)
 
 
@@ -300,7 +297,7 @@ ROWS = (
     *(
         _of_price(
             f"sandbox{suffix}",
-            f"in the sandbox against out of it{more}",
+            f"in the sandbox against without it{more}",
             "sandbox",
             "none",
             free,

@@ -1,9 +1,9 @@
-"""The rows that ask what rude clients cost: those that say nothing, come and go, send half a
-write or less and stall, flood a disk with flushes, or take all descriptors.
+"""Rows for the cost of hostile clients: silent ones, short connections, half or less of a write, a
+flood of flushes, or all descriptors in use.
 
-Why beside peers: a server that many tenants reach is as strong as what one of them can do to it.
+Beside peers: a server for many tenants is only as robust as a single tenant permits.
 
-Never judges a speed: memory, processor time and counts.
+Never judges a speed: memory, CPU time and counts only.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from rows import WEIR, cost
 MIB = 1 << 20
 QEMU, NBDKIT = "qemu-nbd", "nbdkit"
 MAGIC, READ, WRITE, FLUSH = 0x25609513, 0, 1, 3
-# A client that is not answered for so long never will be.
+# A client without a reply for this time is considered refused.
 PATIENCE_SECONDS = 60
-# What weir gives back, it gives back a second after the last client has gone.
+# weir returns memory a second after the last client has left.
 SETTLE_SECONDS = 2
 
 
 def receive(client, count):
-    """So many bytes, or the end of the row."""
+    """Receives this many bytes, or fails the row."""
     data = bytearray()
     while len(data) < count:
         part = client.recv(count - len(data))
@@ -43,8 +43,8 @@ def receive(client, count):
 
 
 def line_up(server, stack, count):
-    """So many clients that connect and say nothing. The listener's queue is short, so each waits in
-    a thread of its own until it is taken.
+    """Connects silent clients. The listener's backlog is short, so each waits in its own thread
+    until it is accepted.
     """
 
     def silent():
@@ -63,35 +63,34 @@ def request(kind, cookie, offset=0, length=0):
 
 
 def connect(server):
-    """A client that has said nothing."""
+    """A client without a handshake."""
     client = socket.socket(socket.AF_UNIX)
-    # With a timeout, connecting does not wait where the listener's queue is full.
+    # With a timeout set, connect would not wait while the backlog is full.
     client.connect(server.uri.partition("socket=")[2])
     client.settimeout(PATIENCE_SECONDS)
     return client
 
 
 def negotiate(server, name=b""):
-    """A client that may send requests to an export; "" is the default one."""
+    """A client in the transmission phase of an export; "" is the default one."""
     client = connect(server)
     receive(client, 18)
-    # Fixed newstyle, without the zeroes behind the answer; then NBD_OPT_EXPORT_NAME.
+    # Fixed newstyle, without the zeroes after the reply; then NBD_OPT_EXPORT_NAME.
     client.sendall(struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, len(name)) + name)
     receive(client, 10)
     return client
 
 
 def everyone(setup, *options, image="memory:64M"):
-    """The command lines of all that take part, serving memory; qemu-nbd has none and serves a file.
-    """
+    """Command lines of all contenders, serving memory; qemu-nbd, which cannot, serves a file."""
     weir = {WEIR: servers.weir(setup.program, image, *options)} if setup.program else {}
     qemu = ["qemu-nbd", "--persistent", "--shared=0", "--format=raw", setup.disk]
     return weir | {QEMU: qemu, NBDKIT: servers.nbdkit_memory("64M")}
 
 
 def each(argvs, use, spoilt=False, start=servers.Server):
-    """Contenders that each start a server for a sample. `spoilt`: it leaves peers in no state to end.
-    `start` makes the server.
+    """Contenders that each start a server for a sample. `spoilt`: peers cannot end cleanly
+    afterwards. `start` creates the server.
     """
 
     def on(name, argv):
@@ -113,14 +112,14 @@ def each(argvs, use, spoilt=False, start=servers.Server):
 
 
 def quiet(setup, _stack):
-    """Memory for each of many clients, before and after they have negotiated."""
+    """Memory for each of many clients, before and after their handshake."""
     count = 1000 if setup.seconds else 20
 
     def use(server, stack):
         def cost(make):
             before = servers.resident_bytes(server.pid)
             clients = [stack.enter_context(make(server)) for _ in range(count)]
-            # Answered: then the server has seen those before it as well.
+            # After this reply the server has processed the earlier clients as well.
             with negotiate(server):
                 pass
             assert len(clients) == count
@@ -134,7 +133,7 @@ def quiet(setup, _stack):
 
 
 def hurried(setup, _stack):
-    """Memory that is kept after clients have come and gone as fast as the machine can."""
+    """Memory kept after many short connections."""
 
     def use(server, _stack):
         with negotiate(server):
@@ -154,8 +153,8 @@ def hurried(setup, _stack):
 
 
 def crowd(setup, _stack):
-    """How long somebody waits who comes after three times as many silent clients as there are
-    places.
+    """Time until a client is served behind three times as many silent clients as the maximum number
+    of connections.
     """
     places = 100 if setup.seconds else 5
 
@@ -167,7 +166,7 @@ def crowd(setup, _stack):
         return {"start_s": time.monotonic() - start}
 
     argvs = everyone(setup, "--max-connections", str(places))
-    # qemu-nbd serves nobody until a place is free, which is never.
+    # qemu-nbd serves no further client until a connection ends, which never happens.
     del argvs[QEMU]
     return each(argvs, use)
 
@@ -181,7 +180,7 @@ def halves(setup, _stack):
         for _ in range(count):
             client = stack.enter_context(negotiate(server))
             client.settimeout(0.2)
-            # Whoever has no memory for it does not take it.
+            # A server without memory for it does not read it.
             with contextlib.suppress(TimeoutError):
                 client.sendall(request(WRITE, 1, 0, 32 * MIB) + bytes(16 * MIB))
         return {"resident_bytes": servers.resident_bytes(server.pid) - before}
@@ -195,7 +194,7 @@ class Ended(servers.Server):
     _ended = False
 
     def end_seconds(self):
-        """Ends the server; returns how long that took."""
+        """Ends the server; returns the duration."""
         start = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         if self._process.wait(servers.STOP_SECONDS) != 0:
@@ -210,7 +209,7 @@ class Ended(servers.Server):
 
 def stalled(setup, _stack):
     """Clients that send the header of a 1 MiB write and 100 bytes of it: their cost to a client of
-    another disk, the processor time to connect them, and the time that the server takes to end.
+    another disk, CPU time of their connections, and the time that the server takes to end.
     """
     count = 10_000 if setup.seconds else 50
 
@@ -244,8 +243,8 @@ def flushes_of(device):
 
 
 def flood(setup, stack):
-    """Flushes that reach a device from a client that may do ten operations a second, with nothing
-    to flush.
+    """Flushes that reach a device from a client limited to ten operations a second, without written
+    data.
     """
     path = setup.disk.with_name("flushed.raw")
     with open(path, "wb") as file:
@@ -275,7 +274,7 @@ def flood(setup, stack):
 
 
 def exhausted(setup, _stack):
-    """Processor time and lines of the log while no descriptor is left and clients want in."""
+    """CPU time and log lines while no descriptor is left and clients try to connect."""
     seconds = 3 if setup.seconds else 0.1
     most = 200
 
@@ -290,7 +289,7 @@ def exhausted(setup, _stack):
             "lines": server.log().count("\n") - lines,
         }
 
-    # nbdkit has been seen to hang at its end once it could make no pipe.
+    # nbdkit was observed to hang at its end after it had failed to create a pipe.
     return each(everyone(setup, "--max-connections", "0"), use, spoilt=True)
 
 
@@ -312,14 +311,14 @@ ROWS = (
     ),
     cost(
         "rude-hurried",
-        "memory kept after clients came and went as fast as one can",
+        "memory kept after many short connections",
         hurried,
         (AtMost(20 * MIB, "kept_bytes", _mib, WEIR),),
         ("kept_bytes", "came"),
     ),
     cost(
         "rude-crowd",
-        "until somebody is served behind 300 silent clients",
+        "time until a client is served behind 300 silent ones",
         crowd,
         (AtMost(4, "start_s", "{:.1f} s".format, WEIR),),
         ("start_s",),
@@ -333,7 +332,7 @@ ROWS = (
     ),
     cost(
         "rude-stalled",
-        "10000 clients that each send 100 bytes of a 1 MiB write: rate another disk loses, and the end",
+        "10000 clients that each send 100 bytes of a 1 MiB write: loss of another disk's rate, and shutdown",
         stalled,
         (
             AtMost(0.1, "lost", "{:.0%}".format, WEIR),
@@ -345,14 +344,14 @@ ROWS = (
     ),
     cost(
         "rude-flushes",
-        "flushes that reach the device, of a flood with nothing to flush; weir at 10 IOPS",
+        "flushes that reach the device from a flood without written data; weir at 10 IOPS",
         flood,
         (AtMost(20, "flushes", "{:.0f}/s".format, WEIR),),
         ("flushes", "rate"),
     ),
     cost(
         "rude-descriptors",
-        "processor time and lines in 3 s without descriptors",
+        "CPU time and log lines in 3 s without descriptors",
         exhausted,
         (AtMost(0.1, "cpu_share", "{:.1%}".format, WEIR), AtMost(10, "lines", "{:.0f}".format, WEIR)),
         ("cpu_share", "lines"),

@@ -1,9 +1,9 @@
 #!/usr/bin/python3
-"""Runs weir and its peers side by side and prints the table: who, how fast, at what cost, against
-what was asked.
+"""Runs weir and its peers side by side and prints the table: speed and cost of each, and weir's
+targets.
 
-Why interleaved: A, B, C, C, B, A …, so that a slow minute of the machine hits all of them, and
-nobody always comes after the same. Read a ratio, not a number.
+Interleaved: A, B, C, C, B, A …, so that a slow minute of the host affects all contenders, and none
+always follows the same one. Read the ratios, not the numbers.
 
     bench/run.py                                 everything, about 50 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
@@ -11,10 +11,9 @@ nobody always comes after the same. Read a ratio, not a number.
     bench/run.py --before OLD --rows 'file-*'    this build beside another one, without the peers
     bench/run.py --short                         a minute: whether every row runs, and its figures can be read
 
-Exit status: 0 when everything ran, also where a target was missed; 1 when something failed.
-`--strict` makes it the judge of the targets: 1 where a row missed one, and the last lines name
-these rows. Never builds anything, and leaves nothing behind but the disk file it reuses and the
-JSON.
+Exit status: 0 if all rows ran, even if a target was missed; 1 if a row failed. `--strict` judges
+the targets: 1 if a row missed one, and the last lines name these rows. Never builds anything, and
+leaves no files behind except the disk file, which it reuses, and the JSON.
 """
 
 import argparse
@@ -70,11 +69,11 @@ SUBJECTS = (
     watermark, simulate, advise, rude, watching, many_hosts, ceph,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
-# What a row may fail with: a client, a server, a monitor, a connection of our own.
+# Expected failures of a row: of a client, a server, a monitor, or a connection.
 FAILURES = (LoadFailed, NotReached, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error, OSError)
-# Rows at a time where no figure is judged: two processors are what every machine has.
+# Rows in parallel if no figure is judged: every host has two processors.
 SHORT_WORKERS = 2
-# What a change may cost: a part of the speed before it. Figures that are larger where it is faster.
+# Minimum speed after a change, relative to the speed before it; and the figures that are speeds.
 KEPT = 0.98
 SPEEDS = ("iops", "bytes_per_s")
 MIB = 1 << 20
@@ -82,7 +81,7 @@ MIB = 1 << 20
 
 @dataclass
 class Outcome:
-    """What became of one row."""
+    """The outcome of one row."""
 
     row: rows.Row
     results: Results = None
@@ -127,7 +126,7 @@ def arguments():
 
 
 def beside(row, before):
-    """The row with the contenders that are weir's own, and the same of another build after each."""
+    """The row with weir's contenders, each followed by the same contender of another build."""
 
     def contenders(setup, stack):
         peers = set()
@@ -144,7 +143,7 @@ def beside(row, before):
 
 @dataclass(frozen=True)
 class NotSlower:
-    """Asks of each contender that it keep the speed of the same one before."""
+    """Target: each contender keeps the speed of the earlier build."""
 
     key: str
 
@@ -156,7 +155,8 @@ class NotSlower:
 
 
 def chosen(patterns, peers_only):
-    """The rows a list of patterns names, in the table's order; ends the program if one names none.
+    """The rows that match a list of patterns, in the table's order; exits if a pattern matches
+    none.
     """
     patterns = patterns.split(",")
     for pattern in patterns:
@@ -167,7 +167,7 @@ def chosen(patterns, peers_only):
 
 
 def prepare(args, directory):
-    """The setup, with the disk file written: 2 GiB, or 16 MiB where only running counts."""
+    """The setup, with the disk file written: 2 GiB, or 16 MiB if the figures are not judged."""
     size = 16 * MIB if args.short else 2048 * MIB
     directory.mkdir(parents=True, exist_ok=True)
     disk = directory / f"disk-{size // MIB}M.raw"
@@ -185,9 +185,7 @@ def prepare(args, directory):
 
 
 def write_disk(disk, size):
-    """Writes random bytes throughout: holes and zeroes are answered by some servers without
-    reading.
-    """
+    """Writes random bytes everywhere: some servers answer holes and zeroes without reading."""
     unfinished = disk.with_suffix(".new")
     with open(unfinished, "wb") as file:
         for _ in range(size // MIB):
@@ -197,7 +195,7 @@ def write_disk(disk, size):
 
 
 def measure(row, setup, rounds):
-    """Runs one row's contenders in turn, round by round."""
+    """Runs one row's contenders alternately, round by round."""
     rounds = max(1, round(rounds * row.rounds_factor))
     with contextlib.ExitStack() as stack:
         contenders = row.contenders(setup, stack)
@@ -211,9 +209,7 @@ def measure(row, setup, rounds):
 
 
 def outcome_of(row, setup, rounds, judged):
-    """One row's outcome. A row that fails does not end the table: the others may still be what was
-    wanted.
-    """
+    """One row's outcome. A failed row does not end the table: later rows may be of interest."""
     try:
         results = measure(row, setup, rounds)
     except FAILURES as error:
@@ -222,16 +218,16 @@ def outcome_of(row, setup, rounds, judged):
 
 
 def one_by_one(wanted, setup, rounds, judged):
-    """The outcome of each row, as soon as it is there."""
+    """Yields the outcome of each row as soon as it is available."""
     for row in wanted:
         yield outcome_of(row, setup, rounds, judged)
 
 
 def samples_of(name, setup):
-    """In a process of its own: one row's samples of one round, and why it failed if it did."""
+    """In a separate process: one row's samples of one round, and the reason if it failed."""
     (row,) = (row for row in ROWS if row.name == name)
     own = setup.disk.parent / f"worker-{os.getpid()}"
-    # An image is locked by whoever serves it: each process has its own.
+    # A server locks its image, so each process has its own.
     if not own.exists():
         own.mkdir()
         shutil.copyfile(setup.disk, own / setup.disk.name)
@@ -242,8 +238,8 @@ def samples_of(name, setup):
 
 
 def unreadable(row, samples):
-    """Why a row's samples are no figures, if they are not: each column has one, and each is a
-    number.
+    """The reason why a row's samples are invalid, if they are: each column must have a numeric
+    figure.
     """
     taken = [sample for contender in samples.values() for sample in contender]
     for column in row.columns:
@@ -256,8 +252,7 @@ def unreadable(row, samples):
 
 
 def all_short(wanted, setup):
-    """The outcome of each row, in their order, two at a time: what is judged is only that it runs.
-    """
+    """The outcome of each row, in their order, two in parallel: only that they run is judged."""
     with ProcessPoolExecutor(SHORT_WORKERS) as pool:
         try:
             futures = [pool.submit(samples_of, row.name, setup) for row in wanted]
@@ -265,12 +260,12 @@ def all_short(wanted, setup):
                 samples, failure = future.result()
                 yield Outcome(row, Results(samples) if samples else None, failure=failure)
         finally:
-            # Also when it is ended by a signal: what runs is waited for, what has not begun is not.
+            # Also on a signal: running rows are awaited, pending ones are cancelled.
             pool.shutdown(cancel_futures=True)
 
 
 def progress(text):
-    """One line on a terminal, redrawn; silence elsewhere."""
+    """One line on a terminal, redrawn; nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -282,7 +277,7 @@ def main():
 
 
 def measured(stack):
-    """Measures and prints; the exit status. What is to go at the end is entered into `stack`."""
+    """Measures and prints; returns the exit status. Clean-up is entered into `stack`."""
     # The same clean-up as on Ctrl-C: the servers' `with` blocks end them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
@@ -295,7 +290,7 @@ def measured(stack):
         slow = [row.name for row in wanted if row.columns[0] not in SPEEDS]
         wanted = [beside(row, args.before) for row in wanted if row.name not in slow]
         if slow:
-            print(f"left out, as they have no speed to compare: {', '.join(slow)}")
+            print(f"omitted, as they have no speed to compare: {', '.join(slow)}")
         if not wanted:
             sys.exit("run.py: --before: no row is left to compare")
     if not args.peers_only and not args.weir.exists():
@@ -312,7 +307,7 @@ def measured(stack):
 
     start = time.monotonic()
     outcomes = []
-    # A few requests say that everything runs; they are no ground for a verdict.
+    # A few requests prove that everything runs; they do not suffice for a verdict.
     judged = not (args.short or args.peers_only)
     for outcome in all_short(wanted, setup) if args.short else one_by_one(wanted, setup, args.rounds, judged):
         outcomes.append(outcome)

@@ -1,12 +1,10 @@
-"""NBD servers as the bench runs them: started on a socket of ours, their processor time read,
-stopped.
+"""NBD servers for the bench: started on a socket of the bench, their CPU time read, stopped.
 
-Why the socket is ours: weir, qemu-nbd and nbdkit all take a listening socket from their parent
-(systemd's LISTEN_FDS protocol). A client may then connect at once and simply waits until the server
-accepts, so that no server is polled for readiness and none needs options of its own for where to
-listen.
+The bench passes the socket: weir, qemu-nbd and nbdkit all accept a listening socket from their
+parent (systemd's LISTEN_FDS protocol). A client can connect at once and waits until the server
+accepts, so that no server is polled for readiness, and none needs its own options for the address.
 
-Never leaves a process or a socket behind, also when a sample fails; never decides what is measured.
+Never leaves a process or a socket behind, even if a sample fails; never decides what is measured.
 """
 
 import os
@@ -19,28 +17,27 @@ from pathlib import Path
 
 import qmp
 
-# The three programs expect their sockets from descriptor 3 on, and LISTEN_PID to be their own
-# process: only a process that then becomes the server can set that. The socket arrives as its
-# standard input.
+# The programs expect their sockets from descriptor 3 on, and their own PID in LISTEN_PID: only a
+# process that becomes the server by exec can set that. The socket arrives as its standard input.
 ACTIVATE = 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
 STOP_SECONDS = 120
 READY_SECONDS = 120
-# For qemu-storage-daemon to answer at its monitor, and how often it is started.
+# Deadline for qemu-storage-daemon to answer at its monitor, and number of attempts to start it.
 MONITOR_SECONDS, MONITOR_ATTEMPTS = 20, 5
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailed(Exception):
-    """A server ended by itself, did not stop, or stopped with an error; the text says which and
-    why.
+    """A server ended on its own, did not stop, or stopped with an error; the text names it and the
+    reason.
     """
 
 
 class Server:
     """One running server of one export. Use it in a `with` statement.
 
-    It is reached over a Unix socket, or where a client cannot use one over TCP on the loopback
-    (`tcp=True`). `killed`: it is not asked to end, where it may be in no state to.
+    Clients use a Unix socket, or, if they cannot, TCP on the loopback (`tcp=True`). `killed`: it is
+    killed instead of stopped, because it may be unable to end cleanly.
     """
 
     def __init__(self, argv, tcp=False, killed=False):
@@ -66,18 +63,18 @@ class Server:
             self._directory.cleanup()
 
     def prepare(self, directory):
-        """Called before the start with a directory that ends with the server: for files its command
-        line names.
+        """Called before the start with a directory that lives as long as the server, for files of
+        its command line.
         """
 
     def uri_of(self, export):
-        """The URI of one export among several."""
+        """The URI of one of several exports."""
         return self.uri.replace("///", f"///{export}", 1) if not self.tcp else f"{self.uri}/{export}"
 
     def _listen(self):
-        """The socket clients connect to; `uri` and, over TCP, `address` name it."""
+        """The listening socket; sets `uri` and, over TCP, `address`."""
         if self.tcp:
-            # Port 0: the kernel picks a free one, so that tests may run side by side.
+            # Port 0: the kernel chooses a free one, so that tests may run in parallel.
             listener = socket.create_server(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{listener.getsockname()[1]}"
             self.uri = f"nbd://{self.address}"
@@ -91,28 +88,28 @@ class Server:
 
     @property
     def pid(self):
-        """The process."""
+        """PID of the server."""
         return self._process.pid
 
     def cpu_seconds(self):
-        """User and system time of all its threads so far, those that ended included; in steps of 10
-        ms.
+        """User and system time of all its threads so far, including ended ones; in steps of 10 ms.
         """
         return cpu_seconds(self._process.pid)
 
     def log(self):
-        """What the server has printed so far."""
+        """Output of the server so far."""
         return self._log_path.read_text(errors="replace")
 
     def _stop(self, quiet):
-        """Ends the process. `quiet` when another failure is on its way out and must not be hidden.
+        """Ends the process. `quiet` while another exception is propagated, which must not be
+        hidden.
         """
         if self._killed:
             self._process.kill()
             self._process.wait()
             return
         if self._process.poll() is not None:
-            # Whatever failed because of it says less than the server's last words.
+            # The server's last messages say more than the failure that followed.
             raise ServerFailed(f"{shlex.join(self.argv)[:200]}: ended by itself\n{self.log()}")
         self._process.send_signal(signal.SIGTERM)
         try:
@@ -127,11 +124,11 @@ class Server:
 
 
 class Machine(Server):
-    """A server over vhost-user-blk. It makes its sockets itself, and says when it can be reached: weir
-    to its service manager, qemu-storage-daemon by answering at a monitor.
+    """A server over vhost-user-blk. It creates its sockets itself, and announces readiness: weir to
+    its service manager, qemu-storage-daemon by answering at a monitor.
 
-    `command(socket, nbd)` gives weir's command line, or with `monitored` qemu-storage-daemon's but
-    its monitor.
+    `command(socket, nbd)` returns weir's command line, or with `monitored` that of
+    qemu-storage-daemon without its monitor.
     """
 
     def __init__(self, command, monitored=False):
@@ -161,8 +158,8 @@ class Machine(Server):
         return self
 
     def _stop(self, quiet):
-        # qemu-storage-daemon 7.2 has been seen to hang at its end, right after its client's. Nothing is
-        # lost: no image's metadata changes in a row.
+        # qemu-storage-daemon 7.2 was observed to hang at its end, right after its client's. A kill
+        # loses nothing: no row changes an image's metadata.
         if self._monitored and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -182,7 +179,7 @@ class Machine(Server):
                 pass
 
     def _monitor(self, directory, log):
-        # Now and then version 7.2 greets and never answers, so another one is tried.
+        # Version 7.2 sometimes sends its greeting and never answers, so another one is started.
         for attempt in range(1, MONITOR_ATTEMPTS + 1):
             try:
                 return self._monitor_once(directory / f"qmp{attempt}.sock", log)
@@ -200,15 +197,15 @@ class Machine(Server):
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", ACTIVATE, "sh", *self.argv, *monitor], stdin=listener, stdout=log, stderr=log
             )
-        # It answers once its exports are there.
+        # It answers once its exports exist.
         with qmp.Monitor(path, MONITOR_SECONDS):
             pass
 
 
 def cpu_seconds(pid):
     """User and system time of process `pid`, from /proc/PID/stat (fields 14 and 15 of proc(5))."""
-    # The second field is the program's name in parentheses and may hold spaces: count from behind
-    # it.
+    # The second field is the program's name in parentheses and may contain spaces: parse what
+    # follows it.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
@@ -223,17 +220,17 @@ def resident_bytes(pid):
 
 def weir(program, image, *options):
     """The command line of weir serving `image`: a path, `memory:SIZE` or `null:SIZE`."""
-    # Further options of the daemon's, to try what they cost: WEIR_OPTIONS="--poll 50us" make bench
+    # Additional options of the daemon, to measure their cost: WEIR_OPTIONS="--poll 50us" make bench
     return [program, "serve", image, *options, *shlex.split(os.environ.get("WEIR_OPTIONS", ""))]
 
 
 def weir_file(program, path, *options):
-    """weir on a raw file, bypassing the page cache."""
+    """weir on a raw file, past the page cache."""
     return weir(program, path, "--format", "raw", "--cache", "none", *options)
 
 
 def qemu_nbd(path, aio):
-    """qemu-nbd on a raw file, bypassing the page cache; `aio` is `native` or `io_uring`."""
+    """qemu-nbd on a raw file, past the page cache; `aio` is `native` or `io_uring`."""
     return ["qemu-nbd", "--persistent", "--shared=8", "--format=raw", "--cache=none", f"--aio={aio}", path]
 
 
@@ -250,8 +247,8 @@ def nbdkit_before(uri):
 def nbdkit_file(path, access):
     """nbdkit's file plugin; `access` is `random` or `sequential`.
 
-    It cannot open O_DIRECT. `cache=none` is its nearest: it goes through the page cache and asks
-    the kernel to drop what it touched, so that a second read goes to the disk again.
+    It cannot open with O_DIRECT. `cache=none` is the closest option: it uses the page cache and
+    asks the kernel to drop the pages afterwards, so that a second read goes to the disk again.
     """
     return ["nbdkit", "--foreground", "file", path, "cache=none", f"fadvise={access}"]
 

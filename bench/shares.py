@@ -1,12 +1,11 @@
-"""The rows that ask who gets how much of a group's limit: clients of unlike habits, weights, a
+"""Rows for the distribution of a group's limit: clients with different loads, weights, a
 reservation.
 
-Why a part of the limit and not a ratio of the members: a group that leaves some of its limit
-unused, however evenly, is no success either. Rates are taken from the times of completions, as in
+Measured as shares of the limit and not as a ratio of the members, so that a group that leaves a
+part of its limit unused does not pass. Rates are taken from the times of completions, as in
 `limits.py`. The same decisions are tested exactly, in virtual time, beside their code.
 
-Never asks anything of QEMU: its figures stand beside to show what changes for whoever comes from
-there.
+Never sets targets for QEMU: its figures show what changes for its users.
 """
 
 import groups
@@ -18,8 +17,7 @@ from results import About, AtLeast
 from rows import WEIR, Row
 
 QSD = "qemu-storage-daemon"
-# By then every client is connected, and what passed at once (a tenth of a second's worth) is paid
-# for.
+# By then every client is connected, and the burst (a tenth of a second's worth) is over.
 SKIP_MS = 500
 TOLERANCE = 0.02
 NAMES = ("first", "second", "third")
@@ -33,25 +31,25 @@ HOSTILE = 10
 
 
 def percent(value):
-    """A part as a person reads it."""
+    """A share as a percentage."""
     return f"{value:.1%}"
 
 
 def rates(daemon, jobs, seconds):
-    """Requests per second of several loads at once, each on the export of its name."""
+    """Requests per second of concurrent loads, each on the export of its name."""
     pairs = [(load, daemon.uri_of(name)) for name, load in jobs.items()]
     times_ms = loads.together(pairs, lasting(seconds, SKIP_MS))
     return [passed_per_second(times, SKIP_MS, seconds * 1000) for times in times_ms]
 
 
 def both(setup, limits, disks):
-    """The daemons to compare, each started anew for a sample: `{name: function that gives one}`."""
+    """The daemons to compare, each restarted for a sample: `{name: function that returns one}`."""
     daemons = {QSD: lambda: groups.storage_daemon(limits, disks)}
     return ({WEIR: lambda: groups.weir(setup.program, limits, disks)} if setup.program else {}) | daemons
 
 
 def sharing(limit, rate, jobs, settings=None):
-    """Contenders whose sample is the part of the limit that each of `jobs` got."""
+    """Contenders whose sample is the share of the limit of each of `jobs`."""
 
     def contenders(setup, _stack):
         disks = [Disk(name, (settings or {}).get(name, {})) for name in jobs]
@@ -71,7 +69,7 @@ def sharing(limit, rate, jobs, settings=None):
 
 
 def reservation(setup, _stack):
-    """One member with a promise among many that ask for all they can get."""
+    """One member with a reservation among many greedy ones."""
     disks = [Disk("reserved", {"iops-reservation": RESERVED})]
     disks += [Disk(f"hostile{number}", {"weight": 1000}) for number in range(HOSTILE)]
     jobs = {disk.name: Load("randread", 64) for disk in disks}
@@ -86,7 +84,7 @@ def reservation(setup, _stack):
 
 
 def levels(setup, _stack):
-    """What three disks get of the limits of every level: the part that each should have."""
+    """Shares of three disks under limits on every level."""
     config = "\n".join(
         [
             groups.table("group.host", {"iops-total": 2000}),
@@ -151,7 +149,7 @@ ROWS = (
         reservation,
         (
             AtLeast(WEIR, RESERVED * (1 - TOLERANCE), "reserved", "{:,.0f}".format),
-            # The promise must not starve the rest: they share what it leaves.
+            # The reservation must not starve the rest: they share the remaining rate.
             AtLeast(
                 WEIR, (RESERVATION_RATE - RESERVED) / HOSTILE * (1 - 5 * TOLERANCE), "least", "{:,.0f}".format
             ),
@@ -163,8 +161,8 @@ ROWS = (
         "share-levels",
         "2000 IOPS of a host: 1200 at most for a tenant, 300 of them at most for its first disk; a neighbour of the tenant",
         levels,
-        # Tenant and neighbour have a thousand each; of the tenant's, the limited disk takes what it
-        # may.
+        # Tenant and neighbour have a thousand each; of the tenant's, the limited disk gets its own
+        # limit.
         _fair((0.15, 0.35, 0.5)),
         columns=NAMES,
         needs_weir=True,

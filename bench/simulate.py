@@ -1,12 +1,12 @@
-"""How fast `weir simulate` is, and how far a daemon is from what was simulated.
+"""Speed of `weir simulate`, and its distance from a real daemon.
 
-Speed: requests a second of one core, from the text of a trace to percentiles, with limits and
-without. The trace is weir's own CSV, of one disk under a limit that about half of its requests wait
-for, so that both ways through the simulation count. Reading it, both simulations of it (before and
-after) and the histograms are in the time; starting the program is too.
+Speed: requests a second on one core, from the text of a trace to percentiles, with limits and
+without. The trace is weir's own CSV, of one disk under a limit that throttles about half of its
+requests, so that both paths through the simulation count. The time includes parsing, both
+simulations (before and after), the histograms, and the start of the program.
 
-Distance: a trace is simulated, and sent to a daemon at its instants. A request that was sent late may be
-done as much later. tests/simulate.rs checks that a daemon is never ahead of the simulation.
+Distance: a trace is simulated, and sent to a daemon at its times. A request that was sent late may
+complete as much later. tests/simulate.rs asserts that a daemon is never ahead of the simulation.
 
 Never compares with another program: none replays a trace through these limits.
 """
@@ -26,17 +26,16 @@ from loads import LoadFailed
 from results import AtLeast, AtMost
 from rows import WEIR, Row
 
-# What the project promises, on one core.
+# The project's target, on one core.
 ASKED = 2_000_000
 LIMIT = 1000
-# Of each second: a burst at twice the limit for a fifth of it, then what is left until there are as
-# many as the limit lets pass. A tenth of a second's worth passes at once, so of the 400 of the
-# burst 200 wait, and of those behind it 300 until the queue is empty.
+# In each second: a burst at twice the limit for a fifth of it, then the remaining requests up to
+# the limit. A tenth of a second's worth is admitted at once, so 200 of the burst's 400 requests
+# wait, and 300 of the later ones until the queue is empty.
 BURST, BURST_GAP_NS = 400, 500_000
 REST, REST_GAP_NS = 600, 1_333_333
 SECOND_NS = 1_000_000_000
-# Reads and writes apart: where they share a limit, whose turn it is depends on which came first by
-# a microsecond.
+# Separate limits for reads and writes: with a shared one the order could depend on a microsecond.
 REPLAY_LIMITS = (
     "--iops-read", "60", "--iops-read-max", "80", "--iops-size", "8K", "--bps-write", "500K", "--bps-write-max", "600K",
 )  # fmt: skip
@@ -49,14 +48,14 @@ REQUEST, REQUEST_MAGIC = ">IHHQQI", 0x25609513
 
 
 def times_ns():
-    """The instants of one second's requests."""
+    """Times of one second's requests."""
     burst = [number * BURST_GAP_NS for number in range(BURST)]
     return burst + [BURST * BURST_GAP_NS + number * REST_GAP_NS for number in range(REST)]
 
 
 def write_trace(path, seconds):
-    """A thousand requests a second, each of 4 KiB; kept between runs, since it is the same each
-    time.
+    """Writes a thousand requests of 4 KiB a second; the file is deterministic and kept between
+    runs.
     """
     if path.exists():
         return
@@ -75,7 +74,7 @@ def write_trace(path, seconds):
 
 def contenders(setup, _stack):
     """The program alone, on one CPU."""
-    # Five million requests; ten thousand where only running counts.
+    # Five million requests; ten thousand if the figures are not judged.
     seconds = 5000 if setup.seconds >= 1 else 10
     trace = setup.disk.parent / f"simulate-{seconds}.csv"
     write_trace(trace, seconds)
@@ -95,7 +94,7 @@ def contenders(setup, _stack):
 
 
 def requests(count):
-    """A trace. Each request is away from all others, so that none are merged."""
+    """A trace with gaps between all requests, so that none are merged."""
     draw = random.Random(42)
     at_ns, trace = 0, []
     for number in range(count):
@@ -106,7 +105,7 @@ def requests(count):
 
 
 def simulated(setup, trace):
-    """When each request of a trace is done by the simulation, in nanoseconds."""
+    """Completion times of a trace in the simulation, in nanoseconds."""
     with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
         path, events = Path(directory, "trace.csv"), Path(directory, "events.csv")
         lines = (f"{at_ns},null,{op},{offset},{length}\n" for at_ns, op, offset, length in trace)
@@ -120,7 +119,7 @@ def simulated(setup, trace):
 
 
 def receive(stream, count):
-    """So many bytes."""
+    """Receives this many bytes."""
     data = bytearray()
     while len(data) < count:
         if not (more := stream.recv(count - len(data))):
@@ -130,7 +129,7 @@ def receive(stream, count):
 
 
 def connected(path):
-    """A connection to the only export. It has answered a flush, which no limit notices."""
+    """A connection to the only export, on which a flush was answered; no limit charges it."""
     stream = socket.socket(socket.AF_UNIX)
     stream.settimeout(REPLAY_PATIENCE_SECONDS)
     stream.connect(path)
@@ -144,7 +143,7 @@ def connected(path):
 
 
 def take(stream, trace, done_ns):
-    """Takes the answers to all of a trace, each with its time."""
+    """Receives the replies to a trace, each with its time."""
     for _ in trace:
         _, error, number = struct.unpack(">IIQ", receive(stream, 16))
         done_ns[number] = time.monotonic_ns()
@@ -156,7 +155,8 @@ def take(stream, trace, done_ns):
 
 
 def replayed(path, trace):
-    """Sends a trace; by request when it was done, and how late it was sent, in nanoseconds."""
+    """Sends a trace; returns for each request its completion time, and how late it was sent, in
+    nanoseconds."""
     done_ns, late_ns = {}, {}
     with connected(path) as stream:
         reader = threading.Thread(target=take, args=(stream, trace, done_ns))
@@ -177,7 +177,7 @@ def replayed(path, trace):
 
 
 def agreement(setup, _stack):
-    """How far a daemon is from the simulation."""
+    """Distance of a daemon from the simulation."""
     trace = requests(max(30, int(300 * setup.seconds / 4)))
     expected = simulated(setup, trace)
 
@@ -188,7 +188,8 @@ def agreement(setup, _stack):
 
         def apart_ns(number):
             behind = done[number] - expected[number]
-            # Of a late request one part in a hundred is as good as a millisecond of an early one.
+            # A deviation of one percent of a late request counts like a millisecond of an early
+            # one.
             off = max(-behind, behind - late[number], 0)
             return off * min(1, 100 * APART_MS * 1e6 / max(1, expected[number]))
 
@@ -200,7 +201,7 @@ def agreement(setup, _stack):
 ROWS = (
     Row(
         "simulate-agrees",
-        "a trace sent to a daemon and simulated: how far apart 99 of 100 requests are, or a hundredth of their time",
+        "a trace sent to a daemon and simulated: maximum difference of 99 % of the requests, or 1 % of their time",
         agreement,
         (AtMost(APART_MS, "apart_ms", "{:.2f} ms".format),),
         columns=("apart_ms",),
@@ -209,7 +210,7 @@ ROWS = (
     ),
     Row(
         "simulate-speed",
-        "weir simulate, a trace half of whose requests wait for a limit, one core",
+        "weir simulate, a trace with half of its requests throttled, one core",
         contenders,
         (AtLeast(WEIR, ASKED, "iops", "{:,.0f}".format),),
         needs_weir=True,

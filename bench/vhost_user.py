@@ -1,12 +1,11 @@
-"""Rows for vhost-user-blk: beside qemu-storage-daemon, beside NBD, and what limits, queues and idle
-machines come to.
+"""Rows for vhost-user-blk: beside qemu-storage-daemon, beside NBD, and the cost of limits, queues
+and idle machines.
 
-Why `weir bench` puts the load on everybody: no other program does without a virtual machine, and a
-machine under emulation would be what is measured. Its driver is libblkio's, by the people of QEMU.
+`weir bench` is the client of all servers: no other program works without a virtual machine, and an
+emulated machine would dominate the figures. Its driver is libblkio's, by QEMU's developers.
 
-The client is on the first core in contenders called "pinned", and where the kernel puts it in the
-others; direct fio is as everywhere (`loads.placement`). Servers are never pinned. Processor time is
-the server's alone.
+The client is on the first core in contenders called "pinned", else placed by the kernel; direct fio
+is as everywhere (`loads.placement`). Servers are never pinned. CPU time is the server's only.
 
 Never starts a virtual machine.
 """
@@ -29,7 +28,7 @@ from results import About, AtLeast, AtMost, Cheaper, Faster
 from rows import DIRECT, OUT_OF_REACH, WEIR, Row, settle
 
 RATE, BYTES_RATE, KIB = 1000, 10_000_000, 1 << 10
-# Skipped of a load under a limit: what passes at once.
+# Excluded from a load under a limit: the burst.
 SKIP_SECONDS = 1
 TOLERANCE, PART_TOLERANCE = 0.005, 0.02
 SHARED_RATE, RESERVED = 10_000, 3000
@@ -38,16 +37,17 @@ NEIGHBOURS_RATE = 5000
 
 
 def percent(value):
-    """A part as a person reads it."""
+    """A share as a percentage."""
     return f"{value:.1%}"
 
 
 def argv_of(setup, load, target, seconds, *options):
-    """`weir bench` under this load; 0 seconds are a few requests."""
+    """`weir bench` with this load; 0 seconds mean a few requests."""
     if not setup.generator.exists():
         raise LoadFailed(f"{setup.generator}: no such file (build it with `make build`)")
     kinds = {"randread": ["--random"], "randwrite": ["--random", "-w"], "read": []}
-    # Another sequence each time, or a second sample meets what the first left in some cache.
+    # A new sequence each time; otherwise a second sample would find the data of the first in a
+    # cache.
     seed = ["--seed", time.monotonic_ns() % (1 << 32)] if load.kind != "read" else []
     long = ["--runtime", f"{seconds * 1000:.0f}ms"] if seconds else ["--count", loads.FEW]
     return [
@@ -67,7 +67,7 @@ def put(setup, server, load, pinned=False, target=None):
 
 
 def weir(setup, image, *options, queues=16, over_nbd=False):
-    """weir with one disk for a machine, and for clients over NBD too where that is said."""
+    """weir with one disk for a virtual machine, and optionally for clients over NBD as well."""
 
     def command(path, nbd):
         exports = ["--vhost-user-blk", f"unix:{path},queues={queues}"]
@@ -78,7 +78,7 @@ def weir(setup, image, *options, queues=16, over_nbd=False):
 
 
 def storage_daemon(node, *objects):
-    """qemu-storage-daemon with an I/O thread and the block device of these words, called d."""
+    """qemu-storage-daemon with an I/O thread and this block device, named d."""
 
     def command(path, _nbd):
         export = f"type=vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path={path},writable=on,num-queues=1"
@@ -106,7 +106,7 @@ def limited(setup, stack):
 
 
 def beside_nbd(setup, _stack):
-    """One disk both ways, by one client."""
+    """One disk over both protocols, with one client."""
     load = Load("randread", 32)
     images = {
         "null": (f"null:{setup.size_bytes}",),
@@ -119,7 +119,7 @@ def beside_nbd(setup, _stack):
             settle(setup.disk)
             with weir(setup, *image, over_nbd=True) as server:
                 if image[0] == images["memory"][0]:
-                    # What was never written is answered without work.
+                    # Unwritten blocks are answered without work.
                     loads.fill(server.uri, setup.disk)
                 return put(setup, server, load, pinned, server.uri if nbd else None)
 
@@ -134,7 +134,7 @@ def beside_nbd(setup, _stack):
 
 
 def two_queues(setup, stack):
-    """One queue and two, each with a thread of its own on either side."""
+    """One queue and two, each with its own thread on either side."""
     image = f"null:{setup.size_bytes}"
     server = stack.enter_context(weir(setup, image, "--workers", 2, queues=2))
     return {
@@ -145,7 +145,7 @@ def two_queues(setup, stack):
 
 @contextmanager
 def mixed(setup, group, members):
-    """One group with a member of each name: the first over vhost-user-blk, the others over NBD. Gives the
+    """One group with these members: the first over vhost-user-blk, the others over NBD. Returns the
     targets by name.
     """
     first, *_ = members
@@ -165,8 +165,8 @@ def mixed(setup, group, members):
 
 
 def rates(setup, jobs, seconds):
-    """Requests per second of several loads at once, `jobs` being pairs of a load and a target: of the whole
-    seconds behind the first.
+    """Requests per second of concurrent loads, `jobs` being pairs of a load and a target: over the
+    whole seconds after the first.
     """
     long = seconds and seconds + SKIP_SECONDS + 1
     clients = [
@@ -191,8 +191,8 @@ def rates(setup, jobs, seconds):
 
 
 def limits(setup, _stack):
-    """A machine under limits of requests and of bytes; sharing one by weight with clients over NBD; and with
-    a reservation beside them.
+    """A machine under limits of requests and of bytes; sharing a limit by weight with clients over
+    NBD; and with a reservation beside them.
     """
 
     def alone(load, option, limit):
@@ -216,7 +216,7 @@ def limits(setup, _stack):
 
 
 def idle(setup, _stack):
-    """Wake-ups of all threads of a daemon with many machines that do nothing."""
+    """Wake-ups of all threads of a daemon with many idle machines."""
 
     def sample():
         front_end.allow_descriptors()
@@ -245,8 +245,8 @@ def idle(setup, _stack):
 
 
 def neighbour(setup, _stack):
-    """A machine under a limit of its own: alone with a daemon, and beside a machine that puts rubbish into
-    its ring.
+    """A machine with its own limit: alone with a daemon, and beside a machine with a ring of random
+    content.
     """
     limit = groups.table("group.own", {"iops-total": NEIGHBOURS_RATE})
 
@@ -276,7 +276,8 @@ def neighbour(setup, _stack):
 
 @contextmanager
 def attacked(path):
-    """While a process puts rubbish into the ring of the machine at this socket."""
+    """Context manager: a process writes random content into the ring of the machine at this socket.
+    """
     ended = multiprocessing.Event()
     driver = multiprocessing.Process(target=front_end.hostile, args=(path, ended))
     driver.start()
@@ -290,10 +291,10 @@ def attacked(path):
 
 
 def wakes(pid):
-    """Voluntary context switches so far of each thread that a process has."""
+    """Voluntary context switches so far of each thread of a process."""
     counts = {}
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        # One may end meanwhile.
+        # A thread may end meanwhile.
         with suppress(OSError):
             for line in status.read_text().splitlines():
                 if line.startswith("voluntary_ctxt_switches:"):
@@ -302,7 +303,7 @@ def wakes(pid):
 
 
 def _either(ask):
-    """What is asked of weir, for both places of the client."""
+    """weir's targets, for both placements of the client."""
     return (*ask(""), *ask(PINNED))
 
 
@@ -384,7 +385,7 @@ ROWS = (
     ),
     Row(
         "vhost-user-neighbour",
-        "5000 IOPS, depth 4, vhost-user-blk, null storage: beside a machine that fills its ring with rubbish",
+        "5000 IOPS, depth 4, vhost-user-blk, null storage: beside a machine with a ring of random content",
         neighbour,
         (Faster("beside a hostile one", 0.98, ("alone",), key="rate"),),
         columns=("rate",),

@@ -1,11 +1,11 @@
-"""The rows that ask how long a request waits which should not: behind a neighbour's huge ones, and
+"""Rows for the wait of a request that should not wait: behind huge requests of a neighbour, and
 when a limit is lifted.
 
-Why libnbd itself and not fio: what counts is one request's time, and what was in flight when it was
-sent. Both are known only to whoever sends them.
+libnbd directly and not fio: the rows need the time of a single request and the requests in flight
+when it was sent, which only the sender knows.
 
-Never measures a rate; never leaves a request behind: the connections end with the sample, whatever
-is still in flight.
+Never measures a rate; never leaves a request behind: the connections end with the sample, with
+requests still in flight.
 """
 
 import contextlib
@@ -25,50 +25,50 @@ from shares import QSD
 KIB, MIB = 1 << 10, 1 << 20
 MB = 1_000_000
 SMALL = 4 * KIB
-# What a small request may wait behind a large one, service included.
+# Maximum wait of a small request behind a large one, service included.
 SLICE_MS = 100
 LIFT_MS = 10
 LIFT_BYTES = 8 * MIB
 WAITING_SECONDS = 1
 ARRIVAL_SECONDS = 0.1
-# Longer than anything here may take: 32 MiB at 1 MB/s.
+# Longer than any request takes: 32 MiB at 1 MB/s.
 PATIENCE_SECONDS = 60
-# The client's own loop is no better than that.
+# Precision of the client's loop.
 SHORTEST_PAUSE_SECONDS = 0.002
 
 
 def milliseconds(value):
-    """A time as a person reads it."""
+    """A time in milliseconds."""
     return f"{value:,.1f} ms"
 
 
 class Reader:
-    """One connection that reads `size_bytes` at a time, one read in flight."""
+    """One connection that reads `size_bytes` at a time, with one read in flight."""
 
     def __init__(self, uri, size_bytes):
         self._handle = nbd.NBD()
-        # Zeroing the buffer first would be the client's time.
+        # Zeroing the buffer first would add to the client's time.
         self._handle.set_pread_initialize(False)
         self._handle.connect_uri(uri)
         self._buffer = nbd.Buffer(size_bytes)
         self._cookie = None
 
     def send(self):
-        """Sends a read; returns once the server can have it."""
+        """Sends a read; returns once it is in the socket."""
         self._cookie = self._handle.aio_pread(self._buffer, 0)
         self.step(0)
 
     def step(self, timeout_ms):
-        """Takes what the server sent, waiting so long for it at most."""
+        """Processes replies, waiting for at most this time."""
         self._handle.poll(timeout_ms)
 
     def done(self):
-        """Whether the read was answered; an error that was the answer is raised."""
+        """True if the read was answered; an error is raised."""
         return self._handle.aio_command_completed(self._cookie)
 
 
 def wait(reader, other=None):
-    """Until `reader` is answered, taking also what the other is sent."""
+    """Waits until `reader` is answered, also processing replies of the second one."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not reader.done():
         if time.monotonic() > end:
@@ -79,8 +79,7 @@ def wait(reader, other=None):
 
 
 def read_on(uri, size_bytes, begun):
-    """A neighbour: reads one after the other, to the end of its process; `begun` is set once the
-    first is sent.
+    """A neighbour: sequential reads until its process ends; `begun` is set once the first was sent.
     """
     reader = Reader(uri, size_bytes)
     reader.send()
@@ -92,9 +91,7 @@ def read_on(uri, size_bytes, begun):
 
 @contextlib.contextmanager
 def neighbour_of(uri, size_bytes):
-    """A neighbour in a process of its own: taking 32 MiB would be time in which ours notices no
-    answer.
-    """
+    """A neighbour in a separate process: receiving 32 MiB would delay the client's own replies."""
     begun = multiprocessing.Event()
     process = multiprocessing.Process(target=read_on, args=(uri, size_bytes, begun), daemon=True)
     process.start()
@@ -109,7 +106,7 @@ def neighbour_of(uri, size_bytes):
 
 
 def attend(readers, seconds):
-    """Takes what is sent to them for so long."""
+    """Processes their replies for this time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for reader in readers:
@@ -124,7 +121,7 @@ def reading(uri, rate, seconds):
     pause = max(SMALL / (rate / 2), SHORTEST_PAUSE_SECONDS)
     waits = []
     start = time.monotonic()
-    # One read at least.
+    # At least one read.
     while (sent := time.monotonic()) < start + seconds or not waits:
         reader.send()
         wait(reader)
@@ -163,12 +160,12 @@ def neighbour(weir_cases, qsd_case):
 
 
 def case_name(who, rate, large_bytes):
-    """A contender's name."""
+    """Name of a contender."""
     return f"{who}, {large_bytes // MIB} MiB, {rate // MB} MB/s"
 
 
 def lifting(setup, _stack):
-    """A 4 KiB read that waits behind 8 MiB at 1 MB/s, and the limit lifted: how long until both are
+    """A 4 KiB read that waits behind 8 MiB at 1 MB/s, and the limit lifted: time until both are
     answered.
     """
     limits, disk = {"bps-total": MB}, [Disk("disk")]
@@ -178,11 +175,11 @@ def lifting(setup, _stack):
             large, small = Reader(daemon.uri_of("disk"), LIFT_BYTES), Reader(daemon.uri_of("disk"), SMALL)
             with daemon.monitor() as monitor:
                 large.send()
-                # They come over two connections: only time says which the server has first.
+                # They use two connections, so only a delay ensures their order.
                 attend((large,), ARRIVAL_SECONDS)
                 small.send()
                 attend((large, small), min(WAITING_SECONDS, setup.seconds))
-                # Where nothing is judged, nobody knows for how long the machine stood still.
+                # A stalled host could cause this; raised only if the figures are judged.
                 if small.done() and setup.seconds:
                     raise loads.LoadFailed("a read passed a limit that should have held it back")
                 return released(monitor, large, small)
@@ -194,8 +191,8 @@ def lifting(setup, _stack):
 
 
 def released(monitor, large, small):
-    """Lifts the limit, with the command that both daemons know; milliseconds from then to the two
-    answers.
+    """Lifts the limit with a command that both daemons support; returns the milliseconds from then
+    to both replies.
     """
     start = time.monotonic()
     monitor.run("qom-set", path=groups.GROUP, property="limits", value={"bps-total": 0})

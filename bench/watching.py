@@ -1,10 +1,10 @@
-"""The rows that ask what it costs to see what a daemon does: recordings, metrics, the page, all of
-them; and how long a scrape of many disks takes.
+"""Rows for the cost of observing a daemon: recordings, metrics, the page, all of them; and the
+duration of a scrape of many disks.
 
-Why in memory: no request is shorter, so nothing hides what is added to one; and the thread that
-writes or answers takes its processor time from the same machine.
+In memory, where requests are shortest and no overhead is hidden; the thread that writes or answers
+takes its CPU time from the same host.
 
-Never judges what is in a recording or on a page of metrics: that is for the tests.
+Never judges the content of a recording or of metrics: that is for the tests.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ from rows import WEIR, Row
 LOAD = Load("randread", 32)
 NONE, RECORDING, METRICS, ALL = WEIR, f"{WEIR}, recording", f"{WEIR}, metrics", f"{WEIR}, all"
 PAGE, RUDE = f"{WEIR}, page", f"{WEIR}, among rude ones"
-# A block is written a second after its first request, at most.
+# A block is written at most a second after its first request.
 WRITTEN_SECONDS = 1.2
-# Prometheus asks every fifteen seconds where nobody says otherwise.
+# Prometheus scrapes every fifteen seconds by default.
 SCRAPE_SECONDS = 1
-# Pages that are open.
+# Number of open pages.
 STREAMS = 8
-# Streams of events that nobody reads, scrapers that take a byte at a time, and wrong tokens: those of
-# who guesses as fast as one is answered would take the processor that is measured.
+# Unread streams of events, scrapers that read a byte at a time, and the interval of wrong tokens:
+# guesses at full speed would use the measured CPU.
 UNREAD, SLOW_SCRAPERS, WRONG_SECONDS = 300, 20, 0.005
-# What a change may cost that nobody is to notice, and bytes of a request at a random place.
+# Share of the speed that must be kept, and bytes of a recorded request at a random offset.
 KEPT, BYTES = 0.97, 12
 DISKS, SCRAPE_MS = 1000, 50
 OPENMETRICS = {"Accept": "application/openmetrics-text"}
 
 
 class Scraped(http.client.HTTPConnection):
-    """A connection to the Unix socket where a daemon tells its metrics."""
+    """A connection to the Unix socket of a daemon's metrics."""
 
     def __init__(self, path):
         super().__init__("weir")
@@ -53,7 +53,7 @@ class Scraped(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
     def scrape(self):
-        """The page, read to its end."""
+        """Reads the whole page."""
         self.request("GET", "/metrics", headers=OPENMETRICS)
         page = self.getresponse().read()
         if not page.endswith(b"# EOF\n"):
@@ -62,7 +62,7 @@ class Scraped(http.client.HTTPConnection):
 
 
 class Scraper:
-    """Scrapes while its block runs, as often as Prometheus may."""
+    """Scrapes while its block runs, at the highest rate of Prometheus."""
 
     def __init__(self, path):
         self._path, self._end = path, threading.Event()
@@ -111,12 +111,12 @@ class Pages:
             stream.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         if self.events < STREAMS:
-            raise servers.ServerFailed(f"{STREAMS} pages were told {self.events} times of what changes")
+            raise servers.ServerFailed(f"{STREAMS} pages received {self.events} updates")
 
 
 class Rude:
-    """Watchers that read nothing or little, and guess the token, while its block runs. What hears of
-    events takes them and never answers.
+    """Observers that read nothing or little, and guess the token, while its block runs. The hook
+    for events accepts them and never ends.
     """
 
     def __init__(self, daemon):
@@ -153,7 +153,7 @@ class Rude:
     def __enter__(self):
         stream = b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
         scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        # Those above the bounds are answered so, or not taken: that is what is to cost nothing.
+        # Clients above the bounds are rejected or not accepted, which must cost nothing.
         for clients, count, path, request in (
             (self._unread, UNREAD, self._daemon.page, stream),
             (self._slow, SLOW_SCRAPERS, self._daemon.metrics, scrape),
@@ -175,8 +175,9 @@ class Rude:
 
 
 class Watched(groups.Daemon):
-    """weir's memory disk, with a recording in a directory that ends with it, metrics, a page, or
-    all of them; with `hung`, a page that accepts changes, and a command for events that never ends."""
+    """weir's memory disk, with a recording in a directory that lives as long, metrics, a page, or
+    all of them; with `hung`, a page that accepts changes, and a command for events that never ends.
+    """
 
     def __init__(self, setup, recorded, measured, shown, hung=False):
         def command(directory, monitor):
@@ -200,14 +201,14 @@ class Watched(groups.Daemon):
 
 
 def started(setup, stack, recorded, measured, shown):
-    """A watched daemon whose disk is filled."""
+    """An observed daemon whose disk is filled."""
     daemon = stack.enter_context(Watched(setup, recorded, measured, shown))
     loads.fill(daemon.uri, setup.disk)
     return daemon
 
 
 def watching(recorded, measured, shown, name):
-    """weir's memory disk that nobody watches, and one that is watched."""
+    """weir's memory disk with and without observation."""
 
     def contenders(setup, stack):
         plain = rows.in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}"))
@@ -247,7 +248,7 @@ def watching(recorded, measured, shown, name):
 
 
 def among_rude(setup, stack):
-    """weir's memory disk alone, and while everybody who may watch it behaves badly."""
+    """weir's memory disk alone, and beside hostile observers of every kind."""
     daemon = stack.enter_context(Watched(setup, False, True, True, hung=True))
     loads.fill(daemon.uri, setup.disk)
 
@@ -262,7 +263,7 @@ def among_rude(setup, stack):
 
 
 def row(name, title, watched, recorded=False, measured=False, shown=False):
-    """A row of a daemon that is watched beside one that is not."""
+    """A row of an observed daemon beside an unobserved one."""
     bounds = (
         AtMost(BYTES, "bytes", lambda bytes_each: f"{bytes_each:.1f} bytes a request", watched),
         AtMost(0, "lost", lambda part: f"{part:.2%}", watched),
@@ -274,13 +275,13 @@ def row(name, title, watched, recorded=False, measured=False, shown=False):
         (Faster(watched, KEPT, (NONE,)), *(bounds if recorded else ())),
         columns=("iops", "cpu_us", "bytes", "lost") if recorded else ("iops", "cpu_us"),
         needs_weir=True,
-        # Three percent is close to this machine's noise: more pairs.
+        # Three percent is close to the host's noise, hence more pairs.
         rounds_factor=2,
     )
 
 
 def use(uri):
-    """Reads, writes and flushes a disk once, so that it has all its figures."""
+    """Reads, writes and flushes a disk once, so that all its metrics exist."""
     client = nbd.NBD()
     client.connect_uri(uri)
     client.pread(4096, 0)
@@ -290,7 +291,7 @@ def use(uri):
 
 
 def many_disks(setup, stack):
-    """A thousand disks with limits of their own, in one group."""
+    """A thousand disks with their own limits, in one group."""
     disks = [groups.Disk(f"disk{number}", {"iops-total": 10_000, "bps-total": 10**9}) for number in range(DISKS)]
 
     def command(directory, _monitor):
@@ -306,7 +307,7 @@ def many_disks(setup, stack):
     stack.callback(connection.close)
 
     def sample():
-        # Whoever asks again at once is given the same page.
+        # A page is cached for a short time.
         time.sleep(SCRAPE_SECONDS)
         start = time.monotonic()
         page = connection.scrape()
@@ -322,8 +323,8 @@ ROWS = (
     row("watched", "recorded, scraped and shown, and not", ALL, recorded=True, measured=True, shown=True),
     Row(
         "rude-watchers",
-        f"4 KiB randread, depth 32, one connection, memory: {UNREAD} streams that nobody reads, "
-        f"{SLOW_SCRAPERS} slow scrapers, wrong tokens, a command for events that hangs; and none of them",
+        f"4 KiB randread, depth 32, one connection, memory: {UNREAD} unread streams, "
+        f"{SLOW_SCRAPERS} slow scrapers, wrong tokens, a hanging event hook; and without them",
         among_rude,
         (Faster(RUDE, KEPT, (NONE,)),),
         columns=("iops", "cpu_us"),
@@ -332,7 +333,7 @@ ROWS = (
     ),
     Row(
         "scrape",
-        f"a scrape of {DISKS} disks that have been used",
+        f"a scrape of {DISKS} used disks",
         many_disks,
         (AtMost(SCRAPE_MS, "ms", lambda ms: f"{ms:.0f} ms"),),
         columns=("ms", "mib"),

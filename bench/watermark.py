@@ -1,15 +1,15 @@
-"""The rows that repeat the table of io-throttle v16: two streams of writes, 4 and 2 MB/s asked, on
-a disk that gives 22.
+"""Rows that repeat the table of io-throttle v16: two streams of writes with limits of 4 and 2 MB/s,
+on a disk with 22 MB/s.
 
-Why a device slowed to 22 MB/s: that is the disk of the table's author, and nothing else about his
-machine matters here. Why two modes: in his, the page cache stood between a stream and the limit. A
-guest's page cache does the same to its virtual disk: `cached` is a writer that keeps many requests
-in flight, on a disk with cache mode writeback; `direct` has one in flight at a time, as `dd
-oflag=direct`, on one with cache mode none.
+The device is slowed to 22 MB/s, the speed of the disk of the table's author; other properties of
+his host do not matter here. There are two modes: on his host, the page cache was between a stream
+and the limit. A guest's page cache has the same effect on its virtual disk: `cached` is a writer
+that keeps many requests in flight, on a disk with cache mode writeback; `direct` has one in flight
+at a time, as `dd oflag=direct`, on one with cache mode none.
 
-Never claims the table's absolute figures: what is asked is the limits at watermark 0, and above it
-the whole disk in their proportion. The table itself did not reach that (14.0 to 11.0 MB/s where 4:2
-was asked).
+Never claims the table's absolute figures: the targets are the limits at watermark 0, and above it
+the whole disk in their proportion. The table itself did not reach that (14.0 to 11.0 MB/s for
+limits of 4:2).
 """
 
 import groups
@@ -19,7 +19,7 @@ from loads import Load
 from results import About, Faster
 from rows import Row
 
-# As dd's streams: 1 MiB a write. Its 4 and 2 MB/s were multiples of 1024², as the disk's 22 are.
+# As dd's streams: 1 MiB a write. Its 4 and 2 MB/s were multiples of 1024², as are the disk's 22.
 BLOCK_BYTES = 1 << 20
 SHORT_BLOCK_BYTES = 1 << 16
 STREAM_BYTES = 64 << 20
@@ -40,13 +40,12 @@ SEED = {
     ("cached", 100): (28.2, 23.4),
     ("direct", 100): (14.3, 11.7),
 }
-# Of the seconds of a limit's sample: left out while the use of the device becomes known, and
-# measured.
+# Shares of a sample of a limit: excluded while the utilization is being measured, and measured.
 SETTLE, MEASURE = 0.2, 0.6
 
 
 def megabytes(value):
-    """A rate as a person reads it."""
+    """A rate in MB/s."""
     return f"{value:.2f} MB/s"
 
 
@@ -61,15 +60,14 @@ def figures(first, second):
 
 
 def from_table(mode, watermark):
-    """What the table says, in the place of a sample."""
-    # Without a total: its streams did not end together, so that the sum is no rate the disk ever
-    # had.
+    """The figures of the table, in place of a sample."""
+    # Without a total: the streams did not end together, so their sum is not a rate of the disk.
     both = figures(*SEED[mode, watermark])
     return lambda: {key: both[key] for key in COLUMNS if key != "total_mbps"}
 
 
 def streams(directory):
-    """The two images, written once: a stream must not meet a hole or grow a file."""
+    """The two images, written once: a stream must not meet a hole or extend a file."""
     for number in (1, 2):
         path = directory / f"stream{number}.raw"
         if not path.exists() or path.stat().st_size != STREAM_BYTES:
@@ -78,7 +76,7 @@ def streams(directory):
 
 
 def config(images, mode, watermark):
-    """The two disks on one slow device; without limits where the watermark is None."""
+    """The two disks on one slow device; without limits if the watermark is None."""
     tables = []
     for number, (image, limit) in enumerate(zip(images, LIMITS_MIB, strict=True), 1):
         keys = {"image": str(image), "format": "raw", "cache": MODES[mode][0], "rate": RATE}
@@ -92,11 +90,11 @@ def config(images, mode, watermark):
 
 
 def two_streams(mode, watermark):
-    """Contenders: without limits, with them, and what the table says."""
+    """Contenders: without limits, with them, and the figures of the table."""
 
     def contenders(setup, _stack):
         images = list(streams(setup.disk.parent))
-        # At 2 MB/s a fraction of a second holds no two writes of a whole MiB.
+        # At 2 MB/s a fraction of a second is too short for two writes of a whole MiB.
         block_bytes = BLOCK_BYTES if setup.limit_seconds > 1 else SHORT_BLOCK_BYTES
         load = Load("write", MODES[mode][1], block_bytes=block_bytes)
 
@@ -119,7 +117,7 @@ def two_streams(mode, watermark):
 
 
 def asked_of(watermark):
-    """The limits themselves at watermark 0; else the whole disk, in their proportion."""
+    """Targets: the limits at watermark 0; else the whole disk, in their proportion."""
     who = f"watermark {watermark}"
     if watermark == 0:
         wanted = [limit * 1.048576 for limit in LIMITS_MIB]

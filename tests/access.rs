@@ -1,5 +1,5 @@
-//! Who may connect: networks, connections of one address, names that TLS proves; and what those see
-//! who may not.
+//! Access rules: networks, connections per address, client names proved by TLS; and the errors that
+//! rejected clients receive.
 
 use std::{
     fs,
@@ -16,18 +16,18 @@ use crate::{
     tls::CertificateAuthority,
 };
 
-/// A client that comes from this address of the loopback network, and what it is greeted with:
-/// eight bytes of NBD, or nothing.
+/// Connects from this loopback address; returns the stream and the length of the greeting: the
+/// eight bytes of NBD's magic, or 0.
 fn greeted(port: u16, from: Ipv4Addr) -> (TcpStream, usize) {
     let socket =
         socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).expect("a socket");
     let at = |address: Ipv4Addr, port| SockaddrIn::from(SocketAddrV4::new(address, port));
-    bind(socket.as_raw_fd(), &at(from, 0)).expect("all of 127.0.0.0/8 is ours");
-    connect(socket.as_raw_fd(), &at(Ipv4Addr::LOCALHOST, port)).expect("somebody listens");
+    bind(socket.as_raw_fd(), &at(from, 0)).expect("all of 127.0.0.0/8 is local");
+    connect(socket.as_raw_fd(), &at(Ipv4Addr::LOCALHOST, port)).expect("a listener");
     let mut stream = TcpStream::from(socket);
     stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
     let mut greeting = Vec::new();
-    // A reset is an end too.
+    // A reset counts as an end as well.
     let _ = stream.by_ref().take(8).read_to_end(&mut greeting);
     (stream, greeting.len())
 }
@@ -150,7 +150,7 @@ fn added_disk_keeps_its_access_rules() {
         &fs::read_to_string(&file).expect("it is there"),
         &["[disk.mine]", "deny = [\"127.0.0.0/8\"]"],
     );
-    // What was saved is what runs; and what is changed in the file comes to be.
+    // The saved file matches the running state, and a change of the file takes effect.
     assert!(!operator::run_ok(&scratch, &["reload"]).contains("mine"));
     let text = fs::read_to_string(&file).expect("it is there").replace("127.0.0.0/8", "127.9.0.0/16");
     fs::write(&file, text).expect("it is ours");
@@ -187,7 +187,7 @@ fn client_names_are_authz_objects_in_qmp() {
     let _weir = Serve::new(&scratch)
         .at_given_addresses()
         .args(["--blockdev", "null-co,node-name=disk,size=1048576", "--qmp", &operator::socket(&scratch)])
-        // Of what comes later, here the keys.
+        // The sandbox must allow files that are added later, here the TLS keys.
         .arg("--image-root")
         .arg(scratch.path(""))
         .start();

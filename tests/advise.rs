@@ -1,9 +1,9 @@
 //! `weir advise`: from a noisy neighbour to a limit that holds, over the wire; and traces that are
-//! none, or not whole.
+//! invalid or truncated.
 //!
-//! What is asserted is what no slow machine can change: that what was recorded is advised upon,
-//! that each command can be pasted into a shell, that what it sets is then in force and holds.
-//! Whether latencies are what was predicted is a row of `make bench`, `advise-predicts`.
+//! Asserts only facts that do not depend on the machine's speed: the recording yields advice, each
+//! printed command can be pasted into a shell, and its settings are then in force and hold. The
+//! accuracy of predicted latencies is a row of `make bench`, `advise-predicts`.
 
 use std::{
     fmt::Write as _,
@@ -25,7 +25,7 @@ use crate::{
 
 const DEVICE: &str = "iops=400,shared=ssd";
 
-/// Reads with 64 in flight until it is dropped.
+/// A client that reads with 64 in flight until it is dropped.
 struct NoisyClient(Child);
 
 impl NoisyClient {
@@ -47,7 +47,7 @@ impl Drop for NoisyClient {
     }
 }
 
-/// So many requests, twenty a second, whatever became of those before.
+/// Sends `requests` reads at twenty a second, regardless of earlier completions.
 #[track_caller]
 fn run_quiet_client(weir: &Weir, disk: &str, requests: u32) {
     let load = ["bench", "--rate-iops", "20", "-s", "4K", "--random", "--count", &requests.to_string()];
@@ -63,7 +63,7 @@ fn advise(arguments: &[&str]) -> TestOutcome {
     weir(&["advise"]).args(arguments).run()
 }
 
-/// Runs a line that was printed, as it is, where `weir` is this one and its daemon is this test's.
+/// Runs a printed line unchanged, with this `weir` in the PATH and the daemon of this test.
 #[track_caller]
 fn run_pasted(scratch: &Scratch, line: &str) {
     let directory = std::path::Path::new(WEIR).parent().expect("it lies in one");
@@ -80,7 +80,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     let noise = NoisyClient::on(&weir, "b");
     let end = Instant::now() + DEADLINE;
     while requests(&scratch, "b") < 200 {
-        assert!(Instant::now() < end, "the noise does not begin");
+        assert!(Instant::now() < end, "the noisy client does not start");
         pause();
     }
     run_quiet_client(&weir, "a", 200);
@@ -93,14 +93,14 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     let (a, b) = (find(&told, "tenants", "a"), find(&told, "tenants", "b"));
     assert_eq!((a["requests"].as_u64(), a["asked"].as_bool()), (Some(200), Some(true)));
     assert_eq!((a["kept"].as_bool(), outcome.status()), (Some(true), Some(0)), "{}", outcome.stderr());
-    // With 64 in flight before it, each would wait for 160 ms.
+    // Behind 64 requests in flight, each would wait for 160 ms.
     let p99 = |line: &Value, when: &str| line[when]["latency-ns"].as_u64().expect("a time");
     assert!(p99(a, "before") > 100_000_000 && p99(a, "after") <= 25_500_000, "{told:#}");
     assert!(b["requests"].as_u64() >= Some(200));
     assert!(a["smallest-iops"]["unsure"].as_str().is_some_and(|why| why.starts_with("too short to say")));
     self::weir(&["check-config", text(&new)]).succeeds();
 
-    // The tables say the same.
+    // The tables show the same results.
     let printed = advise(&[&[text(&file)][..], &options].concat()).stdout();
     assert_contains(&printed, &["SMALLEST FOR", "as it is", "kept", "not asked", "To set it:\n\n"]);
     let commands = told["commands"].as_array().expect("a list");
@@ -123,7 +123,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
         find(&status, "disks", "b")["throttle"]["waiting"]["reads"].as_u64() > Some(0)
     };
     while !waits() {
-        assert!(Instant::now() < end, "the noise is not held");
+        assert!(Instant::now() < end, "the noisy client is not throttled");
         pause();
     }
     let verify = TestClient::new(WEIR).args(["verify", "--for", "4s", "--qmp", &socket(&scratch)]).run();
@@ -134,7 +134,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
 
 const HEADER: &str = "time_ns,disk,op,offset,length\n";
 
-/// Two disks that ask for something each millisecond, and for more in between.
+/// Two disks, each with one request a millisecond, and more requests in between.
 fn trace(requests: u64) -> String {
     let mut text = HEADER.to_owned();
     for number in 0..requests {
@@ -205,7 +205,7 @@ fn advice_for_groups_keeps_the_rest_of_the_config() {
     let gold = find(&told, "tenants", "gold");
     assert_eq!((gold["kind"].as_str(), gold["requests"].as_u64()), (Some("group"), Some(20_000)));
     assert_eq!(gold["kept"].as_bool(), Some(true));
-    // It asks for two thousand a second, and had a hundred.
+    // Its demand is 2,000 a second; it was limited to 100.
     assert!(gold["before"]["wait-ns"].as_u64() > Some(1_000_000_000), "{gold:#}");
     assert!(gold["set"]["iops-total"].as_u64().is_some_and(|rate| (2000..2200).contains(&rate)), "{gold:#}");
     let after = fs::read_to_string(&new).expect("it was written");
@@ -213,8 +213,8 @@ fn advice_for_groups_keeps_the_rest_of_the_config() {
     weir(&["check-config", text(&new)]).succeeds();
 }
 
-/// One disk keeps its device busy all the time, and the other asks for sixty at once four times in
-/// three seconds.
+/// One disk keeps its device busy all the time; the second sends bursts of 60 requests, four times
+/// in three seconds.
 fn busy_neighbour() -> String {
     let mut requests = Vec::new();
     for tick in 0..300_u64 {
@@ -231,7 +231,7 @@ fn busy_neighbour() -> String {
     text
 }
 
-/// A disk that shares its group with whoever disturbs it is spared in the group as it is.
+/// A disk that shares its group with the noisy disk is protected by settings within that group.
 #[test]
 fn a_noisy_neighbour_in_the_same_group_is_found() {
     let scratch = Scratch::new();
@@ -250,7 +250,7 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
     for (arguments, command) in [
         (&["--rate", rate][..], None),
         (&["--config", text(&on_device)], Some("weir throttle b --iops-total ")),
-        // Here it is the group's limit that both ask for.
+        // Here both disks contend for the group's limit.
         (
             &["--config", text(&config("limited.toml", "iops-total = 900", ""))],
             Some("weir throttle a --weight "),
@@ -274,7 +274,7 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
 #[test]
 fn measured_figures_are_shown_if_the_simulation_deviates() {
     let scratch = Scratch::new();
-    // One after another, or all over the disk; more than the device does in a second.
+    // Sequential or random; at a rate above the device's.
     let day = |places: u64, took_ns: u64| {
         let mut text = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n".to_owned();
         for number in 0..2000_u64 {
@@ -293,7 +293,7 @@ fn measured_figures_are_shown_if_the_simulation_deviates() {
     assert_contains(&faster, &[remark, "the device is faster than specified"]);
     let slower = printed(&day(77, 700_000_000), "iops=1000");
     assert_contains(&slower, &[remark, "the device is slower than specified"]);
-    // Near enough, and where nothing was measured.
+    // No remark if the simulation is close enough, or if the trace has no measured times.
     let near = printed(&day(77, 1_200_000), "iops=1000");
     assert!(!near.contains(remark), "{near}");
     let bare = printed(&scratch.file("bare.csv", trace(2000)), "iops=100");
@@ -304,7 +304,7 @@ fn measured_figures_are_shown_if_the_simulation_deviates() {
 fn advised_weights_are_accepted_unchanged() {
     let scratch = Scratch::new();
     let day = scratch.file("day.csv", busy_neighbour());
-    // Here b has a limit that is no part of the advice, and a a weight.
+    // Here b has a limit that is not part of the advice, and a has a weight.
     let disk = |name: &str, more: &str| {
         let listen = text(&scratch.socket(name)).to_owned();
         format!(
@@ -344,7 +344,7 @@ fn advised_weights_are_accepted_unchanged() {
     let (a, b) = (shown("a"), shown("b"));
     assert_eq!((a["weight"].as_u64(), &a["group"]), (Some(weight), &Value::from("shared")), "{a:#}");
     assert_eq!((b["weight"].as_u64(), &b["limits"]), (Some(100), &serde_json::json!({})), "{b:#}");
-    // The file says the same as the commands: a daemon has nothing left to change.
+    // The file contains the same settings as the commands: a reload changes nothing.
     fs::copy(&new, &config).expect("it was written");
     assert_contains(&run_ok(&scratch, &["reload"]), &["nothing has changed"]);
     daemon.stop();
@@ -358,7 +358,7 @@ fn packing_uses_the_fewest_devices() {
         writeln!(csv, "{},vm{},read,0,4096", number * 1_000_000, number % 6).expect("it is a string");
     }
     let day = scratch.file("day.csv", csv);
-    // Each asks for a sixth of a thousand a second, and a device does four hundred.
+    // Each disk's demand is a sixth of 1,000 a second; a device serves 400.
     let printed = weir(&["advise", text(&day), "--pack", "--device", "read=2500us,parallel=1"]).succeeds();
     assert_contains(
         &printed,

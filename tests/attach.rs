@@ -1,7 +1,7 @@
-//! `weir attach` and `weir detach`, by FUSE and a loop device: what is made, what undoes it, and
-//! what is left, which is nothing.
+//! `weir attach` and `weir detach` over FUSE and a loop device: the devices and mounts they make,
+//! their removal, and that nothing is left behind.
 //!
-//! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
+//! ublk and the kernel's NBD client are tested in `tests/guest/block-devices`.
 
 mod server_end;
 mod obstacles;
@@ -31,7 +31,7 @@ use crate::harness::{
     wait_for_programs, weir,
 };
 
-/// Something attached by root, which goes with the test.
+/// A disk attached by root; dropping it detaches the disk.
 struct Attachment {
     name: String,
     said: Value,
@@ -46,7 +46,7 @@ impl Attachment {
         place(&self.name)
     }
 
-    /// Waits until its keeper has ended.
+    /// Waits until the keeper process has ended.
     #[track_caller]
     fn wait_until_gone(&self) {
         if let Ok(lock) = File::open(self.place().join("lock")) {
@@ -68,7 +68,7 @@ impl Attachment {
         detach(&self.name)
     }
 
-    /// The processes that belong to it.
+    /// PID of the process that serves the disk: the child of the keeper.
     fn server(&self) -> Pid {
         let keeper = self.said["keeper"].as_u64().expect("it has one");
         let keeper = Pid::from_raw(keeper.try_into().expect("it is a number of a process"));
@@ -88,7 +88,7 @@ fn place(name: &str) -> PathBuf {
     Path::new("/run/weir/attached").join(name)
 }
 
-/// A name that no other test has.
+/// A name that is unique to one test and run.
 fn name(what: &str) -> String {
     format!("t{}-{what}", std::process::id())
 }
@@ -117,7 +117,7 @@ fn is_mounted(directory: &Path) -> bool {
 }
 
 #[track_caller]
-/// What this process has closed is closed.
+/// Detaches after the files closed by this process are closed in the kernel as well.
 fn detach(which: &str) -> TestClient {
     wait_for_programs();
     weir(&["detach", which])
@@ -159,7 +159,7 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     assert!(is_mounted(&directory));
     fs::write(directory.join("file"), "content").expect("it can be written to");
     unmount(&directory);
-    // At once, while the disk is still being detached.
+    // Immediately, while the first attachment is still being removed.
     let again = attach("mount", &image, &["--mount", text(&directory)]);
     unmount(&directory);
     again.wait_until_gone();
@@ -172,7 +172,7 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     let us = format!("in use: open in {} ({})", comm(), std::process::id());
     assert_contains(&detach(text(&directory)).fails(), &[&us, "--force"]);
     drop(inside);
-    // By the directory, which is unmounted.
+    // Detaching by the mount directory unmounts it.
     detach(text(&directory)).succeeds();
     again.is_gone();
     assert!(!is_mounted(&directory));
@@ -194,7 +194,7 @@ fn device_in_use_is_kept_and_its_openers_named() {
     let mounted = format!("mounted at {}", directory.display());
     assert_contains(&attached.detach().fails(), &["in use", &mounted]);
     assert!(is_mounted(&directory) && attached.place().exists());
-    // Who names the directory wants it unmounted.
+    // Naming the directory includes the wish to unmount it.
     detach(text(&directory)).succeeds();
     assert!(!is_mounted(&directory));
     attached.is_gone();
@@ -226,8 +226,8 @@ fn openers_through_another_node_or_loop_device_are_found() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("beneath", &image, &[]);
-    // As in a container, which has a node of its own. Not in the scratch directory, which may lie
-    // where there are no devices.
+    // As in a container, which has its own device nodes. Not in the scratch directory, whose file
+    // system may be mounted `nodev`.
     let node = ExtraDeviceNode::of(&attached.device(), &format!("/dev/{}", name("node")));
     let open = File::open(&node.0).expect("it can be opened");
     let us = format!("open in {} ({})", comm(), std::process::id());
@@ -240,14 +240,14 @@ fn openers_through_another_node_or_loop_device_are_found() {
     let backing = format!("/sys/block/{}/loop/backing_file", over.trim_start_matches("/dev/"));
     let beneath = fs::read_to_string(&backing).expect("it is attached");
     TestClient::new("losetup").args(["--detach", over]).succeeds();
-    // The kernel detaches it with its last close, and a `losetup` of another test may have it open.
+    // The kernel detaches it at its last close; a `losetup` of another test may have it open.
     poll_until(|| (fs::read_to_string(&backing).ok().as_ref() != Some(&beneath)).then_some(()));
     assert_contains(&refused, &["in use", &held]);
     attached.detach().succeeds();
     attached.is_gone();
 }
 
-/// Another node of a device, which goes with the test.
+/// A second node of a device, removed on drop.
 struct ExtraDeviceNode(PathBuf);
 
 impl ExtraDeviceNode {
@@ -269,7 +269,7 @@ fn partitions_are_devices() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     let mut table = [0; 512];
-    // One for Linux, from the second mebibyte on and 32 of them long.
+    // One Linux partition: start 1 MiB, length 32 MiB, in sectors of 512 bytes.
     table[446 + 4] = 0x83;
     table[446 + 8..446 + 12].copy_from_slice(&2048_u32.to_le_bytes());
     table[446 + 12..446 + 16].copy_from_slice(&65536_u32.to_le_bytes());
@@ -280,7 +280,7 @@ fn partitions_are_devices() {
     let name = device.file_name().expect("it has a name").display();
     let scanned = fs::read_to_string(format!("/sys/block/{name}/loop/partscan")).expect("a loop device");
     assert_eq!(scanned.trim_end(), "1");
-    // Not every kernel reads tables itself.
+    // Not every kernel scans partition tables on its own.
     TestClient::new("partx").arg("--update").arg(&device).succeeds();
     let first = PathBuf::from(format!("{}p1", device.display()));
     make_file_system(&first);
@@ -313,7 +313,7 @@ fn a_second_attachment_is_refused() {
     let second = name("second");
     assert_contains(&command(&second, &image, &[]).fails(), &[text(&image), "lock"]);
     assert!(!place(&second).exists(), "nothing is left of the second");
-    // The first has not noticed.
+    // The first attachment is not affected.
     File::open(first.device()).expect("it can be opened");
     first.detach().succeeds();
 }
@@ -343,15 +343,15 @@ fn failed_attach_leaves_nothing() {
     asking.args(["attach", "--fuse", "--alone", "--name", &unheard, "--format", "raw"]).arg(&image);
     let status = asking.stdout(full).status().expect("weir can be run");
     assert_eq!(status.code(), Some(1));
-    assert!(!place(&unheard).exists(), "nobody was told of it");
+    assert!(!place(&unheard).exists(), "the name was not reported");
     for bad in ["../x", "a b", ""] {
         let refused = command(bad, &image, &[]).run();
         assert_eq!(refused.code(), 2, "{bad:?}");
     }
 }
 
-/// Waits until a device of that number has gone. Whoever looks at all devices of the host at this
-/// moment, as another test may, keeps it a little longer, and the kernel tells nobody when it goes.
+/// Waits until the device with this sequence number is gone. A process that enumerates all devices
+/// of the host, such as a parallel test, delays the removal, and the kernel sends no notification.
 fn wait_until_removed(device: &Path, made: &str) {
     let patience = Instant::now() + Duration::from_secs(60);
     while disk_sequence(device) == made {
@@ -360,7 +360,7 @@ fn wait_until_removed(device: &Path, made: &str) {
     }
 }
 
-/// What the kernel has given to a loop device that is there, and to no other.
+/// The kernel's `diskseq`: unique to one instance of a loop device.
 fn disk_sequence(device: &Path) -> String {
     let name = device.file_name().expect("it has one");
     let file = Path::new("/sys/block").join(name).join("diskseq");
@@ -402,7 +402,7 @@ fn openers_of_a_lazily_unmounted_file_system_are_named() {
     let listed = weir(&["attach", "--list"]).succeeds();
     let row = listed.lines().find(|line| line.starts_with(&attached.name)).expect("it is listed");
     assert!(row.contains(&format!("{} ({})", comm(), std::process::id())), "{listed}");
-    // It goes with its last user, as what was unmounted does.
+    // The attachment ends with its last opener, as a lazily unmounted file system does.
     drop(inside);
     attached.wait_until_gone();
     let again = attach("lazy", &image, &options);
@@ -423,8 +423,8 @@ fn what_whoever_attaches_has_open_is_not_kept() {
     let asked = TestClient::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
     let attached = Attachment { said: asked.json(), name };
     let lock = File::open(&lock).expect("it is there");
-    Flock::lock(lock, FlockArg::LockExclusiveNonblock).expect("nobody has it any more");
-    // But for what it was told to have.
+    Flock::lock(lock, FlockArg::LockExclusiveNonblock).expect("the lock is free");
+    // Only the descriptors that it was given stay open.
     make_file_system(&attached.device());
     attached.detach().succeeds();
     attached.is_gone();
@@ -452,11 +452,11 @@ fn attachment_ends_with_its_daemon() {
     let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
     let qmp = scratch.socket("qmp");
     let address = format!("unix:{}", text(&qmp));
-    // In the sandbox it makes no devices that it was not started with.
+    // In the sandbox the daemon creates only devices that it was started with.
     let daemon = Serve::new(&scratch).arg(&base).args(["--qmp", &address, "--sandbox", "off"]).start();
     let name = name("ended");
     let options = ["attach", "--fuse", "--json", "--format", "raw", "--name", &name];
-    // As it is seen from here, which is not where its keeper works.
+    // A path relative to the caller's directory; the keeper works in a different one.
     let from = qmp.parent().expect("it has one");
     let said = weir(&options).args(["--qmp", "unix:qmp"]).arg(&image).inside(from).json();
     let attached = Attachment { said, name };
@@ -506,7 +506,7 @@ fn daemon_serves_attachments_in_its_groups() {
     daemon.stop();
 }
 
-/// As a daemon is by default: in a sandbox, where it makes no devices.
+/// The default: a daemon in a sandbox, where it creates no devices.
 #[test]
 fn daemon_without_device_rights_is_not_used() {
     need_root("devices of this host");
@@ -536,7 +536,8 @@ fn daemon_without_device_rights_is_not_used() {
     done.succeeded();
     attached.detach().succeeds();
 
-    // What is asked of the daemon alone is not done without it, and it is told what lets it.
+    // Options that only the daemon can fulfil fail without it; the error explains how to permit
+    // devices.
     for (options, why) in [(["--group", "gold"], "group gold exists only there"), (["--qmp", &address], "")] {
         let refused = attach(&options).fails();
         assert_contains(&refused, &[&makes_none, why, "--sandbox off", "weir.service", "--alone"]);
@@ -545,7 +546,7 @@ fn daemon_without_device_rights_is_not_used() {
     let attached = Attachment { said: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
     attached.detach().succeeds();
 
-    // As a line of fstab does.
+    // As a line of fstab calls it.
     let helper = scratch.path("mount.weir");
     std::os::unix::fs::symlink(WEIR, &helper).expect("it can be made");
     let options = format!("rw,fuse,format=raw,name={name}");
@@ -568,7 +569,7 @@ fn name_of_a_daemons_disk_cannot_be_attached() {
         .args([text(&own), "--name", &name, "--qmp", &address, "--sandbox", "off"])
         .start();
     let mut control = Qmp::negotiated(&scratch.socket("qmp"));
-    // Nobody uses it, and no export would stand in the way.
+    // No client uses the disk, and it has no export that would prevent its removal.
     control.command("block-export-del", json!({ "id": name, "mode": "hard" }));
     control.event("BLOCK_EXPORT_DELETED");
     let attach = ["attach", "--fuse", "--qmp", &address, "--format", "raw", "--name", &name, text(&image)];
@@ -581,7 +582,7 @@ fn name_of_a_daemons_disk_cannot_be_attached() {
     daemon.stop();
 }
 
-/// In a sandbox too, as it began with a device.
+/// Also in a sandbox, because the daemon was started with a device.
 #[test]
 fn daemon_started_with_a_device_creates_more() {
     need_root("devices of this host");
@@ -603,7 +604,7 @@ fn daemon_started_with_a_device_creates_more() {
 
 #[test]
 fn users_other_than_root_get_a_file() {
-    need_root("being somebody else");
+    need_root("another user");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let directory = scratch.path("run");
@@ -613,7 +614,7 @@ fn users_other_than_root_get_a_file() {
     for path in [&directory, &image, &directory.parent().expect("it has one").to_owned()] {
         fs::set_permissions(path, anybody.clone()).expect("it can be set");
     }
-    // Where udev has made it, everybody may open /dev/fuse.
+    // As udev sets it up: every user may open /dev/fuse.
     let script = r#"
         mknod "$2/fuse" c 10 229 && chmod 666 "$2/fuse" && mount --bind "$2/fuse" /dev/fuse
         exec setpriv --reuid=65534 --regid=65534 --clear-groups sh -ec '

@@ -1,5 +1,5 @@
-//! `weir bench`: the same bytes as qemu-img bench touches, servers of ours and of others, fio's
-//! JSON, and an end that is asked for.
+//! `weir bench`: accesses the same bytes as qemu-img bench, measures weir and other servers, prints
+//! fio's JSON, and can be interrupted.
 
 use std::{
     collections::BTreeSet,
@@ -54,7 +54,7 @@ fn accesses_the_same_bytes_as_qemu_img_bench() {
             };
             let said = with(weir(&["bench"]), &ours);
             let expect = with(qemu_img(["bench"]), &theirs);
-            // qemu-img says nothing of not draining.
+            // qemu-img does not print "without draining".
             let before = |printed: &str| printed.split("Run completed in ").next().map(str::to_owned);
             let said = before(&said).map(|said| said.replace(" without draining", ""));
             assert_eq!(said, before(&expect), "{form} {options}");
@@ -72,7 +72,7 @@ fn written_pattern_is_in_the_image() {
     let path = scratch.sparse("disk.raw", SIZE);
     bench("-f raw -w --pattern 90 -c 64 -d 16 -s 64K", &path).succeeds();
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], &path);
-    // Half of them read, so that not all of it changes, and what does is written as asked.
+    // Half of the requests read, so that only part of the image changes, to the given pattern.
     bench("-f raw -w --pattern 165 --rwmixread 50 -c 1024 -d 16 -s 4K", &path).succeeds();
     let bytes = fs::read(&path).unwrap();
     let blocks: Vec<&[u8]> = bytes.chunks(4096).collect();
@@ -206,7 +206,7 @@ fn stalled_job_can_be_interrupted() {
     assert_contains(&said, &[": interrupted after "]);
 }
 
-/// All that a server says in a handshake.
+/// The server's half of a handshake.
 fn server_handshake() -> Vec<u8> {
     let reply = |option: u32, kind: u32, data: &[u8]| {
         let head = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
@@ -218,8 +218,8 @@ fn server_handshake() -> Vec<u8> {
         .concat()
 }
 
-/// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so
-/// many bytes of them have come.
+/// Serves two handshakes, then receives requests without replying. Sends a message on `told` for
+/// each connection that has received `enough` bytes of requests.
 fn serve_stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().unwrap();
@@ -278,17 +278,17 @@ fn json_has_the_keys_of_fio() {
 
 #[test]
 fn rate_holds_and_latency_counts_from_the_due_time() {
-    // The disk does 25 a second, and 50 come: number n is due after 20·n ms, and not done before
-    // 40·(n + 1).
+    // The disk completes 25 requests a second and 50 are due: request n is due at 20·n ms and
+    // completes at 40·(n + 1) ms at the earliest.
     let counted = bench_json("-d 1 --rate-iops 50 --arrivals fixed -c 25 --delay read=40ms", "memory:1M");
     let read = &counted["jobs"][0]["read"];
     assert_eq!(read["total_ios"], 25);
     let percentile = |name: &str| read["clat_ns"]["percentile"][name].as_u64().unwrap();
     assert!(percentile("50.000000") >= 260_000_000, "half of them waited less: {read:#}");
     assert!(percentile("99.000000") >= 500_000_000, "the last waited less: {read:#}");
-    // After a second no more than 25 of 50 have been sent, and what is in flight then.
+    // After a second at most 25 of 50 have been sent, plus the requests then in flight.
     let timed = bench_json("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");
-    assert!(timed["jobs"][0]["read"]["total_ios"].as_u64() <= Some(51), "more than had come");
+    assert!(timed["jobs"][0]["read"]["total_ios"].as_u64() <= Some(51), "more requests than were due");
     let behind = timed["weir"]["behind-seconds"].as_f64().unwrap();
     assert!(behind >= 0.45, "it was {behind} s behind");
 }
@@ -336,18 +336,18 @@ fn spawned(arguments: &[&str]) -> Child {
     command.spawn().expect("cargo built the program")
 }
 
-/// `weir bench`, which has begun to send.
+/// Starts `weir bench` and waits until it sends requests.
 pub(crate) fn started(arguments: &[&str]) -> Child {
     let mut child = spawned(arguments);
     let mut line = Vec::new();
-    // One byte at a time: what comes behind the line is for whoever reads next.
+    // One byte at a time: later lines must stay in the pipe for the next reader.
     let mut output = BufReader::with_capacity(1, child.stdout.as_mut().expect("piped"));
     output.read_until(b'\n', &mut line).unwrap();
     assert!(line.starts_with(b"Sending "), "{line:?}");
     child
 }
 
-/// It must fail; what it printed, and what it said.
+/// Asserts that the process fails; returns its stdout and stderr.
 #[track_caller]
 pub(crate) fn failed(child: Child) -> [String; 2] {
     let output = child.wait_with_output().unwrap();
@@ -355,7 +355,7 @@ pub(crate) fn failed(child: Child) -> [String; 2] {
     [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
 }
 
-/// Interrupts it.
+/// Interrupts the process with SIGINT; returns its stdout and stderr.
 #[track_caller]
 pub(crate) fn interrupted(child: Child) -> [String; 2] {
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();

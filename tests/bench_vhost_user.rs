@@ -1,4 +1,4 @@
-//! `weir bench vhost-user:PATH`: what a virtual machine would do to a disk, and servers that go.
+//! `weir bench vhost-user:PATH`: the load of a virtual machine on a disk, and servers that fail.
 
 use std::{
     fs,
@@ -44,7 +44,7 @@ fn written_pattern_is_in_the_image() {
         &["Sending 64 write requests, 65536 bytes each, 16 in parallel", "Run completed in "],
     );
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
-    // What is read must not be what is written next.
+    // The bytes that a read returns must not be those that a later write sends.
     let told = bench_json("-w --pattern 165 --rwmixread 50 -c 1024 -d 200 -s 4K", &target);
     assert_eq!(told["weir"]["image"], target);
     let bytes = fs::read(&disk).unwrap();
@@ -93,7 +93,7 @@ fn ready_line_contains_targets_of_qemu_options() {
     }
 }
 
-/// It was advised to remove the socket that a machine was to find.
+/// Regression: the message advised to remove the socket of the existing export.
 #[test]
 fn error_names_the_export_that_uses_the_socket() {
     let scratch = Scratch::new();
@@ -110,7 +110,7 @@ fn error_names_the_export_that_uses_the_socket() {
     let rule = "the export v uses this path (give each export a path of its own)";
     assert_eq!(why, format!("unix:{}: {rule}", text(&socket)));
     bench("-c 10", &format!("vhost-user:{}", text(&socket))).succeeds();
-    // That it has gone weir hears a moment later.
+    // weir notices the disconnect with a short delay.
     let is_used = |export: &Value| export["id"] == "v" && export["connections"] != 0;
     while qmp.command("x-weir-query-status", json!({}))["exports"].as_array().unwrap().iter().any(is_used) {
         thread::yield_now();
@@ -120,7 +120,7 @@ fn error_names_the_export_that_uses_the_socket() {
     assert_contains(&log, &["an export was added export=v disk=d at=", "an export was removed export=v"]);
 }
 
-/// More in flight than a ring has room for, too.
+/// Also with more requests in flight than a ring has entries.
 #[test]
 fn every_request_of_every_queue_is_answered() {
     let scratch = Scratch::new();
@@ -257,7 +257,7 @@ fn busy_server_is_reported() {
     );
 }
 
-/// In an orderly way: it has read what it was sent.
+/// The server reads all it was sent before it closes: an orderly end.
 #[test]
 fn disconnect_differs_from_an_invalid_reply() {
     let scratch = Scratch::new();
@@ -265,7 +265,7 @@ fn disconnect_differs_from_an_invalid_reply() {
     let listener = UnixListener::bind(&socket).unwrap();
     let server = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        // SET_OWNER and GET_FEATURES, which have headers alone.
+        // SET_OWNER and GET_FEATURES, which consist of a header only.
         stream.read_exact(&mut [0; 24]).unwrap();
     });
     let said = bench("", format!("vhost-user:{}", text(&socket))).fails();

@@ -1,5 +1,5 @@
-//! The five cache modes: whether the page cache is bypassed, when the device flushes, and that the
-//! bytes are right.
+//! The five cache modes: use of the page cache, flushes of the device, and the integrity of the
+//! data.
 //!
 //! A loop device counts the flushes that reach it.
 
@@ -9,8 +9,8 @@ use nix::libc::O_DIRECT;
 
 use crate::harness::{LoopDevice, MIB, Scratch, Serve, Weir, nbdsh, text};
 
-/// A mode, whether it bypasses the page cache, and the flushes of 16 writes and of the FLUSH behind
-/// them.
+/// Mode, true if it bypasses the page cache, flushes caused by 16 writes, flushes caused by a FLUSH
+/// after them.
 const MODES: [(&str, bool, u64, u64); 5] = [
     ("writeback", false, 0, 1),
     ("writethrough", false, 16, 0),
@@ -19,7 +19,7 @@ const MODES: [(&str, bool, u64, u64); 5] = [
     ("unsafe", false, 0, 0),
 ];
 
-/// Whether the daemon has a file open with O_DIRECT (the `flags` of proc_pid_fdinfo(5) are octal).
+/// True if the daemon has a file open with O_DIRECT (the `flags` of proc_pid_fdinfo(5) are octal).
 fn opens_directly(weir: &Weir, path: &str) -> bool {
     let process = format!("/proc/{}", weir.pid());
     let descriptors = fs::read_dir(format!("{process}/fd")).unwrap().map(|entry| entry.unwrap());
@@ -41,7 +41,7 @@ fn opens_directly(weir: &Weir, path: &str) -> bool {
 fn modes_use_or_bypass_the_page_cache() {
     let scratch = Scratch::new();
     let modes = MODES.map(|(mode, direct, ..)| (mode, direct));
-    // `off` is another name of `none`.
+    // `off` is an alias of `none`.
     for (mode, direct) in modes.into_iter().chain([("off", true)]) {
         let image = scratch.sparse("disk.raw", MIB);
         let weir = Serve::new(&scratch).arg(&image).args(["--cache", mode]).start();
@@ -89,7 +89,7 @@ fn fua_is_durable_in_every_mode_but_unsafe() {
 fn any_offset_and_length_gives_the_bytes_of_a_plain_array() {
     let scratch = Scratch::new();
     for (mode, ..) in MODES {
-        // The size is no multiple of any sector.
+        // The size is not a multiple of any sector size.
         let image = scratch.sparse("disk.raw", 3 * MIB + 777);
         let weir = Serve::new(&scratch).arg(&image).args(["--cache", mode]).start();
         nbdsh(MODEL, [weir.uri("disk").as_str(), text(&scratch.path("expected"))]);
@@ -110,7 +110,7 @@ fn tmpfs_is_served_or_the_error_names_working_modes() {
     for (mode, direct, ..) in MODES {
         fs::File::create(&image).and_then(|file| file.set_len(MIB)).unwrap();
         let serve = || Serve::new(&scratch).arg(&image).args(["--cache", mode]);
-        // Whether tmpfs takes O_DIRECT depends on the kernel (6.6 and newer do).
+        // Support of O_DIRECT on tmpfs depends on the kernel (6.6 and newer have it).
         if direct && !takes_o_direct(&image) {
             let said = serve().fails();
             crate::harness::assert_contains(&said, &["disk.raw", "O_DIRECT", mode, "writeback"]);
@@ -133,8 +133,8 @@ fn takes_o_direct(path: &std::path::Path) -> bool {
     fs::File::options().read(true).custom_flags(O_DIRECT).open(path).is_ok()
 }
 
-/// Random reads, writes, zeroes and flushes at random places, several in flight where they do not
-/// overlap, against a bytearray; what is expected in the end is written to the second argument.
+/// Random reads, writes, zeroes and flushes at random offsets, several in flight where they do not
+/// overlap, against a bytearray; the expected final content is written to the second argument.
 const MODEL: &str = r#"
 import random
 random.seed(20)
@@ -165,7 +165,7 @@ def one_at_a_time(turns):
             assert h.pread(length, offset) == model[offset:offset + length], (turn, offset, length)
 
 def neighbours_at_once(turns):
-    # Writes that share sectors but no byte: each must survive the others' reading and writing back of whole sectors.
+    # Writes that share sectors but no byte: each must survive read-modify-write of whole sectors by concurrent writes.
     for turn in range(turns):
         at = random.randrange(size - 20_000)
         cookies = []

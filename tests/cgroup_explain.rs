@@ -1,5 +1,5 @@
-//! `weir cgroup explain` on this machine's own kernel: a limit of cgroup v1 that a buffered `dd`
-//! ignores. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`). Needs root, and
+//! `weir cgroup explain` on the host's own kernel: a limit of cgroup v1 that a buffered `dd`
+//! ignores. Features of cgroup v2 are tested in a guest (`tests/guest/cgroups`). Needs root and
 //! cgroup v1's blkio.
 
 use std::{
@@ -28,7 +28,7 @@ const LIMIT: u64 = 2 * MIB;
 struct LimitedBlkioGroup(BlkioGroup);
 
 impl LimitedBlkioGroup {
-    /// `None` on a machine that has cgroup v2 alone.
+    /// `None` on a host that has only cgroup v2.
     fn new(what: &str, scratch: &Scratch) -> Option<Self> {
         let group = BlkioGroup::new(&format!("explain-{what}"))?;
         let limit = format!("{} {LIMIT}", disk(&scratch.path("")));
@@ -36,7 +36,7 @@ impl LimitedBlkioGroup {
         Some(Self(group))
     }
 
-    /// A `dd` in it, from a pipe that is to be filled, to a file.
+    /// Starts a `dd` in the cgroup that copies from a pipe, filled by the test, to a file.
     fn dd(&self, output: &Path, options: &str) -> DdProcess {
         let script = format!(
             "echo $$ > {}/cgroup.procs && exec dd of={} bs=64K iflag=fullblock status=none {options}",
@@ -87,14 +87,14 @@ impl Drop for DdProcess {
     }
 }
 
-/// Bytes written that were charged to a cgroup; `None` if it is not there.
+/// Bytes written that were charged to a cgroup; `None` if the cgroup does not exist.
 fn written(directory: &Path) -> Option<u64> {
     let text = fs::read_to_string(directory.join("blkio.throttle.io_service_bytes")).ok()?;
     let writes = text.lines().filter_map(|line| line.split_once(" Write "));
     Some(writes.map(|(_, bytes)| bytes.parse::<u64>().expect("a number")).sum())
 }
 
-/// The number of the whole disk that a directory is on.
+/// Device number (major:minor) of the whole disk that holds a directory.
 fn disk(directory: &Path) -> String {
     let device = fs::metadata(directory).expect("a directory").dev();
     let link = format!("/sys/dev/block/{}:{}", major(device), minor(device));
@@ -110,7 +110,7 @@ fn of_cause<'a>(answer: &'a Value, cause: &str) -> Vec<&'a Value> {
     findings.iter().filter(|finding| finding["cause"] == cause).collect()
 }
 
-/// The kinds of I/O of `pid` in the findings of a coverage.
+/// The types of I/O of `pid` in the findings with this coverage.
 fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
     let findings = answer["findings"].as_array().expect("a list");
     let findings = findings.iter().filter(|finding| finding["coverage"] == coverage);
@@ -142,7 +142,7 @@ fn v1_limit_that_buffered_writes_escape_is_reported() {
 
     let begin = Instant::now();
     let mut dd = group.dd(&direct, "oflag=direct");
-    // The pipe holds 64 KiB, and what it held in the middle was not yet limited.
+    // The pipe holds 64 KiB, and those it held half-way were not yet limited.
     dd.feed(bytes);
     let answer = group.explain().arg("--json").json();
     assert_eq!(
@@ -151,7 +151,7 @@ fn v1_limit_that_buffered_writes_escape_is_reported() {
         "{answer:#}"
     );
     dd.end();
-    // A tenth of a second's worth may pass at once.
+    // The kernel admits the first tenth of a second's worth immediately.
     assert!(begin.elapsed() > Duration::from_millis(2500), "{:?} for three seconds' worth", begin.elapsed());
     assert!(group.written() >= bytes, "{} of {bytes} were charged", group.written());
 }
@@ -169,20 +169,20 @@ fn measurement_shows_the_limited_paths() {
     let of = |path: &str, key: &str| {
         paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{answer:#}"))[key].clone()
     };
-    // What the process sends itself is charged and limited; what a worker sends later is not.
+    // I/O submitted by the process is charged and limited; writeback by a kernel worker is not.
     let number = |path: &str, key: &str| of(path, key).as_f64().unwrap_or_else(|| panic!("{answer:#}"));
     for path in ["direct-writes", "writes-and-fsync"] {
-        // Slices of a tenth of a second: one may pass at once, and the last early.
+        // Slices of a tenth of a second: one may pass immediately, and the last one early.
         let most = LIMIT as f64 * (number(path, "seconds") + 0.2) * 1.05;
         assert!(number(path, "charged-bytes") <= most, "{path}: {most}: {answer:#}");
     }
     assert!(number("direct-writes", "charged-bytes") >= number("direct-writes", "bytes"), "{answer:#}");
-    // Somebody else's sync(2) may have sent some of it.
+    // A sync(2) of another process may have written part of it.
     assert!(number("writes-and-fsync", "charged-bytes") > 0.0, "{answer:#}");
     let charged = of("buffered-writes", "charged-bytes").as_u64();
     assert!(charged.is_some_and(|bytes| bytes < MIB), "{answer:#}");
-    // A machine may be too slow to show that a limit is not kept; the word is that of the figure in
-    // any case.
+    // A host may be too slow to exceed a limit that is not enforced. The verdict must match the
+    // figure in any case.
     for path in ["direct-writes", "buffered-writes", "writes-and-fsync"] {
         let of_limit = number(path, "bps") / LIMIT as f64;
         let word = match of_limit {

@@ -1,4 +1,4 @@
-//! `weir cgroup limit` on this machine's own kernel; what needs cgroup v2 is tested in a guest
+//! `weir cgroup limit` on the host's own kernel; features of cgroup v2 are tested in a guest
 //! (`tests/guest/cgroups`). Needs root.
 
 use std::{fs, time::Instant};
@@ -33,7 +33,7 @@ fn v1_limit_throttles_direct_writes_and_lists_escapes() {
     let begin = Instant::now();
     TestClient::new("sh").args(["-c", &script]).succeeds();
     let seconds = begin.elapsed().as_secs_f64();
-    // Slices of a tenth of a second: one may pass at once, and the last early.
+    // Slices of a tenth of a second: one may pass immediately, and the last one early.
     let most = 2.0 * MIB as f64 * (seconds + 0.2) * 1.05;
     assert!(2 * MIB <= most as u64, "2 MiB in {seconds:.3} s");
     let said = limit(&scratch, &group.name).args(["--remove", "--json"]).json();

@@ -1,4 +1,4 @@
-//! `weir cgroup run` on this machine's own cgroups: each test in one that the program makes and
+//! `weir cgroup run` on the host's own cgroups: each test in a cgroup that the command creates and
 //! removes.
 //!
 //! Needs root, and a hierarchy with a controller of block I/O, of either version.
@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use crate::harness::{TestClient, Scratch, WEIR, assert_contains, need_root, remove_emptied, text, weir};
 
-/// Where the cgroups are that limit block I/O.
+/// Mount point of the hierarchy that limits block I/O.
 pub(crate) fn root() -> PathBuf {
     need_root("cgroups");
     let [v1, v2] = ["/sys/fs/cgroup/blkio", "/sys/fs/cgroup"].map(Path::new);
@@ -27,7 +27,7 @@ pub(crate) fn root() -> PathBuf {
     root.to_owned()
 }
 
-/// A name that no other test uses, nor another run of this one.
+/// A name that is unique to one test and run.
 pub(crate) fn name(test: &str) -> String {
     format!("test-{test}-{}", std::process::id())
 }
@@ -82,14 +82,14 @@ fn limit_holds_and_summary_counts() {
     assert_eq!((&device["limited"], &summary["status"]), (&Value::Bool(true), &Value::from(0)));
     let (bytes, bps) =
         (device["writes"]["bytes"].as_u64().unwrap(), device["writes"]["bps"].as_f64().unwrap());
-    // What the file system writes of itself may come on top.
+    // The file system may write metadata in addition.
     assert!((4 << 20..6 << 20).contains(&bytes), "{summary:#}");
-    // The kernel lets the first tenth of a second's worth through at once.
+    // The kernel admits the first tenth of a second's worth immediately.
     assert!(bps < 1.2 * f64::from(2 << 20), "{summary:#}");
     assert!(!directory(&name).exists());
 }
 
-/// A shell that runs in a cgroup and waits for its input. Dropped, it is ended.
+/// A shell that runs in a cgroup and waits for its input. Dropping it ends the shell.
 pub(crate) struct CgroupShell<'a> {
     child: Child,
     _scratch: &'a Scratch,
@@ -98,8 +98,8 @@ pub(crate) struct CgroupShell<'a> {
 impl<'a> CgroupShell<'a> {
     pub(crate) fn start(scratch: &'a Scratch, name: &str, options: &[&str], script: &str) -> Self {
         root();
-        // A shell cannot trap what it was started to ignore, as whatever runs in the background of
-        // a script is: SIGINT.
+        // A shell cannot trap a signal that was ignored when it started, which is the case for
+        // SIGINT in the background of a script.
         let mut child = Command::new("env")
             .args(["--default-signal", WEIR, "cgroup", "run", "--name", name])
             .args(options)
@@ -119,7 +119,7 @@ impl<'a> CgroupShell<'a> {
     }
 
     fn status(&mut self) -> Option<i32> {
-        // Held meanwhile: to wait closes it, and that would end the shell before a signal does.
+        // Keep stdin open: `wait` closes it, which would end the shell before the signal does.
         let _input = self.child.stdin.take();
         self.child.wait().expect("it is a child").code()
     }
@@ -133,7 +133,7 @@ impl<'a> CgroupShell<'a> {
 
 impl Drop for CgroupShell<'_> {
     fn drop(&mut self) {
-        // Where it has not ended, the test has failed.
+        // Still running: the test has failed.
         if let Ok(None) = self.child.try_wait() {
             let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
             let _ = self.child.wait();
@@ -146,7 +146,7 @@ fn signals_are_forwarded_and_the_cgroup_removed() {
     let scratch = Scratch::new();
     for (signal, trapped) in [(Signal::SIGTERM, "TERM"), (Signal::SIGINT, "INT"), (Signal::SIGHUP, "HUP")] {
         let name = name(trapped);
-        // Built in: a child of the shell would not be told.
+        // A builtin: the signal would not reach a child of the shell.
         let script = format!("trap 'exit 7' {trapped}; echo ready; read line");
         let mut running = CgroupShell::start(&scratch, &name, &[], &script);
         assert!(directory(&name).is_dir());
@@ -156,7 +156,7 @@ fn signals_are_forwarded_and_the_cgroup_removed() {
     }
 }
 
-/// A process that is not the test's child. Dropped, it and the cgroup that stayed for it are gone.
+/// A process that is not a child of the test. Dropping it kills it and removes its cgroup.
 struct SurvivingProcess {
     pid: Pid,
     directory: PathBuf,
@@ -165,7 +165,7 @@ struct SurvivingProcess {
 impl Drop for SurvivingProcess {
     fn drop(&mut self) {
         let _ = kill(self.pid, Signal::SIGKILL);
-        // Gone already where the command's end took it along.
+        // Already removed if the end of the command removed it.
         let _ = remove_emptied(&self.directory);
     }
 }

@@ -1,5 +1,5 @@
-//! `weir cgroup show` and `top` beside commands that `weir cgroup run` has at work in cgroups of
-//! this machine.
+//! `weir cgroup show` and `top` beside commands that run under `weir cgroup run` in cgroups of the
+//! host.
 //!
 //! Needs root, and a hierarchy with a controller of block I/O, of either version.
 
@@ -17,8 +17,8 @@ use crate::{
     harness::{DEADLINE, Scratch, Terminal, assert_contains, weir},
 };
 
-/// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input
-/// ends. It has begun to.
+/// A shell in a cgroup that writes 64 KiB at a time to the disk, limited to a MiB per second, until
+/// its input ends. Returns after the first write.
 fn writing<'a>(scratch: &'a Scratch, name: &str) -> CgroupShell<'a> {
     let dd = "dd if=/dev/zero of=data bs=64K count=100000 oflag=direct conv=notrunc 2>/dev/null";
     CgroupShell::start(
@@ -41,7 +41,7 @@ fn json_lists_cgroups_devices_and_tasks() {
     let tasks = |answer: &Value| answer["cgroups"][0]["tasks"].as_array().expect("a list").clone();
     let dd = |answer: &Value| tasks(answer).into_iter().find(|task| task["name"] == "dd");
     let writes = |rated: &Value| rated["rate"]["writes"]["bps"].as_f64().expect("it was measured");
-    // It writes as fast as the disk lets it, which in any one interval may be nothing.
+    // The speed depends on the disk; an interval may see no write at all.
     let until = Instant::now() + DEADLINE;
     let mut began = Instant::now();
     let mut answer = look(&["--device", ".", "--tasks", "--all", "--interval", "300ms"]);
@@ -58,8 +58,7 @@ fn json_lists_cgroups_devices_and_tasks() {
     let device = &group["devices"][0];
     assert_eq!(device["limits"], serde_json::json!({ "bps-write": 1 << 20 }));
     let interval = answer["interval-ns"].as_f64().expect("there was one") / 1e9;
-    // No more than the limit in the time that all of it took, and slices of a tenth of a second at
-    // both ends.
+    // At most the limit over the whole time, plus slices of a tenth of a second at both ends.
     let most = f64::from(1 << 20) * (seconds + 0.2) * 1.05;
     assert!(writes(device) * interval <= most, "{most} bytes may be: {answer:#}");
     let dd = dd(&answer).expect("it was there");

@@ -1,5 +1,5 @@
-//! qcow2 images with files behind them, made by qemu-img, served, written to, and looked at by
-//! qemu-img again.
+//! qcow2 images with backing files, created by qemu-img, served and written by weir, and checked by
+//! qemu-img.
 
 use std::{
     fs::{self, Permissions},
@@ -20,8 +20,8 @@ fn qemu_img(directory: &Path, arguments: &str) -> String {
     harness::qemu_img(arguments).succeeds()
 }
 
-/// `base.raw` (smaller than what stands on it) ◄ `sub/middle.qcow2` ◄ `top.qcow2`, each with a
-/// pattern of its own.
+/// `base.raw` (smaller than its overlay) ◄ `sub/middle.qcow2` ◄ `top.qcow2`, each with its own
+/// pattern.
 fn chain(scratch: &Scratch) -> std::path::PathBuf {
     let directory = scratch.path("");
     fs::create_dir(scratch.path("sub")).unwrap();
@@ -41,9 +41,11 @@ fn serve(scratch: &Scratch, image: &str) -> Serve {
 fn a_chain_is_served_and_only_its_top_is_written() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
+    // Copies of the lower layers, which must not change.
     let below = ["base.raw", "sub/middle.qcow2"].map(|name| fs::read(scratch.path(name)).unwrap());
     for cache in ["writeback", "none"] {
         let weir = serve(&scratch, "top.qcow2").args(["--cache", cache]).start();
+        // Data of each layer, and zeroes beyond the ends of the shorter ones.
         let commands = [
             "read -P 1 0 1000k",
             "read -P 2 1028k 996k",
@@ -87,11 +89,13 @@ fn backing_file_in_use_is_write_locked() {
 fn error_names_the_missing_backing_file() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
+    // Without an explicit format, a header written by a guest could name files of the host.
     let said = Serve::new(&scratch).arg(scratch.path("top.qcow2")).fails();
     assert_contains(&said, &["top.qcow2: looks like qcow2 and names other files", "--format qcow2"]);
     fs::rename(scratch.path("base.raw"), scratch.path("gone.raw")).unwrap();
     let said = serve(&scratch, "top.qcow2").fails();
     assert_contains(&said, &["middle.qcow2: its backing file", "base.raw: no such file"]);
+    // A chain that contains itself.
     qemu_img(&directory, "rebase -u -f qcow2 -b ../top.qcow2 -F qcow2 DIR/sub/middle.qcow2");
     let said = serve(&scratch, "top.qcow2").fails();
     assert_contains(&said, &["middle.qcow2: its backing file", "is already in the chain"]);
@@ -107,6 +111,7 @@ fn image_root_confines_names_in_images() {
     assert_contains(&said, &["middle.qcow2: its backing file", "lies outside of the image root"]);
     let said = inside("top.qcow2", "sub").fails();
     assert_contains(&said, &["top.qcow2: lies outside of the image root"]);
+    // A symlink inside of the image root that leads outside.
     symlink(scratch.path("base.raw"), scratch.path("sub/link.raw")).unwrap();
     qemu_img(&directory, "rebase -u -f qcow2 -b link.raw -F raw DIR/sub/middle.qcow2");
     let said = inside("sub/middle.qcow2", "sub").fails();
@@ -127,6 +132,7 @@ fn a_data_file_is_served_with_its_image() {
         weir.stop();
         qemu_img(&directory, "check -q -f qcow2 DIR/disk.qcow2");
         qemu_io(["-f", "qcow2"], ["read -P 9 1M 100k", "read -P 0 0 1M"], text(&scratch.path("disk.qcow2")));
+        // With data_file_raw=on the data file has the content of the disk.
         if raw == "on" {
             qemu_io(["-f", "raw"], ["read -P 9 1M 100k"], text(&scratch.path("disk.data")));
         }
@@ -164,12 +170,13 @@ fn encrypted_images_are_served_with_their_passphrase() {
     encrypted(&scratch, &["read -P 6 100 70000", "read -P 5 1M 1M", "read -P 0 0 100"]);
     let said = serve(&scratch, "e.qcow2").fails();
     assert_contains(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
+    // A trailing line break is a part of the passphrase.
     let wrong = scratch.file("wrong", "geheim\n");
     fs::set_permissions(&wrong, Permissions::from_mode(0o600)).unwrap();
     let said = serve(&scratch, "e.qcow2").arg("--secret-file").arg(wrong).fails();
     assert_contains(&said, &["the passphrase does not unlock any of its 1 key slots", "line break"]);
     let file = fs::File::open(&key).unwrap();
-    // A descriptor that the program inherits; the standard library's own are closed at exec.
+    // A descriptor that the program inherits; the standard library sets close-on-exec on its own.
     nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
     serve(&scratch, "e.qcow2").arg("--secret-fd").arg(file.as_raw_fd().to_string()).start().stop();
 }
@@ -193,6 +200,7 @@ fn caches_are_sized_counted_and_changed() {
     let (weir, mut qmp) =
         controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--l2-cache-size", "16K"]));
     let uri = weir.uri("disk");
+    // 16 KiB of entries cover 8 MiB, so a scan of 64 MiB must evict.
     qemu_io(["-f", "raw"], ["read 0 64M"], &uri);
     let small = disk(&mut qmp);
     assert_eq!((&small["format"], &small["l2-cache"]["limit"]), (&json!("qcow2"), &json!(16384)), "{small}");
@@ -251,11 +259,12 @@ fn nodes_over_qcow2_are_added_and_deleted() {
     let mut e = node("e", "e.qcow2");
     e["encrypt"] = json!({"format": "luks", "key-secret": "s0"});
     qmp.command("blockdev-add", e);
+    // The open node keeps its key when the secret is removed.
     qmp.command("object-del", json!({"id": "s0"}));
     qmp.command("block-export-del", json!({"id": "top", "mode": "hard"}));
     qmp.event("BLOCK_EXPORT_DELETED");
     qmp.command("blockdev-del", json!({"node-name": "top"}));
-    // Deleted, it is whole again, and anybody's.
+    // After the deletion the image is consistent and unlocked.
     qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");
     qemu_io(["-f", "qcow2"], ["read -P 8 0 64k"], text(&scratch.path("top.qcow2")));
     weir.stop();
@@ -292,7 +301,7 @@ fn bitmaps_are_metadata_contexts() {
     let (_, said) = qmp.command_error("block-export-add", export);
     assert_contains(&said, &["there is no bitmap \"none\""]);
     weir.stop();
-    // Opened read-only, the bitmap is as good as before.
+    // After a read-only open the bitmap is still consistent.
     qemu_img(&directory, "bitmap --disable DIR/disk.qcow2 backup");
 }
 
@@ -320,6 +329,7 @@ fn modified_backing_file_is_not_read() {
     let weir = serve(&scratch, "top.qcow2").start();
     let whole = ["read -P 1 0 1000k", "write -P 4 0 64k", "read -P 3 5M 100k"];
     qemu_io(["-f", "raw"], whole, weir.uri("top"));
+    // Locks are advisory, so another process can write nevertheless.
     let base = fs::OpenOptions::new().write(true).open(scratch.path("base.raw")).unwrap();
     std::os::unix::fs::FileExt::write_at(&base, b"other", 512 << 10).unwrap();
     let said = weir.wait_for_log("was changed by another process");
@@ -327,6 +337,7 @@ fn modified_backing_file_is_not_read() {
     let uri = weir.uri("top");
     let refused = TestClient::new("qemu-io").args(["-f", "raw", "-c", "read 512k 64k", &uri]).run();
     assert_contains(&refused.stdout(), &["read failed: Input/output error"]);
+    // Ranges that the overlay has allocated are still served.
     qemu_io(["-f", "raw"], ["read -P 4 0 64k", "write -P 5 5M 64k", "read -P 5 5M 64k", "flush"], &uri);
     weir.stop();
     qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");

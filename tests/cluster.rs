@@ -1,10 +1,10 @@
-//! Limits that hold for the sum over many hosts: three daemons and Debian's etcd, which is stopped,
-//! killed and started again; a leader that is killed, a daemon that sleeps.
+//! Cluster-wide limits: three daemons and Debian's etcd, which is stopped, killed and restarted; a
+//! leader that is killed, a daemon that is suspended.
 //!
-//! What is compared are states: who has which part, as etcd and the daemons tell it, and that parts
-//! in force are never more than the limit. What all daemons have let pass is no more than the limit
-//! allows in the time that went by, which holds however slow the machine is. Never judges how fast
-//! shares follow, nor that a rate is reached.
+//! The tests compare states: the quota of each host as etcd and the daemons report it, and that the
+//! quotas in force never exceed the limit. The work admitted by all daemons is bounded by the limit
+//! over the elapsed time, which holds on slow machines as well. Never asserts how fast quotas
+//! follow demand, nor that a rate is reached.
 
 mod reservations;
 mod authentication;
@@ -28,7 +28,7 @@ use crate::harness::{
     TestClient, DEADLINE, Qmp, Scratch, Serve, Weir, assert_contains, need, pause, search_path, text, weir,
 };
 
-/// One member on loopback, with its data in the scratch directory.
+/// An etcd member on loopback, with its data in the scratch directory.
 pub(crate) struct EtcdServer {
     child: Child,
     data: PathBuf,
@@ -38,7 +38,7 @@ pub(crate) struct EtcdServer {
 impl EtcdServer {
     pub(crate) fn start(scratch: &Scratch) -> Self {
         need("etcd");
-        // Free at this moment; etcd says so where another was faster.
+        // Free at this moment; if another process binds it first, etcd reports that.
         let free = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (data, ports) = (scratch.path("etcd"), [free(), free()]);
         let child = Self::spawn(&data, ports);
@@ -62,7 +62,7 @@ impl EtcdServer {
             ])
             .args(["--listen-peer-urls", &url(peer), "--initial-advertise-peer-urls", &url(peer)])
             .args(["--initial-cluster", &format!("default={}", url(peer))])
-            // Passwords are checked slowly on purpose, which a busy machine is late with.
+            // Password hashes are slow on purpose, which delays a busy machine.
             .args(["--bcrypt-cost", "4"])
             .stdout(Stdio::null())
             .stderr(log)
@@ -104,7 +104,7 @@ impl Drop for EtcdServer {
 pub(crate) fn until(what: &str, is_so: impl Fn() -> bool) {
     let end = Instant::now() + DEADLINE;
     while !is_so() {
-        assert!(Instant::now() < end, "it did not come to be: {what}");
+        assert!(Instant::now() < end, "the condition did not become true: {what}");
         pause();
     }
 }
@@ -164,7 +164,7 @@ impl ClusterTestHost {
         self.run(&["status", "--json", "--interval", "0"]).json()
     }
 
-    /// The part of the limit that is in force here: what its buckets are made of.
+    /// The quota in force on this host: the rate of its buckets.
     fn quota(&self) -> u64 {
         let status = self.status();
         status["groups"][0]["limits"]["iops-total"].as_u64().unwrap_or(u64::MAX)
@@ -175,7 +175,7 @@ impl ClusterTestHost {
         status["groups"][0]["throttle"]["reads"]["requests"].as_u64().expect("a counter")
     }
 
-    /// Reads as fast as it can, until the client is dropped.
+    /// Starts a client that reads as fast as possible until it is killed.
     fn read(&self) -> Child {
         let uri = format!("nbd+unix:///?socket={}", text(&self.scratch.socket("nbd")));
         Command::new("fio")
@@ -205,8 +205,8 @@ fn stop(mut client: Child) {
     let _ = client.wait();
 }
 
-/// Parts in force on all hosts, each as its own daemon tells it: at one instant, since each is the
-/// same before and after all others are asked.
+/// Sum of the quotas in force, each as reported by its own daemon. The values belong to one
+/// instant, since each is the same before and after all others were read.
 #[track_caller]
 fn sum(hosts: &[ClusterTestHost]) -> u64 {
     let parts = || hosts.iter().map(ClusterTestHost::quota).collect::<Vec<_>>();
@@ -216,12 +216,12 @@ fn sum(hosts: &[ClusterTestHost]) -> u64 {
         if before == after {
             return after.iter().sum();
         }
-        assert!(Instant::now() < end, "parts do not settle: {before:?}, {after:?}");
+        assert!(Instant::now() < end, "quotas do not settle: {before:?}, {after:?}");
         before = after;
     }
 }
 
-/// What hosts let pass in a time, held against a limit of so many operations a second.
+/// Requests admitted by all hosts in a period, compared with a limit in operations per second.
 struct AdmissionBound {
     rate: u64,
     since: Instant,
@@ -238,10 +238,10 @@ impl AdmissionBound {
     fn end(self, hosts: &[ClusterTestHost]) {
         let passed = hosts.iter().map(ClusterTestHost::admitted).sum::<u64>() - self.before;
         let burst = self.rate / 10;
-        // A request each makes a bucket run over.
+        // Each host may overrun its bucket by one request.
         let most =
             self.rate as f64 * self.since.elapsed().as_secs_f64() + (burst + hosts.len() as u64) as f64;
-        assert!(passed as f64 <= most, "{passed} have passed, of at most {most}");
+        assert!(passed as f64 <= most, "{passed} were admitted, at most {most} are permitted");
         assert!(passed > 0);
     }
 }
@@ -252,24 +252,24 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     let scratch = Scratch::new();
     let mut etcd = EtcdServer::start(&scratch);
     let mut hosts: Vec<_> = ["a", "b", "c"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
-    until("somebody leads", || leader_of(&hosts[2]).is_some());
+    until("a host leads", || leader_of(&hosts[2]).is_some());
     let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
     assert!(said.contains("iops-total: none → 2000, on all hosts"), "{said}");
-    until("all have a part", || hosts.iter().all(|host| host.quota() < 2000));
+    until("all have a quota", || hosts.iter().all(|host| host.quota() < 2000));
     let watched = AdmissionBound::begin(&hosts, 2000);
-    // Who is busy has nearly all.
+    // A single busy host has nearly all.
     let first = hosts[0].read();
     until("the busy host has nine tenths", || hosts[0].quota() > 1800);
     assert!(sum(&hosts) <= 2000);
-    // A second that is busy gets half.
+    // A second busy host gets half.
     let second = hosts[1].read();
     until("half each", || [hosts[0].quota(), hosts[1].quota()].iter().all(|part| (900..1100).contains(part)));
     assert!(sum(&hosts) <= 2000);
     watched.end(&hosts);
-    // A change on one host holds on all.
+    // A change made on one host applies to all.
     hosts[2].run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]).succeeds();
     until("half of the new limit each", || hosts[..2].iter().all(|host| (450..550).contains(&host.quota())));
-    // The leader is killed: another divides.
+    // The leader is killed: another host takes over the distribution.
     let leader = leader_of(&hosts[2]).unwrap();
     let at = ["a", "b", "c"].iter().position(|name| *name == leader).unwrap();
     hosts[at].weir.take().unwrap().crash();
@@ -278,29 +278,29 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     hosts[witness].run(&["throttle", "gold", "--cluster", "--iops-total", "1500"]).succeeds();
     hosts[at].restart();
     let change = |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
-    until("the new limit is known everywhere", || hosts.iter().all(|host| change(host) == Some(1500)));
+    until("all hosts have the new limit", || hosts.iter().all(|host| change(host) == Some(1500)));
     assert!(sum(&hosts) <= 1500);
     let watched = AdmissionBound::begin(&hosts, 1500);
-    // Without etcd each falls to its safe share, says so, and comes back.
+    // Without etcd each host falls back to its share, logs that, and recovers.
     let mut events = Qmp::negotiated(&hosts[witness].control);
     etcd.kill();
-    until("all are at their safe share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
+    until("all use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
     let event = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
     hosts[witness].weir().wait_for_log("the fallback share applies");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
-    // What was known last is shown, with its age.
+    // The last known state is shown, with its age.
     let shown = hosts[witness].cluster();
     assert!(shown["known-ms-ago"].is_u64(), "{shown}");
     assert_eq!(shown["groups"][0]["limits"]["iops-total"], 1500);
     etcd.restart();
     let busy: Vec<_> = (0..2).filter(|host| *host != at).collect();
-    until("who is busy has a lease again", || busy.iter().any(|host| hosts[*host].quota() > 100));
+    until("a busy host has a lease again", || busy.iter().any(|host| hosts[*host].quota() > 100));
     assert!(sum(&hosts) <= 1500);
-    // A daemon that sleeps keeps no more than it may.
+    // A suspended daemon does not keep more than its lease allows.
     let sleeper = (witness + 1) % 3;
     hosts[sleeper].weir().signal(Signal::SIGSTOP);
-    until("others have what it had", || {
+    until("other hosts have its quota", || {
         let others = hosts.iter().enumerate().filter(|(at, _)| *at != sleeper);
         others.map(|(_, host)| host.quota()).sum::<u64>() > 1000
     });
@@ -320,12 +320,12 @@ fn errors_are_reported_or_the_fallback_share_holds() {
         let file = ClusterTestHost::config(&scratch, "x", etcd, more);
         ClusterTestHost::serve(&scratch, &file, &scratch.socket("control")).fails()
     };
-    // A port where nobody listens, and nothing known of the group.
+    // A port without a listener, and no known limits of the group.
     let said = refused("http://127.0.0.1:1", "");
     assert!(said.contains("group gold: its limits are unknown"), "{said}");
     let certificates = |directory: &str| {
         let said = refused("https://127.0.0.1:1", &format!("certificates = \"{directory}\""));
-        // OpenSSL's own words help nobody.
+        // OpenSSL's error strings do not help a user.
         assert!(!said.contains("routines"), "{said}");
         said
     };
@@ -347,21 +347,21 @@ fn errors_are_reported_or_the_fallback_share_holds() {
         let said = refused("http://127.0.0.1:1", &format!("control-groups = {groups}"));
         assert!(said.contains(expect), "{said}");
     }
-    // Before it is started, too.
+    // `check-config` reports it before a start.
     let there = Scratch::new();
     let file = ClusterTestHost::config(&there, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
     let said = weir(&["check-config", text(&file)]).fails();
     let place = format!("weir: {}:", text(&file));
     assert!(said.starts_with(&place), "{said}");
     assert!(said.contains(": cluster: cluster lab: password-file /nowhere"), "{said}");
-    // A newer weir, and garbage.
+    // A value of a newer weir, and garbage.
     for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();
         let said = refused(&etcd.url(), "");
         assert!(said.contains(expect), "{said}");
     }
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
-    // Two of one name: the second does not join.
+    // Two hosts with one name: the second does not join.
     let one = ClusterTestHost::start("x", &etcd);
     until("it has joined", || one.cluster()["joined"] == true);
     one.run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
@@ -369,7 +369,8 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     other.weir().wait_for_log("the name \"x\" is taken in cluster \"lab\"");
     assert_eq!(other.status()["cluster"]["connected"], false);
     assert_eq!(other.quota(), 2000 / 800);
-    // Nor are those of all hosts a disk's, or of what cannot be a group; a slip is told.
+    // Cluster-wide limits cannot be set for a disk or an invalid group name; a probable typo is
+    // reported.
     let set = |name: &str| one.run(&["throttle", name, "--cluster", "--iops-total", "2000"]).run();
     for (name, expect) in [("vm", "vm: is a disk here"), ("..", "the name has a special meaning in paths")] {
         let said = set(name);
@@ -378,7 +379,6 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     let said = set("golf");
     assert!(said.status() == Some(0) && said.stderr().contains("no host has it"), "{}", said.stderr());
     assert!(!set("gold").stderr().contains("no host has it"), "it is here");
-    // What is shown is what was set.
     one.run(&["throttle", "gold", "--cluster", "--fallback-share", "0.125%"]).succeeds();
     let shown = || one.run(&["throttle", "gold", "--cluster"]).succeeds();
     until("it is shown", || {
@@ -386,7 +386,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     });
     let said = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
     assert_eq!(said, "gold: fallback-share: 0.125% → default, on all hosts\n");
-    // Most of it would be for hosts that are not there.
+    // A warning: most of the limit would be reserved for hosts that do not exist.
     let outcome = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "5%"]).run();
     assert_eq!((outcome.status(), &*outcome.stdout()), (Some(0), "gold: fallback-share: 5%, on all hosts\n"));
     assert_contains(
@@ -394,17 +394,17 @@ fn errors_are_reported_or_the_fallback_share_holds() {
         &["fallback shares reserve 80% of its limits, 5% for each of 16 hosts", "--hosts"],
     );
     one.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
-    until("it is as at first", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
+    until("the defaults are shown", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
     let said = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "2"]).run();
     assert_contains(&said.stderr(), &["such as 2%", "or default"]);
-    // Limits of such a group are not one host's to change.
+    // Limits of a cluster-wide group cannot be changed on one host alone.
     let said = one.run(&["throttle", "gold", "--iops-total", "5"]).fails();
     assert!(said.contains("--cluster"), "{said}");
-    // Garbage among grants and reports harms nobody.
+    // Garbage among grants and reports does no harm.
     etcd.control(&["put", "/weir/v1/lab/report/y", "garbage"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/host/x/grant", "garbage"]).succeeds();
     one.weir().wait_for_log("is not weir's");
-    until("it goes on", || one.cluster()["leader"] == "x");
+    until("it continues", || one.cluster()["leader"] == "x");
     drop(etcd);
 }
 
@@ -424,7 +424,7 @@ fn check_contacts_etcd_like_a_start() {
     let alive = format!("[{:?}]", etcd.url());
     let nobody = "[\"http://127.0.0.1:1\"]";
     let half = format!("[\"http://127.0.0.1:1\", {:?}]", etcd.url());
-    // Nobody knows the limits, and a start would say so.
+    // The limits are unknown; the check reports that as a start would.
     let said = check(&config(nobody, ""));
     assert_eq!(said.status(), Some(1));
     assert!(
@@ -434,7 +434,7 @@ fn check_contacts_etcd_like_a_start() {
     );
     let expect = "group gold: its limits are unknown: etcd http://127.0.0.1:1: Connection refused";
     assert_contains(&said.stderr(), &[": cluster: cluster lab: ", expect]);
-    // One member is enough, and the other is told.
+    // One reachable member is sufficient; the unreachable one is reported as a warning.
     let said = check(&config(&half, ""));
     assert_eq!(said.status(), Some(0), "{}", said.stderr());
     assert_contains(&said.stdout(), &["it would start, with 1 warning"]);
@@ -442,7 +442,7 @@ fn check_contacts_etcd_like_a_start() {
     assert_contains(&said.stderr(), &[expect, "a start uses another member"]);
     assert_contains(&check(&config(&alive, "")).stdout(), &["nothing is wrong"]);
     assert!(!state.exists(), "a check leaves no trace");
-    // What a start would refuse, of the password and of what stands there.
+    // Errors of a start: a wrong password, and invalid values in etcd.
     for words in ["user add root:secret", "user grant-role root root", "auth enable"] {
         etcd.control(&words.split(' ').collect::<Vec<_>>()).succeeds();
     }
@@ -458,7 +458,7 @@ fn check_contacts_etcd_like_a_start() {
     etcd.control(&["put", "/weir/v1/lab/all/group/gold", "garbage"]).succeeds();
     assert_contains(&check(&config(&alive, "")).stderr(), &["group gold: the value at", "is not weir's"]);
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
-    // What was known last is enough for a start without etcd.
+    // The last known limits are sufficient for a start without etcd.
     let file = config(&alive, "");
     ClusterTestHost::serve(&there, &file, &socket).start().stop();
     etcd.kill();
@@ -468,7 +468,8 @@ fn check_contacts_etcd_like_a_start() {
     assert_contains(&said.stderr(), &[&reason, "a start uses the fallback share of the last known limits"]);
 }
 
-/// Each host has its safe share as soon as it is there, so it must not be more than all can have.
+/// Each host uses its fallback share as soon as it has joined, so the sum of all shares must fit
+/// the limit.
 #[test]
 fn fallback_share_shrinks_with_more_hosts() {
     let scratch = Scratch::new();
@@ -481,7 +482,7 @@ fn fallback_share_shrinks_with_more_hosts() {
     hosts.push(ClusterTestHost::start("b", &etcd));
     hosts[0].weir().wait_for_log("the fallback share was too much for this number of hosts");
     let safe = |host: &ClusterTestHost| host.cluster()["groups"][0]["fallback-share-ppm"].as_u64();
-    until("it is known", || hosts.iter().all(|host| safe(host) == Some(300_000)));
+    until("it is listed", || hosts.iter().all(|host| safe(host) == Some(300_000)));
     until("it holds on both", || sum(&hosts) <= 1000);
 }
 
@@ -492,13 +493,13 @@ fn lost_or_overwritten_keys_are_restored() {
     let mut hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
-    until("both know it", || hosts.iter().all(|host| host.quota() < 2000));
+    until("both hosts have the group", || hosts.iter().all(|host| host.quota() < 2000));
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "1500"]).succeeds();
     let there = |etcd: &EtcdServer, key: &str| {
         let key = format!("/weir/v1/lab/{key}");
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
-    until("it is promised", || there(&etcd, "all/promise/a").contains("1500"));
+    until("the reservation is published", || there(&etcd, "all/promise/a").contains("1500"));
     let limits = there(&etcd, "all/group/gold");
     for (key, value) in [("all/group/gold", limits.trim()), ("all/promise/a", "1500")] {
         etcd.control(&["del", &format!("/weir/v1/lab/{key}")]).succeeds();
@@ -506,7 +507,7 @@ fn lost_or_overwritten_keys_are_restored() {
     }
     let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).fails();
     assert!(said.contains("1500"), "{said}");
-    // Without a lease nobody's, whatever stands there.
+    // Keys without a lease belong to no host, whatever their value.
     for (key, value) in [
         ("all/leader", "garbage"),
         ("all/leader", "{\"version\":1,\"host\":\"ghost\",\"nonce\":1}"),
@@ -518,13 +519,13 @@ fn lost_or_overwritten_keys_are_restored() {
     ] {
         etcd.control(&["put", &format!("/weir/v1/lab/{key}"), value]).succeeds();
         until(value, || there(&etcd, key).trim() != value);
-        until("somebody leads", || leader_of(&hosts[0]).is_some_and(|name| name != "ghost"));
+        until("a host leads", || leader_of(&hosts[0]).is_some_and(|name| name != "ghost"));
         until("both are there", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     }
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "1600"]).succeeds();
     let change = |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
     until("it holds on both", || hosts.iter().all(|host| change(host) == Some(1600)));
-    // A start without etcd, and one with an etcd that knows nothing.
+    // A start without etcd, and one with an empty etcd.
     etcd.kill();
     fs::remove_dir_all(&etcd.data).unwrap();
     for is_away in [true, false] {
@@ -536,24 +537,25 @@ fn lost_or_overwritten_keys_are_restored() {
             etcd.restart();
         }
     }
-    until("etcd has them again", || there(&etcd, "all/group/gold").contains("1600"));
-    until("they are divided", || hosts.iter().all(|host| host.quota() > 1600 / 50));
+    until("etcd has the keys again", || there(&etcd, "all/group/gold").contains("1600"));
+    until("quotas are leased", || hosts.iter().all(|host| host.quota() > 1600 / 50));
     assert!(sum(&hosts) <= 1600);
-    // Whoever leads writes again what was lost. That is no other's change: none is refused for it.
+    // The leader restores lost keys. That does not conflict with a concurrent change: none is
+    // rejected.
     let mut qmp = Qmp::negotiated(&hosts[0].control);
     for round in 0..4 {
         etcd.kill();
-        until("it is apart", || hosts[0].status()["cluster"]["connected"] == false);
+        until("it is partitioned", || hosts[0].status()["cluster"]["connected"] == false);
         fs::remove_dir_all(&etcd.data).unwrap();
         etcd.restart();
-        // At the moment when somebody does.
+        // At the moment when a host leads.
         let mut is_led = || {
             let cluster = qmp.command("x-weir-query-status", json!({}))["cluster"].clone();
             cluster["connected"] == true && cluster["leader"].is_string()
         };
         let end = Instant::now() + DEADLINE;
         while !is_led() {
-            assert!(Instant::now() < end, "there is no leader");
+            assert!(Instant::now() < end, "no host leads");
         }
         qmp.command("x-weir-cluster-set", json!({ "group": "gold", "iops-total": 2000 + round }));
     }
@@ -583,7 +585,7 @@ fn invalid_etcd_member_is_skipped() {
     until("it has joined", || host.cluster()["joined"] == true);
 }
 
-/// What stands at a key of the cluster; empty where there is nothing.
+/// The value of a key of the cluster; empty if the key does not exist.
 fn etcd_value(etcd: &EtcdServer, key: &str) -> String {
     let key = format!("/weir/v1/lab/{key}");
     etcd.control(&["get", "--print-value-only", &key]).succeeds().trim_end().to_owned()
@@ -610,30 +612,32 @@ fn removed_group_is_not_restored() {
         let names = shown.as_array().unwrap().iter().map(|group| group["name"].as_str().unwrap().to_owned());
         names.collect::<Vec<_>>()
     };
-    until("both know all", || hosts.iter().all(|host| groups(host) == ["gold", "golf", "silver"]));
+    until("both hosts have all values", || {
+        hosts.iter().all(|host| groups(host) == ["gold", "golf", "silver"])
+    });
     let remove = |host: &ClusterTestHost, group: &str| host.run(&["group", "remove", group, "--cluster"]);
-    // One that is here, one that is on another, and none.
+    // A group in use on this host, one in use on another host, and an unknown one.
     assert_contains(&remove(&hosts[0], "gold").fails(), &["group gold: in use on a (remove [group.gold]"]);
     let file = hosts[1].scratch.path("weir.toml");
     let config = fs::read_to_string(&file).unwrap();
     fs::write(&file, config + "[group.silver]\ncluster = true\n").unwrap();
     hosts[1].run(&["reload"]).succeeds();
-    until("the other has it", || etcd_value(&etcd, "all/promise/b").contains("silver"));
+    until("the second host has it", || etcd_value(&etcd, "all/promise/b").contains("silver"));
     assert_contains(&remove(&hosts[0], "silver").fails(), &["group silver: in use on b (remove [group.silver]"]);
     assert_contains(
         &remove(&hosts[0], "none").fails(),
         &["group none: cluster \"lab\" has no group of this name"],
     );
-    // A hint instead of what there is not.
+    // A hint instead of an option that does not exist.
     let said = hosts[0].run(&["group", "add", "bronze", "--cluster"]).run();
     assert_eq!(said.status(), Some(2));
     assert_contains(&said.stderr(), &["add [group.bronze] with cluster = true", "weir reload"]);
-    // The slip goes, and stays away whoever begins anew.
+    // The mistyped group is removed, and no leader restores it.
     assert_eq!(remove(&hosts[0], "golf").succeeds(), "group golf: removed\n");
     assert_contains(&remove(&hosts[0], "golf").fails(), &["has no group of this name"]);
-    until("both know that", || hosts.iter().all(|host| groups(host) == ["gold", "silver"]));
-    // A host that has the group in its file and was away meanwhile begins as at the first time, and
-    // writes nothing again, though it leads now and knew the limits.
+    until("both hosts have the removal", || hosts.iter().all(|host| groups(host) == ["gold", "silver"]));
+    // A host with the group in its config that was stopped meanwhile starts from the fallback share
+    // and restores nothing, although it leads now and had the limits in its state.
     hosts[1].weir.take().unwrap().stop();
     assert_eq!(remove(&hosts[0], "silver").succeeds(), "group silver: removed\n");
     let removed = etcd_value(&etcd, "all/group/silver");
@@ -643,7 +647,7 @@ fn removed_group_is_not_restored() {
     hosts[1].weir().wait_for_log("limits for this group yet (`weir throttle silver --cluster");
     until("it leads", || leader_of(&hosts[1]).as_deref() == Some("b"));
     let reader = hosts[1].read();
-    until("it has divided", || hosts[1].quota() > 2000 / 50);
+    until("quotas are leased", || hosts[1].quota() > 2000 / 50);
     stop(reader);
     assert_eq!(etcd_value(&etcd, "all/group/silver"), removed);
     assert_eq!(groups(&hosts[1]), ["gold"]);
@@ -654,19 +658,19 @@ fn removed_group_is_not_restored() {
     };
     assert_eq!(limit(), None);
     etcd.kill();
-    until("it is apart", || hosts[1].status()["cluster"]["connected"] == false);
+    until("it is partitioned", || hosts[1].status()["cluster"]["connected"] == false);
     etcd.restart();
-    // Who led before is known while it is apart, too.
+    // The previous leader is known during the partition as well.
     until("it leads again", || {
         let cluster = hosts[1].cluster();
         cluster["connected"] == true && cluster["leader"] == "b"
     });
-    // Limits are said anew, after those that were removed.
+    // New limits follow the removed ones.
     set(&hosts[1], "silver");
     until("they hold", || limit().is_some_and(|limit| limit < 2000));
     assert!(etcd_value(&etcd, "all/group/silver").contains("\"number\":3"));
     assert_eq!(groups(&hosts[1]), ["gold", "silver"]);
-    // Of many the last are remembered.
+    // Only the last removals are remembered.
     let mut qmp = Qmp::negotiated(&hosts[1].control);
     for number in 0..70 {
         let group = format!("slip{number}");
@@ -686,7 +690,9 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
     let hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
-    until("both have more than that", || hosts.iter().all(|host| (50..2000).contains(&host.quota())));
+    until("both have more than the fallback share", || {
+        hosts.iter().all(|host| (50..2000).contains(&host.quota()))
+    });
     let understood = etcd_value(&etcd, "all/group/gold");
     let newer = "{\"version\":99,\"limits\":\"of another kind\"}";
     write_to(&etcd, "all/group/gold", newer);
@@ -694,7 +700,7 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
         host.weir()
             .wait_for_log("has version 99, but this weir supports 1 (update the older weir): it is ignored");
     }
-    until("both are at the safe share", || hosts.iter().all(|host| host.quota() == 2000 / 800));
+    until("both use their fallback share", || hosts.iter().all(|host| host.quota() == 2000 / 800));
     for host in &hosts {
         let change = host.run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]);
         assert_contains(&change.fails(), &["group gold: not changed", "has version 99"]);
@@ -704,20 +710,20 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
         assert_contains(&shown, &["group gold: its state in etcd have version 99", "have their fallback shares"]);
         assert_eq!(host.cluster()["unreadable-groups"][0]["group"], "gold");
     }
-    // Nor is a group that nobody here has known.
+    // A group that is unknown on this host is left alone as well.
     write_to(&etcd, "all/group/new", newer);
-    until("it is known", || hosts[0].cluster()["unreadable-groups"].as_array().map(Vec::len) == Some(2));
+    until("it is listed", || hosts[0].cluster()["unreadable-groups"].as_array().map(Vec::len) == Some(2));
     let said = hosts[0].run(&["throttle", "new", "--cluster", "--iops-total", "1000"]).fails();
     assert_contains(&said, &["group new: not changed", "has version 99"]);
     for group in ["gold", "new"] {
         assert_eq!(etcd_value(&etcd, &format!("all/group/{group}")), newer);
     }
-    // Once it is understood, it is divided.
+    // Once the value is understood, quotas are leased again.
     write_to(&etcd, "all/group/gold", &understood);
-    until("both have more than that", || hosts.iter().all(|host| host.quota() > 50));
+    until("both have more than the fallback share", || hosts.iter().all(|host| host.quota() > 50));
     assert!(sum(&hosts) <= 2000);
     hosts[1].run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]).succeeds();
-    // Nor is a leader of another form, as long as somebody keeps it there.
+    // A leader key of a newer version is left alone as long as its lease lives.
     let leader = leader_of(&hosts[0]).unwrap();
     let lease = etcd.control(&["lease", "grant", "600"]).succeeds();
     let lease = lease.split_whitespace().nth(1).unwrap().to_owned();
@@ -728,7 +734,7 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
     hosts[1 - at].weir().wait_for_log("all/leader");
     assert_eq!(etcd_value(&etcd, "all/leader"), newer);
     etcd.control(&["lease", "revoke", &lease]).succeeds();
-    until("somebody leads, and divides", || {
+    until("a host leads and leases quotas", || {
         leader_of(&hosts[0]).is_some() && hosts.iter().all(|host| host.quota() > 25)
     });
 }
@@ -737,13 +743,13 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
 fn grants_of_departed_hosts_are_deleted() {
     let scratch = Scratch::new();
     let etcd = EtcdServer::start(&scratch);
-    // From before anybody leads; the second has a report, so it may come back.
+    // Both keys predate any leader; the second host has a report, so it may return.
     write_to(&etcd, "host/ghost/grant", "{}");
     write_to(&etcd, "host/away/grant", "{}");
     write_to(&etcd, "report/away", "{}");
     let mut hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
-    until("the ghost's is gone", || etcd_value(&etcd, "host/ghost/grant").is_empty());
+    until("the ghost's grant is deleted", || etcd_value(&etcd, "host/ghost/grant").is_empty());
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
     until("both have a lease", || {
         ["a", "b"].iter().all(|host| !etcd_value(&etcd, &format!("host/{host}/grant")).is_empty())

@@ -1,5 +1,5 @@
-//! The schema of the config file under a validator of JSON Schema: it accepts every example of the
-//! documents and packages, and accepts and refuses other files as weir does.
+//! The schema of the config file under a JSON Schema validator: it accepts every example of the
+//! documents and packages, and agrees with weir on other files.
 
 use std::{
     fs,
@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::harness::TestClient;
 
-/// Reads config files from standard input, as a list of texts, and prints for each an empty line if
-/// the schema accepts it, else its complaint.
+/// Reads config files from standard input, as a JSON list of texts, and prints for each an empty
+/// line if the schema accepts it, else the validator's error.
 const VALIDATE: &str = r#"
 import json, sys, tomllib
 import jsonschema
@@ -27,7 +27,7 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The complaints of the schema about files; empty if it accepts one.
+/// The validator's error for each file; empty if the schema accepts it.
 fn complaints(files: &[&str]) -> Vec<String> {
     let schema = repository().join("docs/reference/config.schema.json");
     let schema = schema.to_str().expect("UTF-8");
@@ -61,7 +61,7 @@ fn examples_are_valid() {
     assert!(files.len() > 8, "{files:?}");
     let path = repository().join("packaging/weir.toml");
     let shipped = fs::read_to_string(&path).unwrap();
-    // A comment after two signs is prose, one after a sign and a space is a setting or prose.
+    // A comment after `##` is prose; one after `# ` is a setting or prose.
     let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
     let lines =
         shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });

@@ -1,4 +1,4 @@
-//! The control socket that nobody named: there with nothing said, and never another daemon's.
+//! The default control socket: bound without an option, and never another daemon's.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::harness::{TestClient, Qmp, Scratch, Serve, WEIR, assert_contains, need_root, text};
 
-/// A daemon that is told of no control socket, where `socket` is the usual place.
+/// A daemon without options for the control socket; `socket` is its default address.
 fn serve(socket: &Path) -> Serve {
     Serve::with_own_scratch().arg("memory:1M").env("WEIR_QMP", format!("unix:{}", text(socket)))
 }
@@ -27,7 +27,7 @@ fn default_socket_of_a_user_is_found() {
     let scratch = Scratch::new();
     let runtime = scratch.socket("runtime");
     fs::create_dir(&runtime).unwrap();
-    // Nobody's, as Debian and most others have it.
+    // Owned by user 65534, the unprivileged user of most distributions.
     chown(&runtime, Some(65534), Some(65534)).unwrap();
     fs::set_permissions(runtime.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     let user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
@@ -58,14 +58,14 @@ fn second_daemon_leaves_the_default_socket_to_the_first() {
             "(name a control socket of its own with --qmp unix:PATH, or say --qmp none)",
         ],
     );
-    assert_eq!(disks(&socket), 1, "it is the first's");
+    assert_eq!(disks(&socket), 1, "it belongs to the first daemon");
     second.stop();
-    assert_eq!(disks(&socket), 1, "and stays so");
+    assert_eq!(disks(&socket), 1, "and still does");
     assert_contains(
         &serve(&socket).args(["--qmp", "default"]).fails(),
         &["in use: another process listens there"],
     );
-    // What a killed daemon leaves is taken over.
+    // A stale socket of a killed daemon is replaced.
     first.crash();
     assert!(socket.exists());
     let third = serve(&socket).args(["memory:1M", "--name", "a", "--name", "b"]).start();
@@ -98,7 +98,7 @@ fn unavailable_default_socket_is_a_warning_unless_required() {
     assert_contains(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
     let both = ["--qmp", "none", "--qmp", "unix:s"];
     assert_contains(&serve(&socket).args(both).rejects_usage(), &["--qmp none: none, and another value names"]);
-    // One that is named is all there is.
+    // An explicit control socket replaces the default one.
     let named = scratch.socket("named");
     let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();
     assert_eq!((disks(&named), socket.exists()), (1, false));

@@ -1,5 +1,5 @@
-//! Descriptors over the control socket, as management software passes them: images that the daemon
-//! itself may not open, and sockets that somebody else has bound.
+//! Descriptors passed over the control socket, as management software does: images that the daemon
+//! may not open itself, and sockets that another process has bound.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -20,7 +20,8 @@ use crate::{
     vhost_user::{features, front_end},
 };
 
-/// A daemon without disks, as a user who may open nothing of root's, and a client of its socket.
+/// A daemon without disks, run as a user without access to root's files, and a client of its
+/// socket.
 fn unprivileged_daemon(scratch: &Scratch) -> (Weir, Qmp) {
     need_root("daemons of another user");
     let sockets = scratch.socket("qmp");
@@ -38,7 +39,7 @@ fn unprivileged_daemon(scratch: &Scratch) -> (Weir, Qmp) {
 
 #[test]
 fn inherited_socket_is_used_by_its_number() {
-    // As whoever starts QEMU does: nothing says which descriptors there are.
+    // As programs that start QEMU do: no environment variable lists the passed descriptors.
     const STARTER: &str = "
 import os, socket, sys
 bound = socket.socket(socket.AF_UNIX)
@@ -95,7 +96,7 @@ fn passed_image_is_served_without_access_to_its_path() {
     let by_name =
         json!({ "driver": "raw", "node-name": "d", "file": { "driver": "file", "filename": text(&image) } });
     let refused = qmp.command_error("blockdev-add", by_name).1;
-    // By the sandbox, or where the kernel has none for files by the file's own mode.
+    // Rejected by the sandbox, or, on a kernel without Landlock, by the mode of the file.
     let is_refused =
         refused.contains("the sandbox allows images only in ") || refused.contains("no permission");
     assert!(is_refused, "{refused}");
@@ -108,7 +109,7 @@ fn passed_image_is_served_without_access_to_its_path() {
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     qmp.command("nbd-server-start", json!({ "addr": addr }));
     qmp.command("block-export-add", json!({ "type": "nbd", "id": "e", "node-name": "d", "writable": true }));
-    // The disk has its own; the set may go.
+    // The disk has duplicated the descriptor; the set can be removed.
     let sets = qmp.command("query-fdsets", json!({}));
     assert_eq!(sets[0]["fds"][0]["opaque"], "rdwr:disk.raw");
     qmp.command("remove-fd", json!({ "fdset-id": set, "fd": sets[0]["fds"][0]["fd"] }));
@@ -160,17 +161,17 @@ fn missing_or_surplus_descriptors_are_harmless() {
     assert!(qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
     assert!(qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
     assert!(qmp.command_with_descriptor(&pipe.0, "query-status", &json!({}))["return"].is_object());
-    // Names are their client's.
+    // Names of descriptors belong to one connection.
     let mut other = Qmp::negotiated(&scratch.socket("qmp"));
     assert_eq!(other.command_error("closefd", json!({ "fdname": "a" })).1, "File descriptor named 'a' not found");
     qmp.command("closefd", json!({ "fdname": "a" }));
     qmp.command_error("closefd", json!({ "fdname": "a" }));
-    // A pipe is no socket, and is closed for it.
+    // A pipe is not a socket; the daemon closes it.
     qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "p" }));
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "p" } });
     assert_contains(&qmp.command_error("block-export-add", export).1, &["fd:p: is no socket"]);
     qmp.command_error("closefd", json!({ "fdname": "p" }));
-    // What a client leaves behind is closed.
+    // Descriptors of a disconnected client are closed.
     qmp.command_with_descriptor(&pipe.1, "getfd", &json!({ "fdname": "w" }));
     drop((qmp, pipe.1));
     let mut reader = pipe.0;
@@ -203,6 +204,6 @@ fn sockets_bound_by_a_client_are_used() {
     qmp.command_with_descriptor(UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "v" } });
     qmp.command("block-export-add", export);
-    UnixStream::connect(&machine).expect("somebody listens");
+    UnixStream::connect(&machine).expect("a listener");
     drop(weir);
 }

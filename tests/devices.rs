@@ -25,7 +25,7 @@ h.flush()
     expected[end..].copy_from_slice(b"end");
     weir.stop();
     drop(device);
-    assert!(fs::read(file).unwrap() == expected, "a write changed bytes that were not its own");
+    assert!(fs::read(file).unwrap() == expected, "a write changed bytes outside of its range");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! `weir disk` and `weir group`: one more or one less of what runs, and of what the config file
-//! has.
+//! `weir disk` and `weir group`: adding and removing disks and groups at run time, with and without
+//! `--save` to the config file.
 
 use std::fs;
 
@@ -23,7 +23,7 @@ image = \"memory:1M\"
 # the end
 ";
 
-/// This process, as weir names who is connected.
+/// This process, in the format in which weir names clients.
 fn us() -> String {
     let name = fs::read_to_string("/proc/self/comm").unwrap();
     format!("{} ({})", name.trim_end(), std::process::id())
@@ -32,7 +32,7 @@ fn us() -> String {
 fn config(scratch: &Scratch) -> String {
     let nbd = text(&scratch.socket("nbd")).to_owned();
     let (qmp, root) = (socket(scratch), scratch.path(""));
-    // Of images that come later.
+    // The sandbox must allow images that are added later.
     let root = text(&root);
     format!("[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\nimage-root = \"{root}\"\n{CONFIG}")
 }
@@ -72,7 +72,7 @@ fn added_disk_is_served_saved_and_removed() {
         .replace("\n[disk.a]", &format!("\n{group}\n[disk.a]"))
         .replace("\n# the end", &format!("\n{disk}\n# the end"));
     assert_eq!(saved, expect);
-    // The file and what runs are one.
+    // The saved file matches the running state.
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     let (client, _) = RawNbdClient::negotiated(&scratch.socket("nbd"), "b");
     let busy = run_failing(&scratch, &["disk", "remove", "b", "--save"]);
@@ -89,7 +89,7 @@ fn added_disk_is_served_saved_and_removed() {
     run_ok(&scratch, &["group", "remove", "silver", "--save"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
-    // What the file does not have goes all the same.
+    // A disk or group that is not in the file is removed nevertheless.
     for (kind, more) in [("disk", &["memory:1M"][..]), ("group", &[])] {
         run_ok(&scratch, &[&[kind, "add", "late"], more].concat());
         let nothing = format!("late: nothing to change in {}, which has no [{kind}.late]\n", text(&file));
@@ -100,7 +100,7 @@ fn added_disk_is_served_saved_and_removed() {
     weir.stop();
 }
 
-/// Of each export of a disk.
+/// ID, address and read-only flag of each export of a disk.
 fn exports(scratch: &Scratch, disk: &str) -> Vec<(String, String, bool)> {
     let now = status(scratch, "0");
     let of_disk = now["exports"].as_array().unwrap().iter().filter(|export| export["disk"] == disk);
@@ -164,7 +164,7 @@ fn address_of_another_disk_must_be_named() {
     );
     assert_eq!(run_failing(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
-    // Programs may add a disk and export it later, and have to say where, too.
+    // Clients of QMP may add a disk and export it later; the export needs an address as well.
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let keys = serde_json::json!({ "image": "memory:1M" });
     let asked = serde_json::json!({ "name": "later", "keys": keys, "exports": [] });
@@ -187,7 +187,7 @@ fn address_of_another_disk_must_be_named() {
     weir.stop();
     let weir = serve(&scratch, &file);
     assert_eq!(exports(&scratch, "vm2"), read_only);
-    // A reload may give the daemon an address of its own.
+    // A reload may add a default address of the daemon.
     let all = format!("unix:{}", text(&scratch.socket("all")));
     let with_own = fs::read_to_string(&file).unwrap().replacen("\n\n", &format!("\nnbd = \"{all}\"\n\n"), 1);
     fs::write(&file, with_own + "\n[disk.vm3]\nimage = \"memory:1M\"\n").unwrap();
@@ -245,7 +245,7 @@ fn failed_add_changes_nothing() {
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
         (&["disk", "add", "b", "none.raw"], "none.raw: lies outside of the image root"),
         (&["disk", "add", "b", "/"], "/: the sandbox allows images only in "),
-        // The second step, and the third.
+        // The second step fails, and the third.
         (&["disk", "add", "b", image, "-f", "raw", "--group", "nobody"], "there is no group \"nobody\""),
         (
             &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/nobody"],
@@ -256,7 +256,7 @@ fn failed_add_changes_nothing() {
             "is for qcow2 images, and this one is raw",
         ),
         (&["disk", "add", "b", image, "-f", "raw", "--vhost-user-blk", &nowhere], "nowhere/vm"),
-        // The last step, behind an export that was there.
+        // The last step fails, after one export was added.
         (
             &["disk", "add", "b", image, "-f", "raw", "--nbd", &nbd, "--vhost-user-blk", &nowhere],
             "nowhere/vm",
@@ -277,15 +277,14 @@ fn failed_add_changes_nothing() {
         let said = run_misused(&scratch, &[&["group", "add", "g"][..], &words].concat());
         assert_contains(&said, &[&words.join(" ")]);
     }
-    // Nothing has happened, and nobody hears of anything.
+    // The failures change nothing and send no events.
     let events = qmp.command("x-weir-query-events", serde_json::json!({}));
     assert_eq!(events, serde_json::json!([]));
     for event in ["X_WEIR_EVENT", "X_WEIR_SETTINGS_CHANGED", "BLOCK_EXPORT_DELETED"] {
         assert_eq!(qmp.count_events(event), 0, "{event}");
     }
     assert!(!weir.log_text().contains("an export was added"));
-    // But for what has.
-    // As of a disk of the config file, the format is probed.
+    // A successful command does. The format is probed, as for a disk of the config file.
     run_ok(&scratch, &["disk", "add", "b", image, "--iops-total", "70"]);
     let events = qmp.command("x-weir-query-events", serde_json::json!({}));
     let kinds: Vec<_> = events.as_array().unwrap().iter().map(|event| &event["kind"]).collect();
@@ -312,7 +311,7 @@ fn error_names_the_disk_that_uses_the_image() {
     ] {
         assert_contains(&run_failing(&scratch, &["disk", "add", "c", text(path), "-f", format]), &[&expect]);
     }
-    // Its file says no more of whose it is.
+    // The error of a reload names the disk that has the image as well.
     let disk = format!("\n[disk.c]\nimage = \"{}\"\nformat = \"raw\"\n", text(&link));
     fs::write(&file, config(&scratch) + &disk).unwrap();
     assert_contains(&run_failing(&scratch, &["reload"]), &["disk.c.image", remedy]);
@@ -339,7 +338,7 @@ fn added_disk_accepts_image_options() {
         &scratch,
         &["disk", "add", "old", text(&qcow2), "--snapshot", "one", "--cache-clean-interval", "5"],
     );
-    // A wrong passphrase leaves nothing, not even itself.
+    // With a wrong passphrase nothing is added, not even the secret.
     let wrong = scratch.file("wrong", "cba");
     run_failing(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&wrong)]);
     run_ok(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
@@ -386,11 +385,11 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     run_ok(&scratch, &["disk", "remove", "c", "--save"]);
     assert!(!socket.exists());
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
-    // Over NBD too, and with what goes wrong the whole disk goes.
+    // Combined with NBD: if one export fails, the whole disk is removed.
     run_ok(&scratch, &[&add[..], &["--nbd", &format!("unix:{}", text(&scratch.socket("nbd")))]].concat());
     let ids: Vec<_> = of_c(&status(&scratch, "0")).iter().map(|export| export["id"].clone()).collect();
     assert_eq!(ids, ["c".to_owned(), format!("c@unix:{}", text(&socket))]);
-    // Such an id can be given again.
+    // An ID of this form may be used again.
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     qmp.command("block-export-del", serde_json::json!({ "id": ids[1] }));
     qmp.event("BLOCK_EXPORT_DELETED");
@@ -404,13 +403,13 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     assert_contains(&run_failing(&scratch, &second), &["the export c@unix:", "uses this path"]);
     assert!(status(&scratch, "0")["disks"].as_array().unwrap().iter().all(|disk| disk["name"] != "d"));
     run_ok(&scratch, &["disk", "remove", "c"]);
-    // As many as are wanted, as `weir serve` has it.
+    // Any number of sockets, as for `weir serve`.
     let sockets = ["one", "two"].map(|name| scratch.socket(name));
     let [one, two] = [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
     let both = ["--vhost-user-blk", &one, "--vhost-user-blk", &two];
     run_ok(&scratch, &[&["disk", "add", "e", "memory:1M"][..], &both].concat());
     sockets.iter().for_each(|socket| drop(front_end(socket)));
-    // A socket is passed to a daemon when it starts.
+    // Sockets can be passed to a daemon only when it starts.
     let passed = run_failing(&scratch, &["disk", "add", "f", "memory:1M", "--vhost-user-blk", "fd:f"]);
     assert_contains(&passed, &["fd:f: no such socket was passed", "write unix:PATH, or restart weir"]);
     let passed = run_misused(&scratch, &["disk", "add", "f", "memory:1M", "--nbd", "fd:f"]);

@@ -1,7 +1,7 @@
-//! `weir docker-plugin`: Docker's volume plugin protocol, spoken by a client of our own, and by
-//! Podman with a container where it is installed.
+//! `weir docker-plugin`: Docker's volume plugin protocol, with the harness's own client, and with
+//! Podman and a container where Podman is installed.
 //!
-//! Mounts need what the machine has of devices: here a file over FUSE with a loop device over it.
+//! Mounts use a file over FUSE and a loop device on it, because the host may lack ublk.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use crate::harness::{
     TestClient, Scratch, Serve, Weir, assert_contains, need, need_root, text, wait_for_programs, weir,
 };
 
-/// A plugin, where it lies, and the name of its volume, which no other test has.
+/// A plugin, its directory, and the name of its volume, unique to the test.
 struct PluginDaemon {
     scratch: Scratch,
     volume: String,
@@ -44,11 +44,11 @@ impl PluginDaemon {
         UnixStream::connect(self.scratch.socket("plugin")).expect("it listens")
     }
 
-    /// The answer to these bytes: status and JSON.
+    /// Sends these bytes; returns the status and the JSON of the response.
     #[track_caller]
     fn send(&self, bytes: &[u8]) -> (u16, Value) {
         let mut stream = self.connect();
-        // Who is refused early does not read all of it.
+        // A request that is rejected early is not read completely.
         let _ = stream.write_all(bytes);
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
@@ -84,7 +84,7 @@ impl PluginDaemon {
         self.scratch.path("volumes").join(&self.volume).join("disk.qcow2")
     }
 
-    /// The request that names the volume.
+    /// A request body that names the volume.
     fn named(&self) -> Value {
         json!({ "Name": self.volume })
     }
@@ -111,10 +111,10 @@ fn serve(scratch: &Scratch) -> Serve {
     Serve::subcommand("docker-plugin").arg("--socket").arg(socket).arg("--directory").arg(scratch.path("volumes"))
 }
 
-/// As the directory of a test's files ends.
+/// A name derived from the scratch directory, which is unique.
 fn volume_of(scratch: &Scratch) -> String {
     let path = scratch.path("volumes");
-    let own = path.parent().and_then(Path::file_name).expect("it lies in a directory of its own");
+    let own = path.parent().and_then(Path::file_name).expect("it is in its own directory");
     format!("db-{}", text(Path::new(own)).trim_start_matches("e2e."))
 }
 
@@ -236,7 +236,7 @@ fn socket_activation_and_readiness() {
     assert!(plugin.weir.wait().0.success());
 }
 
-/// Unmounts what a test that failed has left mounted.
+/// Unmounts the volume if the test fails while it is mounted.
 struct UnmountOnPanic(PathBuf);
 
 impl Drop for UnmountOnPanic {
@@ -276,7 +276,7 @@ fn data_in_a_volume_persists() {
     );
     unmount(&plugin, "a");
     assert!(is_mounted(&at.0), "b has it");
-    // Volumes stay mounted while the plugin is away, however it went.
+    // Volumes stay mounted after a kill of the plugin, and after an orderly end.
     plugin = plugin.restart(Weir::crash);
     assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
     plugin = plugin.restart(|weir| drop(weir.stop()));
@@ -305,7 +305,7 @@ fn lost_mount_is_restored() {
     plugin.weir.stop();
 }
 
-/// A daemon that runs here, as it is by default: it makes no devices.
+/// Beside a running daemon in its default sandbox, which creates no devices.
 #[test]
 fn volumes_mount_beside_a_daemon_without_devices() {
     need_root("mounts");
@@ -330,7 +330,7 @@ fn volumes_mount_beside_a_daemon_without_devices() {
     daemon.stop();
 }
 
-/// Podman with nothing but what lies in the scratch directory, and an image with a shell.
+/// Podman with all of its state in the scratch directory, and an image with a shell.
 struct Podman {
     arguments: Vec<String>,
     settings: Vec<String>,
@@ -350,7 +350,7 @@ impl Podman {
             ["--storage-driver", "vfs"],
             ["--cgroup-manager", "cgroupfs"],
             ["--events-backend", "none"],
-            // As crun refuses a host that has both versions of control groups.
+            // crun rejects a host that has both versions of control groups.
             ["--runtime", "runc"],
         ];
         let settings = vec![format!("CONTAINERS_CONF={}", text(&configuration))];
@@ -374,11 +374,11 @@ impl Podman {
         self.client(arguments).succeeds()
     }
 
-    /// Runs a script in a container that has the volume at `/data`; it has to succeed.
+    /// Runs a script in a container with the volume at `/data`; asserts success.
     #[track_caller]
     fn runs(&self, volume: &str, script: &str) {
         let volume = format!("--volume={volume}:/data");
-        // Podman's own limits are above what root of a container may have.
+        // Podman's default limits exceed those of root in a container.
         let limits = ["--network=none", "--ulimit=nofile=1000:1000", "--ulimit=nproc=1000:1000", &volume];
         let words = [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
         self.does(&words);
@@ -395,8 +395,8 @@ fn container_uses_a_volume() {
     let listed = podman.does(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
     assert_eq!(listed.trim(), format!("weir {volume}"));
     podman.runs(volume, "echo kept > /data/file");
-    assert_eq!(plugin.mounted_at(), "", "nobody has it any more");
-    // By its status: podman may hear nothing of a container that ends at once.
+    assert_eq!(plugin.mounted_at(), "", "it is unmounted");
+    // Checked by exit status: podman may miss the output of a short-lived container.
     podman.runs(volume, "read line < /data/file && [ \"$line\" = kept ]");
     let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();
     assert_contains(&refused, &["size=much: is not a size"]);

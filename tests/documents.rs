@@ -1,38 +1,38 @@
-//! The documents, word by word: each block of commands in README.md and docs/ is run as it is
-//! written, those of one document in one shell, one after the other, in an empty directory.
+//! The documentation is executable: each block of commands in README.md and docs/ is run as
+//! written; the blocks of one document in one shell, one after another, in an empty directory.
 //!
-//! A block is fenced as `sh`, or as `console`, where what follows `$ ` is typed and the rest is
-//! what an answer looks like. The fence of a block that cannot run here says why, behind the
-//! language, where readers do not see it: `sh no-run: needs systemd`.
+//! A block is fenced as `sh`, or as `console`, where lines that begin with `$ ` are commands and
+//! all remaining lines show example output. The fence of a block that cannot run here gives the
+//! reason after the language, where readers do not see it: `sh no-run: needs systemd`.
 //!
-//! A document has the machine for itself: its own network, so that it may listen on any port, its
-//! own processes, which end with it, and nothing in /run and /var/lib. Like a reader it goes on
-//! once its servers say that they are ready. It fails with the first command that fails, also one
-//! in the background that it waits for, and if it leaves something running.
+//! Each document runs in separate namespaces: a network, so that any port is free; processes,
+//! which end with it; and an empty /run and /var/lib. The shell continues once the servers report
+//! that they are ready. A document fails with the first command that fails, including background
+//! commands that it waits for, and if it leaves a process running.
 
 use std::{fmt::Write as _, fs, path::Path, path::PathBuf, thread};
 
 use crate::harness::{TestClient, Scratch, WEIR, script_without_foreign_mounts, need, need_root, text};
 
-/// What the shell of a document does before, between and after the blocks.
+/// Shell code that runs before, between and after the blocks of a document.
 const BEFORE: &str = r#"
 set -Eemo pipefail
 ip link set lo up
 mount -t tmpfs run /run
 mount -t tmpfs lib /var/lib
 unset WEIR_QMP
-# Images need a file system like those of disks, for O_DIRECT and holes.
+# Images need a file system on a disk, for O_DIRECT and holes.
 export TMPDIR=$1
 said=$2
 mkfifo "$said.pipe"
 trap 'echo "$block: \`$BASH_COMMAND\` failed with status $?"' ERR
-# An interactive shell forgets at its prompt what has ended, so that numbers of jobs count what runs.
-# Here the first list marks what has ended, the second one leaves it out.
+# An interactive shell drops ended jobs at its prompt, so that job numbers count running jobs.
+# Here the first list marks ended jobs, the second one omits them.
 trap 'jobs > /dev/null; jobs > /dev/null; echo "$block: \`$BASH_COMMAND\`" > "$said.at"' DEBUG
 # Standard error, and the files that servers log to instead.
 logs=("$said")
 ready() { cat -- "${logs[@]}" | grep -c ' ready ' || true; }
-# Until so many servers were ready.
+# Waits until this number of servers is ready.
 await() {
     tail -q -n +1 -f -- "${logs[@]}" > "$said.pipe" & local tail=$!
     disown "$tail"
@@ -42,7 +42,7 @@ await() {
 wait() {
     local jobs=("$@") job
     [[ ${jobs[*]} ]] || mapfile -t jobs < <(jobs -p)
-    # On a slow machine it may have ended before, and its number been forgotten: not its process.
+    # On a slow host the job may have ended, and its job number be dropped; the PID stays known.
     for job in "${jobs[@]}"; do
         [[ $job != %* ]] || job=$(jobs -p "$job" 2> /dev/null) || continue
         builtin wait "$job"
@@ -59,13 +59,13 @@ block='at its end'
 struct ShellBlock {
     line: usize,
     commands: String,
-    /// Servers that it leaves in the background.
+    /// Number of servers that the block leaves in the background.
     servers: usize,
-    /// Files that they log to, where that is not standard error.
+    /// Log files of those servers that do not log to standard error.
     logs: Vec<String>,
 }
 
-/// What follows a prompt is a command, and so are the lines that it is continued on.
+/// The commands after a prompt, including their continuation lines.
 fn typed_commands(lines: &[&str]) -> Vec<String> {
     let mut commands: Vec<String> = Vec::new();
     for line in lines {
@@ -81,7 +81,7 @@ fn typed_commands(lines: &[&str]) -> Vec<String> {
     commands
 }
 
-/// The blocks of `document` to run, and what is wrong with its fences.
+/// The blocks of `document` to run, and the errors in its fences.
 fn blocks(document: &str) -> (Vec<ShellBlock>, Vec<String>) {
     let (mut blocks, mut complaints) = (Vec::new(), Vec::new());
     let lines: Vec<&str> = document.lines().map(str::trim_start).collect();
@@ -132,7 +132,7 @@ fn script(name: &str, blocks: &[ShellBlock]) -> String {
     script + AFTER
 }
 
-/// Why `document` does not hold what it says.
+/// Runs the blocks of `document`; returns the errors.
 fn errors_of(root: &Path, document: &Path) -> Vec<String> {
     let name = text(document.strip_prefix(root).expect("it lies there"));
     let (blocks, mut complaints) = blocks(&fs::read_to_string(document).expect("it is a text"));
@@ -194,7 +194,7 @@ fn every_documented_command_runs() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
 }
 
-/// Options of QEMU's sockets in the code of a document: each with the assignments of its block.
+/// Socket options of QEMU in the code of a document, each with the assignments of its block.
 fn sockets_of(document: &str) -> Vec<(String, String)> {
     let fenced = document.split("```").skip(1).step_by(2);
     let of_block = |block: &str| {
@@ -218,7 +218,7 @@ fn documented_chardev_options_match_the_installed_qemu() {
     let mut found = 0;
     for document in documents {
         for (assignments, option) in sockets_of(&fs::read_to_string(&document).expect("it is a text")) {
-            // It goes on calling, whether or not the socket is there.
+            // QEMU retries the connection, so the socket need not exist.
             let script = format!(
                 "{assignments}exec qemu-system-x86_64 -machine none -nodefaults -display none \
                  -chardev {option} -monitor stdio <<< quit"
@@ -231,8 +231,8 @@ fn documented_chardev_options_match_the_installed_qemu() {
     assert!(found >= 2, "the documents have commands for virtual machines");
 }
 
-/// Reads objects from standard input, and prints of each its kind, its name and the names of what
-/// it refers to. A key that is said twice is an error, as for kubectl.
+/// Reads objects from standard input, and prints the kind and the name of each, and the names that
+/// it refers to. A duplicate key is an error, as for kubectl.
 const OBJECTS: &str = r#"
 import sys, yaml
 class Strict(yaml.SafeLoader):
@@ -245,7 +245,7 @@ for one in yaml.load_all(sys.stdin, Loader=Strict):
     print(one["apiVersion"], kind, one["metadata"]["name"])
     if kind == "PersistentVolume":
         assert spec["local"]["path"].startswith("/") and spec["accessModes"] and spec["capacity"]["storage"]
-        # What a local volume cannot be without.
+        # Required fields of a local volume.
         (term,) = spec["nodeAffinity"]["required"]["nodeSelectorTerms"]
         assert term["matchExpressions"][0]["key"] == "kubernetes.io/hostname"
     if kind == "Pod":

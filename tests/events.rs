@@ -1,5 +1,5 @@
-//! Events: in the log, over QMP, and handed on to commands, also to hostile ones, which cause a
-//! line in the log and nothing else.
+//! Events: in the log, over QMP, and delivered to hook commands, including hostile ones, which
+//! cause a line in the log and nothing else.
 
 use std::{
     fs,
@@ -27,7 +27,7 @@ fn qmp(scratch: &Scratch) -> Qmp {
     Qmp::negotiated(&scratch.socket("qmp"))
 }
 
-/// The next event of this kind.
+/// The next event of this type.
 #[track_caller]
 fn next(client: &mut Qmp, kind: &str) -> Value {
     loop {
@@ -58,7 +58,7 @@ fn changes_are_events_with_their_client() {
     assert_eq!(event["data"]["changes"], changed);
     assert_eq!(event["data"]["by"]["kind"], "qmp");
     assert_eq!(event["data"]["by"]["uid"], nix::unistd::geteuid().as_raw());
-    // By the same client that hears of it.
+    // Changed by the client that receives the event.
     client.command("x-weir-set", json!({"name": "a", "weight": 7}));
     let by = next(&mut client, "config_changed")["data"]["by"].clone();
     assert_eq!(by["pid"], std::process::id());
@@ -105,7 +105,7 @@ fn throttling_and_connections_are_events() {
     let weir = start(&scratch, &[]);
     let mut client = qmp(&scratch);
     limit(&scratch, 20);
-    // It asks until it is told that the limit is hit.
+    // A load that runs until the event of the limit has arrived.
     let done = scratch.path("done");
     let uri = weir.uri("a");
     let busy = thread::spawn({
@@ -131,6 +131,7 @@ fn throttling_and_connections_are_events() {
     let released = next(&mut client, "limit_released");
     assert_eq!((&released["disk"], &released["data"]["limit"]), (&json!("a"), &json!("iops-total")));
     let all = client.command("x-weir-query-events", json!({}));
+    // One event for each throttled period, not one for each delayed request.
     let hits = all.as_array().unwrap().iter().filter(|event| event["kind"] == "limit_hit").count();
     assert_eq!(hits, 1, "{all}");
 }
@@ -162,7 +163,7 @@ fn stop_and_resume_of_a_disk_are_events() {
 #[test]
 fn missed_reservation_is_an_event() {
     let scratch = Scratch::new();
-    // So few bytes are not as many operations as are promised.
+    // This byte rate admits fewer operations than the reservation.
     let config = format!(
         "[daemon]\nnbd = \"unix:{}\"\nqmp = \"{}\"\n[group.g]\niops-total = 2000\n\
          [disk.a]\nimage = \"memory:1M\"\ngroup = \"g\"\niops-reservation = 1000\nbps-total = \"40K\"\n",
@@ -186,7 +187,7 @@ fn missed_reservation_is_an_event() {
     busy.join().unwrap();
     assert_eq!((&missed["disk"], &missed["severity"]), (&json!("a"), &json!("warning")));
     weir.wait_for_log("disk a gets less than its reservation");
-    // Who asks for nothing misses nothing.
+    // A disk without demand does not miss its reservation.
     assert_eq!(next(&mut client, "reservation_met")["disk"], "a");
 }
 
@@ -204,7 +205,7 @@ fn modified_backing_file_is_one_event() {
     let changed = next(&mut client, "backing_file_changed");
     assert_eq!((&changed["disk"], &changed["severity"]), (&json!("a"), &json!("error")));
     weir.wait_for_log("another program changed a backing file of disk a");
-    // A later event, by which a second one would have been there.
+    // A later event: a second one of the first type would have arrived before it.
     limit(&scratch, 100);
     assert_eq!(next(&mut client, "config_changed")["disk"], "a");
     let all = client.command("x-weir-query-events", json!({}));
@@ -212,7 +213,7 @@ fn modified_backing_file_is_one_event() {
     assert_eq!(told.count(), 1, "{all}");
 }
 
-/// A script that may be run.
+/// An executable script.
 fn script(scratch: &Scratch, content: &str) -> PathBuf {
     let path = scratch.file("hook.sh", format!("#!/bin/sh\n{content}\n"));
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
@@ -224,12 +225,12 @@ fn with_command(scratch: &Scratch, content: &str) -> Weir {
     start(scratch, &["--on-event", &format!("{} {}", text(&script), text(&out))])
 }
 
-/// The first line that a command has left.
+/// Waits for the first line that a command writes to `path`.
 fn first_line(path: &Path) -> String {
     poll_until(|| fs::read_to_string(path).ok().filter(|text| text.ends_with('\n')))
 }
 
-/// The events of the complete lines that a command has written.
+/// The events in the complete lines that a command has written.
 fn events_in(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
@@ -264,7 +265,7 @@ fn hook_receives_the_event_on_stdin_inside_the_sandbox() {
 fn hook_inherits_no_descriptors() {
     let scratch = Scratch::new();
     let passed = fs::File::open(scratch.file("passed", "geheim")).unwrap();
-    // The standard library's own are closed at exec.
+    // The standard library sets close-on-exec on the descriptors that it opens.
     fcntl(&passed, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
     let weir = with_command(&scratch, "readlink /proc/$$/fd/* > $1.new; mv $1.new $1");
     drop(passed);
@@ -289,6 +290,7 @@ fn failing_and_recovered_hook_are_logged_once_each() {
     limit(&scratch, 100);
     let line = weir.wait_for_log("an event was not delivered");
     assert_contains(&line, &["it has ended with exit status: 3", "hook.sh"]);
+    // The hook's arguments must not appear in the log.
     assert!(!line.contains("/out"), "an argument may be a secret: {line}");
     scratch.file("out.ok", "");
     limit(&scratch, 200);
@@ -312,7 +314,7 @@ fn hanging_hook_blocks_nothing_and_skips_old_events() {
     let line = weir.wait_for_log("an event was not delivered");
     assert_contains(&line, &["it did not end within 10 s"]);
     scratch.file("out.ok", "");
-    // 64 of the hundred can wait.
+    // At most 64 of the hundred are queued.
     let arrived = poll_until(|| {
         let events = events_in(&scratch.path("out"));
         events.iter().any(|event| limit_after(event) == 200).then_some(events)
@@ -351,7 +353,8 @@ fn endless_hook_is_killed() {
 #[test]
 fn children_of_a_hook_are_killed_and_its_status_logged() {
     let scratch = Scratch::new();
-    // One in its process group, and one that has left it and holds its standard input.
+    // One in the command's process group, and one that has left it and holds its standard input
+    // open.
     let content = "sleep 1000 & echo $! > $1.a\nsetsid sh -c 'echo $$ > '$1'.b; exec sleep 1000' &\n\
                    while ! test -s $1.b; do sleep 0.01; done; exit 3";
     let weir = with_command(&scratch, content);
@@ -384,7 +387,7 @@ fn invalid_hook_is_rejected_at_the_start() {
     assert_contains(&serve("http://host/").rejects_usage(), &["--on-event", "is a URL", "/usr/bin/curl"]);
 }
 
-/// A server of TLS that answers every POST, and leaves the event in a file.
+/// An HTTPS server that answers every POST, and writes its body to a file.
 struct HttpsHookServer {
     process: Child,
     port: u16,
@@ -454,7 +457,7 @@ fn curl_as_in_the_guide_posts_an_event_over_tls() {
     weir.stop();
 }
 
-/// How often its threads have woken up.
+/// Voluntary context switches of all threads of the daemon.
 fn voluntary_switches(weir: &Weir) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{}/task", weir.pid())).unwrap();
     let statuses = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("status")).ok());
@@ -469,10 +472,11 @@ fn voluntary_switches(weir: &Weir) -> u64 {
 fn idle_daemon_does_not_wake() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
-    // Once there was something to look at.
+    // After a request and a change of limits.
     serves(&weir);
     limit(&scratch, 500);
-    // Threads that have done what they were for end a moment later. Looks come each second.
+    // Temporary threads end with a short delay. A poll that were left running would wake each
+    // second.
     poll_until(|| {
         let before = voluntary_switches(&weir);
         thread::sleep(std::time::Duration::from_millis(2500));

@@ -1,6 +1,5 @@
-//! What a daemon offers beside whole images under their names: parts, snapshots, the nameless
-//! export, a size that changed, and an end with the last client. Each beside qemu-nbd, where that
-//! has it.
+//! Exports beside whole images under their names: parts, snapshots, the default export, a changed
+//! size, and an end with the last client. Compared with qemu-nbd where it has the feature.
 
 use std::{
     fs::{self, File},
@@ -23,8 +22,8 @@ use crate::harness::{
     pattern, qemu_img, qemu_io, text,
 };
 
-/// Runs a script with two connected handles, `ours` and `theirs`: weir's export of the image, and
-/// qemu-nbd's.
+/// Runs a script with two connected handles, `ours` and `theirs`: the image exported by weir and by
+/// qemu-nbd.
 #[track_caller]
 fn beside_qemu(weir: &str, qemu: &[&str], image: &Path, body: &str) {
     let prelude = "
@@ -60,7 +59,7 @@ fn range_of_a_file_is_a_disk() {
         let mut expected = whole.clone();
         expected[1000 << 10..][..1000].fill(b'x');
         expected[(1000 << 10) + 2 * MIB as usize - 1000..][..1000].fill(0);
-        assert!(fs::read(&image).unwrap() == expected, "{cache}: what is around the part has changed");
+        assert!(fs::read(&image).unwrap() == expected, "{cache}: data around the range has changed");
     }
     let image = scratch.sparse("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&image).args(["-o", "offset=512K"]).start();
@@ -109,7 +108,7 @@ fn an_empty_name_is_the_default_export() {
 #[test]
 fn the_daemon_ends_with_its_last_client() {
     let weir = Serve::with_own_scratch().args(["memory:1M", "--exit-when-idle"]).start();
-    // Who says nothing has not been served.
+    // A connection without a handshake does not count as a client.
     drop(UnixStream::connect(weir.socket()).unwrap());
     let script = "
 others = [nbd.NBD() for _ in range(3)]
@@ -120,8 +119,8 @@ for other in others:
 h.connect_uri(arguments[0])
 h.pwrite(b'x' * 512, 0)
 ";
-    // The last of the others and the next come close together: whichever the daemon sees first, it
-    // must end once nobody is left.
+    // The last disconnect and the next connect are close together. Whichever the daemon sees first,
+    // it must end once no client is left.
     let script = script.replace("h.connect_uri(arguments[0])\nh.pwrite", "h.pwrite");
     let script = script.replacen("others =", "h.connect_uri(arguments[0])\nothers =", 1);
     nbdsh(&script, [weir.uri("memory")]);
@@ -260,7 +259,7 @@ fn sockets_are_private_by_default() {
         },
         (65534, 65534)
     );
-    // Its directory is root's alone; the file itself lets nobody in.
+    // The directory is accessible for root only; the mode of the socket denies all others.
     fs::set_permissions(weir.socket().parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     TestClient::new(as_nobody[0]).args(&as_nobody[1..]).arg(weir.socket()).succeeds();
     weir.stop();
@@ -293,7 +292,7 @@ fn a_signal_ends_a_daemon_that_waits_for_a_passphrase() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Opened once the daemon reads, which it goes on doing as long as this is open.
+    // The open returns once the daemon reads; the daemon then waits while this end stays open.
     let silent = File::options().write(true).open(&pipe).unwrap();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     let status = child.wait().unwrap();

@@ -1,4 +1,4 @@
-//! A disk that fails while it is served: the client gets the fitting error, and the daemon goes on.
+//! Storage errors while a disk is served: the client gets the matching error, the daemon continues.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use crate::harness::{
     qemu_io, text, weir as weir_command,
 };
 
-/// Becomes the daemon in a mount namespace where an image of 8 MiB lies on a tmpfs of 2 at `$0`.
+/// Starts the daemon in a mount namespace, with an image of 8 MiB on a tmpfs of 2 MiB at `$0`.
 const ON_A_SMALL_FILE_SYSTEM: &str =
     r#"mount -t tmpfs -o size=2M tmpfs "$0" && truncate -s 8M "$0/disk.raw" && exec "$@""#;
 
@@ -39,7 +39,7 @@ try:
 except nbd.Error as error:
     assert error.errno == 'ENOSPC', error
 assert M <= written <= 2 * M, written
-# What was written is there, and making room helps.
+# Earlier writes are present, and freeing space helps.
 assert h.pread(65536, written - 65536) == b'x' * 65536
 h.trim(M, 0)
 h.pwrite(b'y' * 65536, written)
@@ -48,7 +48,7 @@ assert h.pread(65536, written) == b'y' * 65536
     weir.nbdsh("disk", script);
 }
 
-/// Waits until the disk stands still for want of room.
+/// Waits until the disk is stopped because its file system is full.
 fn await_stop(qmp: &mut Qmp) {
     let expect = json!({
         "qom-path": "", "device": "disk", "node-name": "disk", "operation": "write", "action": "stop",
@@ -59,7 +59,7 @@ fn await_stop(qmp: &mut Qmp) {
 }
 
 fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp) {
-    // There is none yet.
+    // Still full: the disk stops again.
     let address = format!("unix:{}", control.display());
     for disks in [&["disk"][..], &[]] {
         let said = weir_command(&[&["resume", "--qmp", &address], disks].concat()).fails();
@@ -67,7 +67,7 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
         qmp.event("RESUME");
         await_stop(qmp);
     }
-    // The mount is the daemon's own, and is reached as it sees it.
+    // The mount is in the daemon's mount namespace.
     let inside =
         ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(mount)];
     TestClient::new("nsenter").args(inside).succeeds();
@@ -135,7 +135,7 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
         .start();
     let mut qmp = Qmp::negotiated(&control);
-    // One request at a time, so that one fails.
+    // One request at a time, so that exactly one fails.
     let client = Command::new(WEIR)
         .args(["bench", "-q", "-w", "--pattern", "90", "-c", "64", "-d", "1", "-s", "64K", "-f", "raw"])
         .arg(format!("vhost-user:{}", text(&machine)))
@@ -151,7 +151,7 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
 }
 
-/// A machine's disk, with what is done about its writes, none of which succeeds; and its name for
+/// A disk over vhost-user-blk all of whose writes fail, with this error policy; and its target for
 /// `weir bench`.
 fn disk_with_failing_writes(scratch: &Scratch, policy: &str) -> (Weir, Qmp, String) {
     let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
@@ -201,7 +201,7 @@ fn the_end_does_not_wait_for_a_stopped_disk() {
     let control = scratch.path("qmp.sock");
     let weir = Serve::new(&scratch)
         .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", "stop"])
-        // The last flush takes its time, so that the signal meets a daemon that is ending.
+        // The last flush is slow, so that the signal arrives while the daemon is shutting down.
         .args(["--delay", "flush=1s"])
         .args(["--qmp", &format!("unix:{}", control.display())])
         .start();
@@ -220,7 +220,7 @@ print('told')
     );
     let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
     qmp.event("STOP");
-    // As a service manager does when a client has asked for the end already.
+    // As a service manager does after a client has sent `quit`.
     assert_eq!(qmp.command_reply("quit", json!({}))["return"], json!({}));
     weir.wait_for_log("stopping");
     weir.signal(Signal::SIGTERM);

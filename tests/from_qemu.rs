@@ -1,18 +1,18 @@
-//! The tables of docs/from-qemu.md: every option that QEMU's programs list is there, and each does
-//! what its row says: it works, or it is refused by its name.
+//! The tables of docs/from-qemu.md: they list every option of QEMU's programs, and each option does
+//! what its row says: it works, or it is rejected by name.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
 use crate::harness::{TestClient, MIB, Scratch, Serve, WEIR, assert_contains, qemu_img, text};
 
-/// Starts the program in the background with what is to be tried, and ends it again.
+/// Starts the program in the background with the arguments under test, and ends it.
 const TRY: &str = r#"
 rm -f pid "$S"; "$@" || exit
 if [ -e pid ]; then server=$(cat pid); kill "$server" 2>/dev/null; tail -s 0.01 --pid="$server" -f /dev/null; fi
 true
 "#;
 
-/// The options of a row, the long one last, and what becomes of them.
+/// The options of a row, the long form last, and what weir does with them.
 struct OptionRow {
     options: Vec<String>,
     fate: String,
@@ -33,11 +33,11 @@ fn table(heading: &str) -> Vec<OptionRow> {
     rows.collect()
 }
 
-/// What QEMU's program lists in its help.
+/// The options that QEMU's program lists in its help.
 fn listed(program: &str) -> Vec<String> {
     let help = TestClient::new(program).arg("--help").succeeds();
     let words = help.lines().filter(|line| line.trim_start().starts_with('-')).flat_map(|line| {
-        // Of an option only what is before its own options and its description.
+        // Drop the suboptions and the description of an option.
         line.trim_start().split("  ").next().unwrap_or_default().split(", ").collect::<Vec<_>>()
     });
     let name = |word: &str| word.split(['=', ' ', '[']).next().unwrap_or_default().to_owned();
@@ -47,13 +47,13 @@ fn listed(program: &str) -> Vec<String> {
     names
 }
 
-/// Tries each row of a program's table with the words of `trials`, which has each once.
+/// Tries each row of a program's table with the arguments in `trials`, which has one entry per row.
 #[track_caller]
 fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device: &[&str]) {
     let rows = table(program);
     let all: Vec<&String> = rows.iter().flat_map(|row| &row.options).collect();
     for option in listed(program) {
-        assert!(all.contains(&&option), "{program} {option}: no row of the table is about it");
+        assert!(all.contains(&&option), "{program} {option}: no row of the table has it");
     }
     let scratch = Scratch::new();
     scratch.sparse("disk.raw", MIB);
@@ -68,7 +68,7 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
     let listed = Serve::new(&scratch).args(["memory:1M"]).start();
     symlink(WEIR, &link).expect("the directory is ours");
     for row in &rows {
-        let option = row.options.last().expect("a row is about something").as_str();
+        let option = row.options.last().expect("a row has an option").as_str();
         let (_, words) = trials
             .iter()
             .find(|(name, _)| *name == option)
@@ -107,7 +107,7 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
         }
     }
     for (option, _) in trials {
-        assert!(all.iter().any(|known| known == option), "{option}: is tried, and no row is about it");
+        assert!(all.iter().any(|known| known == option), "{option}: is tried, but no row has it");
     }
 }
 
@@ -156,7 +156,7 @@ fn options_of_qemu_nbd_do_what_the_table_says() {
         ("--version", vec!["--version"]),
     ];
     let trials: Vec<_> = trials.iter().map(|(option, words)| (*option, &**words)).collect();
-    // This kernel may have no NBD client: tests/guest has one.
+    // The host's kernel may lack the NBD client; tests/guest covers it.
     try_rows("qemu-nbd", &serve, &trials, &["--connect", "--disconnect"]);
 }
 

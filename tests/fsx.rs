@@ -13,15 +13,15 @@ use crate::{
 
 const EXERCISE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fsx/exercise.py");
 const LARGEST: u64 = 256 << 10;
-/// Operations of one run of the program, each of which continues with the file of the previous
-/// run: the harness limits the time of a client.
+/// Operations of one run of the program. Each run continues with the file of the previous one,
+/// because the harness limits the run time of a client.
 const SLICE: u64 = 10_000;
 
 fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-/// Exercises `file` and returns its content by the model.
+/// Exercises `file`; returns the content that the model expects.
 #[allow(clippy::print_stderr, reason = "a failure is repeated by its seed")]
 fn exercise(scratch: &Scratch, file: &Path) -> Vec<u8> {
     let model = scratch.path("model");
@@ -56,7 +56,7 @@ fn file_and_image_are_the_model(format: &str, cache: &str) {
         .args(["--fuse", &format!("{},growable", text(&file))])
         .start();
     let mut model = exercise(&scratch, &file);
-    assert!(fs::read(&file).expect("it is served") == model, "the file is not the model");
+    assert!(fs::read(&file).expect("it is served") == model, "the file differs from the model");
     weir.stop();
     let content = if format == "raw" {
         image
@@ -70,7 +70,7 @@ fn file_and_image_are_the_model(format: &str, cache: &str) {
     if model.is_empty() {
         model.resize(512, 0);
     }
-    assert!(fs::metadata(&content).expect("it is there").len() < MIB, "it is longer than it ever was");
+    assert!(fs::metadata(&content).expect("it is there").len() < MIB, "it is longer than its maximum");
     assert!(fs::read(content).expect("it is there") == model, "the image differs from the model");
 }
 

@@ -1,6 +1,7 @@
-//! A disk as a file of this host: what programs see of it, who may, and what is left when it ends.
+//! A disk as a file of the host: its content, its permissions, and its removal when the daemon
+//! ends.
 //!
-//! They need `/dev/fuse` and the right to mount. Where a machine has neither, they say so and end.
+//! Needs `/dev/fuse` and the right to mount. Without them the tests say so and pass.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},
@@ -25,7 +26,7 @@ use crate::harness::{
     qemu_img, text, wait_for_programs,
 };
 
-/// Ends the test where nothing can be mounted, which only a container can be the reason for.
+/// Returns from the test if mounting is not possible, as in some containers.
 macro_rules! need_fuse {
     () => {
         if !can_mount() {
@@ -47,7 +48,7 @@ pub(crate) fn can_mount() -> bool {
     device.is_ok() && may_mount
 }
 
-/// An empty file to mount over.
+/// An empty file as a mount point.
 pub(crate) fn mount_point(scratch: &Scratch, name: &str) -> PathBuf {
     scratch.file(name, "")
 }
@@ -61,7 +62,7 @@ fn is_mounted(file: &Path) -> bool {
     mounts.lines().any(|line| line.split(' ').nth(1) == Some(text(file)))
 }
 
-/// Waits until nothing is mounted there any more, which the kernel tells of.
+/// Waits until `file` is not a mount point any more; the kernel signals changes by `poll`.
 #[track_caller]
 pub(crate) fn wait_until_unmounted(file: &Path) {
     use nix::poll::{PollFd, PollFlags, poll};
@@ -100,7 +101,7 @@ fn the_file_is_the_disk() {
         let copy = scratch.path("copy.qcow2");
         qemu_img(["convert", "-f", "raw", "-O", "qcow2"]).arg(&file).arg(&copy).succeeds();
         qemu_img(["compare", "-f", "raw", "-F", "qcow2"]).arg(&content).arg(&copy).succeeds();
-        // Into it, over what is there.
+        // Overwrite the existing content.
         let zeroes = scratch.sparse("zeroes.raw", 8 * MIB + 4096);
         qemu_img(["convert", "-n", "-f", "raw", "-O", "raw"]).arg(&zeroes).arg(&file).succeeds();
         qemu_img(["convert", "-n", "-f", "raw", "-O", "raw", "-t", "none"])
@@ -182,17 +183,17 @@ fn file_system_on_the_exported_file() {
     qemu_img(["check"]).arg(&image).succeeds();
 }
 
-/// What a program may do with any file, and what comes of it here.
-/// Under a loop device, they would else wait for memory that they alone can free.
+/// The threads of the export set `PR_SET_IO_FLUSHER`. Under a loop device they could otherwise wait
+/// for memory that only they can free.
 #[test]
 fn threads_set_io_flusher() {
     need_fuse!();
     let scratch = Scratch::new();
     let (image, file) = (scratch.sparse("disk.raw", 8 * MIB), mount_point(&scratch, "file"));
     let weir = serve(&scratch, &image, &file, "").args(["--log", "debug"]).start();
-    // Who answers has told it before.
+    // A thread sets the flag before its first reply.
     assert_eq!(fs::read(&file).expect("it is served").len() as u64, 8 * MIB);
-    // Only who has CAP_SYS_RESOURCE may, the 25th.
+    // Needs CAP_SYS_RESOURCE, which is capability 24.
     let status = fs::read_to_string("/proc/self/status").expect("procfs is mounted");
     let rights = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("it has rights");
     let rights = u64::from_str_radix(rights.trim(), 16).expect("hexadecimal");
@@ -204,7 +205,7 @@ fn threads_set_io_flusher() {
     const FLAGS: u64 = 0x8_0000 | 0x10_0000;
     let flags = |thread: fs::DirEntry| {
         let stat = fs::read_to_string(thread.path().join("stat")).expect("it does not end");
-        // The seventh behind the name, which may have spaces.
+        // `flags` is field 9, the seventh after the name, which may contain spaces.
         let (_, behind) = stat.rsplit_once(") ").expect("a name in parentheses");
         behind.split(' ').nth(6).and_then(|flags| flags.parse::<u64>().ok()).expect("a number")
     };
@@ -245,7 +246,7 @@ status = os.stat(path)
 assert (status.st_size, status.st_nlink, status.st_mode >> 12) == (mib, 1, 8)
 before = open(path, "rb").read()
 assert len(before) == mib
-# O_TRUNC leaves a disk of one size as it is.
+# O_TRUNC does not change a disk of fixed size.
 fd = os.open(path, os.O_RDWR | os.O_TRUNC)
 assert os.pread(fd, mib + 1, 0) == before
 assert os.pread(fd, 100, mib - 50) == before[-50:] and os.pread(fd, 100, mib) == b""
@@ -255,9 +256,9 @@ refused(errno.EPERM, os.ftruncate, fd, 512)
 refused(errno.ENOSPC, os.pwrite, fd, b"x", mib)
 assert os.pwrite(fd, b"x" * 100, mib - 50) == 50
 assert os.pread(fd, 50, mib - 50) == b"x" * 50
-# Of any place and length.
+# At any offset and length.
 assert os.pwrite(fd, b"abc", 1001) == 3 and os.pread(fd, 5, 1000) == before[1000:1001] + b"abc" + before[1004:1005]
-# At its end there is no room.
+# Beyond the end: no space.
 append = os.open(path, os.O_WRONLY | os.O_APPEND)
 refused(errno.ENOSPC, os.write, append, b"x")
 for flags in (os.O_SYNC, os.O_DSYNC, os.O_DIRECT):
@@ -285,7 +286,7 @@ refused(errno.ENOSPC, fallocate, fd, ZERO_RANGE, mib - 10, 1000)
 refused(errno.ENOSPC, fallocate, fd, 0, 0, mib + 1)
 for mode in (COLLAPSE, INSERT):
     refused(errno.EOPNOTSUPP, fallocate, fd, mode, 0, 4096)
-# Mapped memory and the file are one.
+# Mapped memory is coherent with the file.
 try:
     mapped = mmap.mmap(fd, mib)
 except OSError as error:
@@ -299,10 +300,10 @@ else:
     mapped[600000:600003] = b"end"
     mapped.flush()
     mapped.close()
-# Copied in the kernel.
+# Copies within the kernel.
 assert os.copy_file_range(fd, fd, 4096, 0, 700000) == 4096
 assert os.pread(fd, 4096, 700000) == os.pread(fd, 4096, 0)
-# What is no matter of a disk's.
+# Operations that a disk does not support.
 refused(errno.ENOTTY, fcntl.ioctl, fd, 0x5401)
 refused(errno.EOPNOTSUPP, os.setxattr, path, "user.name", b"value")
 refused(errno.ENOTDIR, os.stat, path + "/below")
@@ -320,7 +321,7 @@ assert space.f_blocks * space.f_frsize == mib and space.f_bavail == 0
     );
     let now = fs::read(&file).expect("it can be read");
     weir.stop();
-    assert!(fs::read(&image).expect("it is there") == now, "all of it has reached the image");
+    assert!(fs::read(&image).expect("it is there") == now, "all data is in the image");
 }
 
 #[test]
@@ -350,7 +351,7 @@ assert os.stat(path).st_size == 5 * mib
 "#,
             &[text(&file)],
         );
-        // As a copy does: truncated, then written from the beginning on.
+        // As `cp` does: truncate, then write from the beginning.
         let content = scratch.filled("content.raw", 3 * MIB);
         if format == "raw" {
             TestClient::new("cp").arg(&content).arg(&file).succeeds();
@@ -448,7 +449,7 @@ fn several_openers_and_several_exports() {
         (&json!("fuse"), &json!(3), &json!(3))
     );
     assert!(export["requests"].as_u64() > Some(1000), "{export}");
-    // Removed only when nobody has it open.
+    // Without `mode: hard`, an export in use is not removed.
     let id = export["id"].clone();
     qmp.command_error("block-export-del", json!({ "id": id }));
     drop(opened);
@@ -456,7 +457,7 @@ fn several_openers_and_several_exports() {
     qmp.command("block-export-del", json!({ "id": id, "mode": "hard" }));
     qmp.event("BLOCK_EXPORT_DELETED");
     assert!(!is_mounted(&files[0]) && is_mounted(&files[1]));
-    // As QEMU is told.
+    // With QEMU's options.
     let mut again = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
         "writable": true, "growable": true, "allow-other": "off", "io-uring": true });
     let (_, refused) = qmp.command_error("block-export-add", again.clone());
@@ -477,7 +478,7 @@ fn growth_by_a_program_notifies_the_front_end() {
     let door = format!("unix:{}", text(&machine));
     let _weir =
         serve(&scratch, &image, &file, ",growable").args(["-f", "raw", "--vhost-user-blk", &door]).start();
-    // As far as a front end goes that only looks.
+    // A front end that implements only the reads of the configuration space.
     python(
         r#"
 import os, socket, struct, sys
@@ -525,10 +526,9 @@ fn limits_hold_and_waiting_clients_can_be_killed() {
         &[text(&file)],
     );
     assert_eq!(reads.trim(), "30");
-    // A tenth of a second's are let through at once.
+    // A tenth of a second's worth is admitted immediately.
     assert!(began.elapsed() >= Duration::from_millis(27 * 50), "30 reads passed in {:?}", began.elapsed());
-    // Whoever is killed does not wait for the limit: 1 MiB counts as one request, of which there
-    // are many.
+    // A killed client does not wait for the limit: 1 MiB counts as one request, and there are many.
     let mut reader = Command::new("dd")
         .arg(format!("if={}", text(&file)))
         .args(["of=/dev/null", "bs=512"])
@@ -540,7 +540,7 @@ fn limits_hold_and_waiting_clients_can_be_killed() {
     reader.wait().expect("it is ours");
 }
 
-/// A cut discards what it cuts off, and the log tells of it once a second.
+/// A truncation discards the removed range; the log reports it at most once a second.
 #[test]
 fn size_changes_are_throttled() {
     need_fuse!();
@@ -553,7 +553,11 @@ fn size_changes_are_throttled() {
         "import os, sys\nfd = os.open(sys.argv[1], os.O_RDWR)\nfor at in range(30): os.ftruncate(fd, (at % 2 + 1) * 65536)",
         &[text(&file)],
     );
-    assert!(began.elapsed() >= Duration::from_millis(27 * 50), "30 cuts passed in {:?}", began.elapsed());
+    assert!(
+        began.elapsed() >= Duration::from_millis(27 * 50),
+        "30 truncations passed in {:?}",
+        began.elapsed()
+    );
     let log = weir.stop();
     let lines = log.lines().filter(|line| line.contains("the disk was truncated")).count();
     let seconds = began.elapsed().as_secs() as usize;
@@ -571,11 +575,11 @@ fn leftovers_of_a_killed_daemon_are_removed() {
         assert!(fs::read(&file).expect("it can be read") == pattern(MIB as usize), "round {round}");
         let opened = File::open(&file).expect("it is there");
         weir.crash();
-        let lost = opened.read_at(&mut [0; 10], 0).expect_err("nobody serves it");
+        let lost = opened.read_at(&mut [0; 10], 0).expect_err("no server");
         let errors = [libc::ENOTCONN, libc::ECONNABORTED];
         assert!(lost.raw_os_error().is_some_and(|errno| errors.contains(&errno)), "{lost}");
         if round % 2 == 0 {
-            // By a watcher, with nobody's help.
+            // A watcher process unmounts it.
             wait_until_unmounted(&file);
             assert_eq!(fs::metadata(&file).expect("the one below").len(), 0);
         }
@@ -591,7 +595,7 @@ fn stale_mount_is_removed_by_the_next_daemon() {
     let weir = serve(&scratch, &image, &file, "").start();
     kill_watchers(&weir);
     weir.crash();
-    let dead = fs::metadata(&file).expect_err("nobody serves it");
+    let dead = fs::metadata(&file).expect_err("no server");
     let errors = [libc::ENOTCONN, libc::ECONNABORTED];
     assert!(dead.raw_os_error().is_some_and(|errno| errors.contains(&errno)), "{dead}");
     let weir = serve(&scratch, &image, &file, "").start();
@@ -600,8 +604,8 @@ fn stale_mount_is_removed_by_the_next_daemon() {
     assert!(!is_mounted(&file));
 }
 
-/// Ends the processes that look after mounts: it starts no others. Their command lines do not tell
-/// them yet, when they have just begun.
+/// Kills the watchers of mounts. All children of the daemon are watchers; their command lines do
+/// not identify them right after the fork.
 fn kill_watchers(weir: &Weir) {
     let killed = children(weir.pid()).filter(|pid| kill(*pid, Signal::SIGKILL).is_ok()).count();
     assert!(killed > 0, "there is a watcher");
@@ -617,13 +621,14 @@ fn external_unmount_ends_the_export() {
         serve(&scratch, &image, &file, "").args(["--qmp", &format!("unix:{}", text(&control))]).start();
     let mut qmp = Qmp::negotiated(&control);
     let opened = File::open(&file).expect("it is there");
+    // The image is busy while a file is open.
     TestClient::new("umount").args([text(&file)]).fails();
     drop(opened);
     wait_for_programs();
     TestClient::new("umount").args([text(&file)]).succeeds();
     weir.wait_for_log("unmounted from outside");
     qmp.event("BLOCK_EXPORT_DELETED");
-    // The disk is served on.
+    // The disk is still served.
     weir.nbdsh("disk", "assert h.get_size() == 1 << 20");
     weir.stop();
 }
@@ -653,7 +658,7 @@ fn file_of_an_unprivileged_user_is_private() {
         weir.stop();
         assert!(!is_mounted(&file));
     }
-    // Killed, too.
+    // Also after a kill.
     let weir = serve(&scratch, &image, &file, "").start();
     weir.crash();
     wait_until_unmounted(&file);
@@ -661,7 +666,8 @@ fn file_of_an_unprivileged_user_is_private() {
     assert_contains(&said, &["user_allow_other", "/etc/fuse.conf"]);
 }
 
-/// The device as udev makes it: everybody may open it. In a container it may be root's.
+/// The device with the mode that udev sets: read-write for all. In a container only root may open
+/// it.
 struct WorldAccessibleFuseDevice(Permissions);
 
 impl WorldAccessibleFuseDevice {
@@ -743,7 +749,7 @@ fn a_daemon_ends_while_the_file_is_in_use() {
         })
         .collect();
     for _ in 0..100 {
-        has_begun.recv().expect("somebody reads");
+        has_begun.recv().expect("a reader");
     }
     weir.stop();
     assert!(!is_mounted(&file));

@@ -1,4 +1,4 @@
-//! Images on a file that the same daemon serves over FUSE: refused, whatever names them.
+//! An image on a file that the same daemon serves over FUSE is rejected, under any name.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -15,13 +15,13 @@ use crate::{
     },
 };
 
-/// Adds the disk `b` of this image.
+/// Adds disk `b` with this image.
 fn add(qmp: &mut Qmp, format: &str, image: &Path) -> Value {
     let keys = json!({ "image": text(image), "format": format });
     qmp.command_reply("x-weir-add-disk", json!({ "name": "b", "keys": keys, "exports": [] }))
 }
 
-/// A second name of the mount.
+/// A second name of the mount: a bind mount.
 struct BindMount(PathBuf);
 
 impl BindMount {
@@ -86,13 +86,13 @@ fn image_on_own_export_is_rejected_under_any_name() {
     assert_contains(&add(&mut qmp, "raw", device.path()).to_string(), &["itself serves"]);
     drop((device, bound));
 
-    // The daemon and its disk are as before, and another process may have the file.
+    // The daemon and its disk are unaffected, and other processes may open the file.
     assert!(fs::read(&file).expect("it is served") == pattern(MIB as usize));
     weir(&["image", "info", "-f", "raw", text(&file)]).succeeds();
     drop(open);
     qmp.command("remove-fd", json!({ "fdset-id": 7 }));
 
-    // Without the export, the name leads to the file below.
+    // Without the export, the name refers to the underlying file.
     let exports = qmp.command("query-block-exports", json!({}));
     let exports = exports.as_array().expect("a list");
     let export = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");

@@ -1,4 +1,4 @@
-//! Size of a disk's file over FUSE to the byte, the space that it takes, and space reserved for it.
+//! Size of a disk's file over FUSE in bytes, its allocated space, and space reserved for it.
 
 use std::{
     fs::{self, OpenOptions},
@@ -13,7 +13,7 @@ use crate::{
     harness::{MIB, Qmp, Scratch, Serve, Weir, pattern, qemu_img, text},
 };
 
-/// Calls `fallocate(2)`, and fails as `os` functions do.
+/// Calls `fallocate(2)`, and raises OSError as `os` functions do.
 const FALLOCATE: &str = r#"
 import ctypes, errno, os, sys
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16
@@ -31,7 +31,7 @@ def refused(number, *arguments):
         raise AssertionError(f"fallocate{arguments} should have failed")
 "#;
 
-/// A new image of this size, and the file that it is served as.
+/// Serves a new image of this size; returns the image and the file of the export.
 fn serve(scratch: &Scratch, format: &str, size: &str, options: &[&str]) -> (Weir, PathBuf, PathBuf) {
     let (image, file) = (scratch.path(&format!("disk.{format}")), mount_point(scratch, &format!("{format}.file")));
     qemu_img(["create", "-q", "-f", format]).arg(&image).arg(size).succeeds();
@@ -71,7 +71,7 @@ for cut, end in [(1000003, 1048576), (700001, 700003), (700000, 700400), (5000, 
     assert os.pread(fd, 1 << 21, cut) == bytes(end - cut), (cut, end)
     os.ftruncate(fd, 1048576)
     assert os.pread(fd, 1 << 21, cut) == bytes(1048576 - cut), (cut, end)
-# Writes past the end, and appended ones, end where they end.
+# Writes past the end, and appended ones, set the size in bytes.
 os.ftruncate(fd, 0)
 os.pwrite(fd, b"a" * 10, 1000)
 assert size() == 1010
@@ -91,7 +91,7 @@ assert size() == 7
         if format == "raw" {
             assert_eq!(content, b"the end");
         } else {
-            // Its sizes are whole sectors.
+            // Sizes of the image are whole sectors.
             let raw = scratch.path("content");
             qemu_img(["convert", "-f", format, "-O", "raw"]).arg(&image).arg(&raw).succeeds();
             content = fs::read(&raw).expect("it was made");
@@ -118,7 +118,7 @@ fn other_exports_see_whole_sectors() {
         nodes[0]["image"]["virtual-size"].as_u64()
     };
     assert_eq!((seen.metadata().expect("it is open").len(), size()), (1000, Some(1024)));
-    // A size that another client sets is the file's.
+    // A new size that another client sets applies to the file too.
     qmp.command("block_resize", json!({ "node-name": "disk", "size": 8192 }));
     assert_eq!(seen.metadata().expect("it is open").len(), 8192);
     let mut found = [1; 7192];
@@ -152,7 +152,7 @@ fn file_reports_the_allocated_space_of_its_image() {
         assert!(space(&file) < MIB, "{format}: {} of 1000 bytes", space(&file));
         weir.stop();
     }
-    // Content of a backing file is content of the disk too.
+    // Allocated ranges of a backing file count as allocated.
     let base = scratch.filled("base.raw", 3 * MIB);
     let overlay = scratch.path("overlay.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base)]).arg(&overlay).succeeds();
@@ -181,7 +181,7 @@ fallocate(fd, 0, 1, mib - 1)
 size, space = seen()
 assert size == mib and space >= mib, (size, space)
 assert os.pread(fd, 1200, 0) == bytes(100) + b"x" * 1000 + bytes(100)
-# Past the end: it grows, to the byte.
+# Past the end: it grows, in bytes.
 fallocate(fd, 0, mib - 100, mib + 7)
 size, space = seen()
 assert size == 2 * mib - 93 and space >= 2 * mib - 4096, (size, space)
@@ -218,7 +218,7 @@ for mode in (0, KEEP_SIZE):
     for offset in (0, mib - 10, mib, 5 * mib):
         refused(errno.EOPNOTSUPP, fd, mode, offset, 4096)
         assert os.fstat(fd).st_size == mib, "nothing has grown"
-# Programs that ask the C library write it instead.
+# The C library's fallback writes zeroes instead.
 os.posix_fallocate(fd, mib - 100, mib)
 assert os.fstat(fd).st_size == 2 * mib - 100
 os.pwrite(fd, b"x" * 2 * mib, 0)

@@ -1,19 +1,19 @@
-//! What every end-to-end test stands on: a place for files, a daemon that must end well, clients
-//! that must end at all.
+//! The harness of the end-to-end tests: a scratch directory, a daemon that must end cleanly, and
+//! clients under a deadline.
 //!
 //! ```text
-//!   Scratch ─── directories of one test, gone with it
-//!   Serve ────► Weir ─── a running daemon; dropping it asks it to end and fails the test unless it ends cleanly
-//!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
-//!   Wire, Qmp ── clients of our own, that can also misbehave
-//!   peer ─── a script with a program of QEMU's and with weir in its place
-//!   operator ─── the program's own commands at a daemon's control socket
-//!   BlkioGroup ── a control group of this machine's kernel
-//!   Terminal ─── the program on a screen of its own, with keys to press
+//!   Scratch ─── directories of one test, removed on drop
+//!   Serve ────► Weir ─── a running daemon; dropping it sends SIGTERM and asserts a clean end
+//!   Client ───► Outcome ─── an external program under a deadline, its status and output
+//!   Wire, Qmp ── clients of NBD and QMP that can also violate the protocol
+//!   peer ─── one script run with a program of QEMU and with weir
+//!   operator ─── weir's own commands over a daemon's control socket
+//!   BlkioGroup ── a control group of the host's kernel
+//!   Terminal ─── the program on a pseudo-terminal, with keys to press
 //! ```
 //!
-//! It awaits lines of a log, ends of processes and bytes of sockets; only at what says nothing when
-//! it changes does it look again and again.
+//! The harness waits for log lines, ends of processes and bytes of sockets. It polls only sources
+//! that send no notification of a change.
 
 mod blkio_group;
 mod client;
@@ -49,38 +49,37 @@ pub(crate) use wire::RawNbdClient;
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// When a test stops waiting for something, and has failed; none judges how long it has waited.
+/// Time after which a wait has failed; the tests never assert how long a wait took.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Between two looks at what says nothing when it changes: a test that looks all the time keeps a
-/// processor from what it waits for.
+/// Sleeps between two polls of a source without notifications. Polling without a pause would take
+/// CPU time from the process that the test waits for.
 pub(crate) fn pause() {
     thread::sleep(Duration::from_millis(3));
 }
 
-/// What there is once it is there; asks again and again, and fails at the deadline.
+/// Polls until `look` returns a value; fails at the deadline.
 #[track_caller]
 pub(crate) fn poll_until<T>(look: impl Fn() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
         match look() {
             Some(found) => return found,
-            None => assert!(Instant::now() < end, "it did not come to be"),
+            None => assert!(Instant::now() < end, "the condition did not become true"),
         }
         pause();
     }
 }
 
-/// A script for a mount namespace of its own, where it first lets go of what tests beside it have
-/// mounted: a copy of a mount keeps its device in use when it was unmounted outside.
+/// Prepares a script for its own mount namespace: it first unmounts the mounts of parallel tests,
+/// whose copies in this namespace would keep their devices in use after an unmount outside.
 pub(crate) fn script_without_foreign_mounts(script: &str) -> String {
     let mounts = r"grep -oE ' /[^ ]*(/e2e[.]|/weir/attached/)[^ ]* ' /proc/self/mountinfo";
     format!("for at in $({mounts}); do umount -l $at 2>&1 || true; done >/dev/null\n{script}")
 }
 
-/// The processes that a process has started and not waited for. Which of its threads is their
-/// parent, as `/proc/PID/task/TID/children` has it, changes: those of a thread that ends are handed
-/// to another.
+/// Child processes of a process that it has not waited for. Reads each process's `PPid` rather than
+/// `/proc/PID/task/TID/children`: children of a thread that ends move to another thread.
 pub(crate) fn children(pid: Pid) -> impl Iterator<Item = Pid> {
     let parent = format!("PPid:\t{pid}");
     let processes = fs::read_dir("/proc").expect("it is mounted").flatten();
@@ -90,8 +89,8 @@ pub(crate) fn children(pid: Pid) -> impl Iterator<Item = Pid> {
         .filter_map(|process| process.file_name().to_str()?.parse().ok().map(Pid::from_raw))
 }
 
-/// Waits until each child of the tests' process runs its own program. Until then it has open what
-/// was open here when it was made, and a device or a mount stays in use, though a test has closed
+/// Waits until each child of the test process has called `exec`. Until then the child holds all
+/// descriptors that were open at the fork, so a device or mount stays in use after a test closed
 /// it.
 pub(crate) fn wait_for_programs() {
     let program = |pid: Pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
@@ -110,7 +109,7 @@ pub(crate) fn need_root(what: &str) {
     assert!(is_root, "{what} need root (run the tests as root, as `make test` in CI does)");
 }
 
-/// Fails unless `text` contains each of `parts`, and shows all of it.
+/// Fails unless `text` contains each of `parts`; the message shows all of `text`.
 #[track_caller]
 pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
     for part in parts {

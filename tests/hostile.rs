@@ -1,6 +1,6 @@
-//! Clients that are broken, rude or gone: each harms itself alone.
+//! Clients that are broken, hostile or gone: each affects only itself.
 //!
-//! Every test has a second, well-behaved client, which must be served all the while.
+//! Every test has a second, well-behaved client, which must be served throughout.
 
 use std::{thread, time::Instant};
 
@@ -43,7 +43,7 @@ impl ServedFriend {
     }
 }
 
-/// Sends it, and is hung up on; nobody else is.
+/// Sends the bytes; asserts that only this client is disconnected.
 #[track_caller]
 fn assert_disconnected(party: &mut ServedFriend, mut client: RawNbdClient, said: &[u8]) {
     client.send(said);
@@ -54,16 +54,19 @@ fn assert_disconnected(party: &mut ServedFriend, mut client: RawNbdClient, said:
 #[test]
 fn non_nbd_client_is_disconnected() {
     let mut party = ServedFriend::new();
+    // Before the greeting: another protocol, arbitrary bytes, and flags that do not exist.
     for nonsense in [&b"GET / HTTP/1.1\r\nHost: weir\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4]] {
         let client = RawNbdClient::connect(party.weir.socket());
         assert_disconnected(&mut party, client, nonsense);
     }
+    // During option negotiation: a wrong magic number, and an export that does not exist.
     let option = [&(OPTION_MAGIC + 1).to_be_bytes()[..], &[0; 8]].concat();
     let name = [&wire::option_header(OPT_EXPORT_NAME, 4)[..], b"nope"].concat();
     for wrong in [option, name] {
         let client = party.greet();
         assert_disconnected(&mut party, client, &wrong);
     }
+    // During transmission.
     let client = party.go();
     assert_disconnected(&mut party, client, &[0xaa; 28]);
 }
@@ -137,7 +140,7 @@ fn unknown_command_is_rejected_and_the_connection_continues() {
 fn the_payload_of_a_refused_write_is_skipped() {
     let weir = Serve::filled(MIB).arg("--read-only").start();
     let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
-    // The payload looks like requests: were it not skipped, they would be answered.
+    // The payload looks like requests: if it were not skipped, they would be answered.
     let bait = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
     let payload = bait.repeat(1000);
     client.request(
@@ -160,7 +163,7 @@ fn disconnect_at_any_point_leaves_no_state() {
         client.send(bytes);
         drop(client);
     }
-    // Half a payload is no write.
+    // Half a payload is not written.
     let untouched = &pattern(MIB as usize + 65_536)[MIB as usize..];
     assert_eq!(party.friend.read(MIB, 65_536).as_deref(), Ok(untouched));
     party.assert_served();
@@ -174,6 +177,7 @@ fn half_closed_client_receives_its_replies() {
         client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 }, &[]);
     }
     client.shutdown_write();
+    // The client has shut down its sending half; the replies must still arrive.
     let mut answered: Vec<u64> = (0..50)
         .map(|_| {
             let (error, cookie) = client.simple_reply();
@@ -193,7 +197,7 @@ fn client_that_never_reads_is_not_read_from() {
     let mut party = ServedFriend::new();
     let mut deaf = party.go();
     let asked = thread::scope(|scope| {
-        // Asks for far more than any queue may hold; the daemon must stop taking requests.
+        // Sends far more requests than the queues hold; the daemon must stop reading.
         let requests = scope.spawn(|| {
             let read = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
             deaf.limit_writing();
@@ -217,10 +221,10 @@ fn surplus_clients_wait() {
     let first = RawNbdClient::negotiated(weir.socket(), "memory").0;
     let mut second = RawNbdClient::negotiated(weir.socket(), "memory").0;
     let third = thread::scope(|scope| {
-        // The kernel's queue takes it at once; it is greeted when a place is free.
+        // The kernel's backlog accepts it; the daemon greets it when a connection ends.
         let third = scope.spawn(|| RawNbdClient::negotiated(weir.socket(), "memory").0);
         assert_eq!(second.read(0, 1).as_deref(), Ok(&[0][..]));
-        assert!(!third.is_finished(), "a third client was served where two are allowed");
+        assert!(!third.is_finished(), "a third client was served, although two are allowed");
         drop(first);
         third.join()
     });
@@ -234,11 +238,11 @@ fn silent_clients_yield_to_active_ones() {
         let weir =
             Serve::with_own_scratch().arg("memory:1M").args(["--max-connections", &most, "--log", "debug"]).start();
         let silent: Vec<_> = (0..3 * places).map(|_| RawNbdClient::connect(weir.socket())).collect();
-        // Behind three cohorts of them: they would keep their places for ten seconds each.
+        // Behind three times as many silent clients, each of which could stay for ten seconds.
         assert_eq!(RawNbdClient::negotiated(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
         drop(silent);
         let log = weir.stop();
-        assert!(log.contains("others wait"), "nobody had to go before its time:\n{log}");
+        assert!(log.contains("others wait"), "no silent client was disconnected early:\n{log}");
     }
 }
 
@@ -259,10 +263,10 @@ fn idle_client_costs_little() {
     for _ in 0..10_000 {
         drop(RawNbdClient::connect(weir.socket()));
     }
-    // It is given back a moment after the last has gone.
+    // The memory is returned shortly after the last client has left.
     let until = Instant::now() + DEADLINE;
     while growth(begin) > 20 * MIB {
-        assert!(Instant::now() < until, "{} MiB are kept for clients that have gone", growth(begin) / MIB);
+        assert!(Instant::now() < until, "{} MiB are kept for disconnected clients", growth(begin) / MIB);
         pause();
     }
     weir.stop();
@@ -293,7 +297,7 @@ fn clients_that_hold_memory_delay_no_other_disk() {
 }
 
 /// Clients that hold memory without progress delay neither a small request of another client of
-/// their disk, nor the end of the daemon, while more of them wait.
+/// their disk, nor the end of the daemon, while more such clients wait.
 #[test]
 fn clients_that_hold_memory_delay_no_other_client_of_their_disk() {
     let scratch = Scratch::new();
@@ -314,14 +318,14 @@ fn clients_that_hold_memory_delay_no_other_client_of_their_disk() {
         assert_eq!(client.read(0, 4096).map(|data| data.len()), Ok(4096));
     }
     let status = operator::status(&scratch, "0");
-    // The client did not wait until most of them were disconnected one by one.
+    // The client was served before most hostile clients were disconnected one by one.
     assert!(bytes(&status, "waiting") >= 50, "{status}");
     assert!(bytes(&status, "connections") >= 50 * 4096, "{status}");
     weir.stop();
     drop(hostile);
 }
 
-/// A client whose reads take ten minutes at 1 operation a second: longer than anything here waits.
+/// A client whose reads take ten minutes at one operation a second: longer than any timeout here.
 fn ten_minutes(more: &[&str]) -> (Weir, RawNbdClient) {
     let weir = Serve::filled(4 * MIB).args(["--iops-total", "1"]).args(more).start();
     let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
@@ -336,7 +340,7 @@ fn ten_minutes(more: &[&str]) -> (Weir, RawNbdClient) {
 fn disconnect_cancels_throttled_requests() {
     let (weir, client) = ten_minutes(&["--max-connections", "1"]);
     drop(client);
-    // There is one place, so being let in says that the other has gone with all it left behind.
+    // One connection is allowed: a second handshake proves that the first client's state is gone.
     drop(RawNbdClient::negotiated(weir.socket(), "disk"));
     weir.stop();
 }

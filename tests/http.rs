@@ -1,5 +1,4 @@
-//! `--http`: a client of the server, and the answers that it reads. The page in a browser is tested
-//! in `page`.
+//! `--http` with a plain HTTP client. The page in a browser is tested in `page`.
 
 mod changes;
 mod hostile;
@@ -25,7 +24,7 @@ struct HttpDaemon {
     address: String,
 }
 
-/// What came back.
+/// A response.
 #[derive(Debug)]
 struct HttpResponse {
     status: u16,
@@ -45,7 +44,7 @@ impl HttpResponse {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
-    /// Why it was refused, with that status.
+    /// Asserts this status; returns the error message.
     #[track_caller]
     fn error(&self, status: u16) -> String {
         assert_eq!(self.status, status, "{self:?}");
@@ -67,7 +66,7 @@ impl HttpDaemon {
         Self { weir, address }
     }
 
-    /// One in which limits may be changed.
+    /// A server with a token that permits changes of limits.
     fn with_token(scratch: &Scratch, serve: Serve) -> Self {
         Self::start(serve.args(["--http-token-file", text(&token_file(scratch))]))
     }
@@ -78,7 +77,7 @@ impl HttpDaemon {
         stream
     }
 
-    /// With these lines of a head, each with its end.
+    /// Sends a request with additional header lines, each with its line end.
     fn send(&self, method: &str, path: &str, head: &str, body: &str) -> HttpResponse {
         let mut stream = self.connect();
         let host =
@@ -117,7 +116,7 @@ impl HttpDaemon {
     }
 }
 
-/// Server-sent events, in chunks of HTTP: a line of a chunk's length is no event's.
+/// Server-sent events in chunked encoding: lines with chunk lengths are skipped.
 struct EventStream(BufReader<TcpStream>);
 
 impl EventStream {
@@ -127,7 +126,7 @@ impl EventStream {
         line
     }
 
-    /// The next one of this kind. Messages longer than a chunk do not come here.
+    /// The next event of this type. Assumes that no message is split between chunks.
     fn next(&mut self, kind: &str) -> Value {
         loop {
             if self.line().trim_end() == format!("event: {kind}") {
@@ -150,7 +149,7 @@ fn overview_lists_the_running_state() {
     let arguments = ["memory:16M", "--iops-total", "1000000", "--weight", "300"];
     let daemon = HttpDaemon::start(Serve::new(&scratch).args(arguments));
     daemon.weir.nbdsh("memory", "for i in range(100): h.pread(4096, 4096 * i)");
-    // What is told may be as old as the stream's last look.
+    // The overview may be as old as the last sample of the stream.
     let overview = poll_until(|| {
         let overview = daemon.overview();
         (one(&overview, "disks", "memory")["reads"]["requests"] == 100).then_some(overview)
@@ -178,7 +177,7 @@ fn overview_lists_the_running_state() {
         "weir: span: is not 10m, 2h or 2d"
     );
     assert!(daemon.get("/api/v1/disks/other/history").error(404).contains("disk other: does not exist"));
-    // What is refused before anybody looks for it has a reason in the same form.
+    // Errors of the HTTP layer have the same form.
     assert!(daemon.get("/api/v1/disks/%ff/history").error(400).contains("UTF-8"));
     assert!(daemon.get("/api/v1/nothing").error(404).contains("there is no such path"));
     assert!(
@@ -189,7 +188,7 @@ fn overview_lists_the_running_state() {
     daemon.weir.stop();
 }
 
-/// Nobody has a limit here, so no limit counts anything.
+/// No disk has a limit, so the counters of limits are zero; totals must come from the disks.
 #[test]
 fn totals_without_limits_equal_metrics_and_status() {
     let scratch = Scratch::new();
@@ -211,6 +210,7 @@ fn totals_without_limits_equal_metrics_and_status() {
         [["reads", "requests"], ["reads", "bytes"], ["writes", "requests"], ["writes", "bytes"]]
             .map(|[direction, what]| one[direction][what].as_u64().unwrap())
     };
+    // The sums over both disks.
     let both = [32, 25 * 4096 + 7 * 512, 1, 512];
     let overview = poll_until(|| Some(daemon.overview()).filter(|all| counts(all, "groups", "outer") == both));
     let (a, b) = ([25, 25 * 4096, 1, 512], [7, 7 * 512, 0, 0]);
@@ -227,13 +227,13 @@ fn totals_without_limits_equal_metrics_and_status() {
             assert!(page.contains(&line), "{line} is not in {page}");
         }
     }
-    // Rates and latencies of a group are its disks', too.
+    // A group's rates and latencies are those of its disks.
     let history = |of: &str| daemon.get(&format!("/api/v1/{of}/history?span=10m")).json();
     poll_until(|| {
         let rates = history("groups/outer")["series"]["read-iops"].as_array()?.clone();
         rates.iter().any(|rate| rate.as_f64() > Some(0.0)).then_some(())
     });
-    // Those of `b` came last.
+    // The latencies of `b` arrive last.
     let known = |of: &str| -> Option<Vec<Value>> {
         let all = history(of)["series"]["latency-p99-ns"].as_array()?.clone();
         Some(all.into_iter().filter(|latency| !latency.is_null()).collect())
@@ -263,7 +263,7 @@ fn imitated_device_utilization_follows_its_rate() {
     let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
     let reads = reads.get();
     let expected = [f64::from(reads), 512.0 * f64::from(reads), f64::from(reads) / 40.0];
-    // An answer is given again for a quarter of a second.
+    // A response is cached for a quarter of a second.
     poll_until(|| {
         let page = TestClient::new("curl").args(curl).succeeds();
         let of = |family: &str| -> Option<f64> {
@@ -275,7 +275,7 @@ fn imitated_device_utilization_follows_its_rate() {
     daemon.weir.stop();
 }
 
-/// What an answer lacks of what is described, or has beside it.
+/// Fails if an answer lacks a field of its schema, or has one that the schema lacks.
 fn check(schema: &Value, all: &Value, value: &Value, at: &str) {
     if let Some(name) = schema["$ref"].as_str() {
         return check(&all[name.rsplit('/').next().unwrap()], all, value, at);
@@ -364,6 +364,7 @@ fn vhost_user_export_lists_front_end_and_rings() {
         ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|one| one["type"] == kind).unwrap().clone())
     };
     let [_, machine] = exports(&daemon.overview());
+    // No front end is connected yet.
     assert_eq!((&machine["front-end"], &machine["queues"]), (&Value::Null, &json!(0)));
     let front_end = UnixStream::connect(&socket).unwrap();
     let overview = poll_until(|| {
@@ -407,7 +408,7 @@ fn page_is_served_with_a_strict_policy() {
         );
     }
     assert_eq!(daemon.get("/assets/../Cargo.toml").status, 404);
-    // Twice over one connection.
+    // Two requests over one connection.
     let mut stream = daemon.connect();
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     for _ in 0..2 {

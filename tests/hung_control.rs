@@ -1,9 +1,9 @@
-//! Control operations while the file system of one disk holds a kind of call: all other disks and
-//! the control socket are served.
+//! Control operations while the file system of one disk blocks one kind of call: all other disks
+//! and the control socket are served.
 //!
-//! Each test holds one kind of request of FUSE. Clients and commands use the disk so that every
-//! kind occurs, and wait. Then every control operation runs beside them. At last the file system
-//! answers nothing, and the daemon ends nevertheless.
+//! Each test blocks one kind of FUSE request. Clients and commands use the disk so that every kind
+//! occurs, and wait. Then every control operation runs beside them. Finally the file system stops
+//! answering altogether, and the daemon still ends.
 
 use std::{
     io::{Read, Write},
@@ -31,9 +31,9 @@ use crate::{
 
 const BYTES: u64 = 16 * MIB;
 
-/// A daemon with disks `a`, `v` (over vhost-user-blk) and `h` on the file system that can be held.
+/// A daemon with disks `a`, `v` (over vhost-user-blk), and `h` on the file system that can block.
 struct HungDisk {
-    // Dropped before the daemon, which cannot end while its requests are held.
+    // Dropped before the daemon, which cannot exit while its requests are blocked.
     fuse: FuseServer,
     weir: Weir,
     scratch: Scratch,
@@ -68,7 +68,7 @@ impl HungDisk {
         Qmp::negotiated(&self.scratch.socket("qmp"))
     }
 
-    /// Adds the file of `h` once more, to read it.
+    /// Adds the file of `h` a second time, read-only.
     fn add_reader(&self, name: &str) -> Qmp {
         let mut control = self.control();
         let file = text(&self.fuse.file()).to_owned();
@@ -83,10 +83,11 @@ impl HungDisk {
         control
     }
 
-    /// Starts requests and commands of every kind on the file system. None of them is awaited.
+    /// Starts requests and commands of every kind on the blocked file system, without awaiting
+    /// them.
     fn use_held_disk(&self) -> (Vec<RawNbdClient>, Vec<Qmp>) {
         let mut client = self.client("h");
-        // Not at either end, which opening has read into the page cache.
+        // Not at either end of the file, which the open has read into the page cache.
         for (kind, offset, length) in
             [(CMD_WRITE, 0, 4096), (CMD_READ, BYTES / 2, 4096), (CMD_TRIM, 65_536, 65_536), (CMD_FLUSH, 0, 0)]
         {
@@ -150,11 +151,11 @@ fn test_beside_hung_requests(held: u32) {
     daemon.weir.wait_for_log("SIGHUP: the config file was read again");
     use_all_commands(&mut other);
 
-    // Then the file system answers nothing any more, which the end of the daemon waits for.
+    // The file system stops answering altogether; the end of the daemon must not wait for it.
     daemon.fuse.block_requests(&ALL);
     daemon.weir.signal(Signal::SIGTERM);
     daemon.weir.wait_for_log("stopped");
-    // A process does not end while its file system has requests of it in flight.
+    // The kernel delays the exit of a process with requests in flight at its file system.
     drop(daemon.fuse);
     daemon.weir.wait();
     drop(waiting);

@@ -1,4 +1,4 @@
-//! An image on a file system that stops answering: its own clients wait, and nothing else does.
+//! An image on a file system that stops answering: its clients wait, and nothing else is delayed.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::harness::{
 };
 
 const BYTES: u64 = 16 * MIB;
-/// More than all threads that the kernel has for operations on files by default.
+/// With `REQUESTS`, more requests than the kernel's default number of threads for file I/O.
 const CLIENTS: u64 = 8;
 const REQUESTS: u64 = 16;
 /// NBD_EIO.
@@ -25,7 +25,7 @@ const EIO: u32 = 5;
 
 /// A daemon with disk `a`, and disk `h` on the file system that can be stopped.
 struct HungFileDaemon {
-    // Dropped before the daemon, which cannot end while its requests are held.
+    // Dropped before the daemon, which cannot exit while its requests are blocked.
     fuse: FuseServer,
     weir: Weir,
     scratch: Scratch,
@@ -52,8 +52,7 @@ impl HungFileDaemon {
         (0..CLIENTS).map(|_| RawNbdClient::negotiated(self.weir.socket(), disk).0).collect()
     }
 
-    /// Fails unless a client that was there, one that comes now and the control socket are
-    /// answered.
+    /// Asserts that a connected client, a new client and the control socket are served.
     #[track_caller]
     fn assert_others_served(&self, client: &mut RawNbdClient) {
         use_all_commands(client);
@@ -80,8 +79,8 @@ pub(crate) fn use_all_commands(client: &mut RawNbdClient) {
     }
 }
 
-/// Clients of `h` send requests of `kind`, of `length` bytes each, while the file system holds
-/// requests of kind `held`. Disk `a` and the control socket are used meanwhile.
+/// Clients of `h` send requests of `kind` with this length, while the file system blocks requests
+/// of kind `held`. Disk `a` and the control socket are used meanwhile.
 fn test_hung_requests(held: u32, kind: u16, length: u64) {
     let house = HungFileDaemon::new(&[]);
     let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
@@ -130,7 +129,7 @@ fn hung_flushes_delay_no_other_disk() {
     let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
     let mut clients = house.clients("h");
     house.fuse.block_requests(&[FSYNC]);
-    // First: the kernel keeps writes to a file out while it is synced.
+    // Writes come first: the kernel blocks writes to a file during its fsync.
     for client in &mut clients {
         client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
         assert_eq!(client.simple_reply(), (0, 0));
@@ -155,7 +154,7 @@ fn a_flush_fails_after_a_synchronous_write_has_collected_the_error() {
     house.fuse.fail_once(FSYNC);
     client.request(request(CMD_WRITE, FLAG_FUA, 65_536, 512), &[7; 512]);
     assert_eq!(client.simple_reply(), (EIO, 65_536));
-    // The file system has no error to report any more, and the first write may be lost.
+    // The kernel reports a writeback error once, so a later flush must fail too: data may be lost.
     client.request(request(CMD_FLUSH, 0, 0, 0), &[]);
     assert_eq!(client.simple_reply().0, EIO);
     drop(client);
@@ -202,7 +201,7 @@ fn signal_ends_the_daemon_despite_a_hung_file_system() {
     let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
     let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
     house.fuse.block_requests(&ALL);
-    // Not at either end, which opening has read into the page cache.
+    // Not at either end of the file, which the open has read into the page cache.
     client.request(request(CMD_READ, 0, BYTES / 2, 4096), &[]);
     client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
     house.fuse.wait_until_blocked(READ);
@@ -212,7 +211,7 @@ fn signal_ends_the_daemon_despite_a_hung_file_system() {
     house.weir.wait_for_log("the file system does not answer: the disk is abandoned");
     house.weir.wait_for_log("the last flush failed");
     house.weir.wait_for_log("stopped");
-    // A process does not end while its file system has requests of it in flight.
+    // The kernel delays the exit of a process with requests in flight at its file system.
     drop(house.fuse);
     let (status, log) = house.weir.wait();
     assert!(!status.success(), "{log}");
@@ -227,7 +226,7 @@ fn hung_disk_is_removed_and_added_again() {
         .arg(scratch.sparse("a.raw", BYTES))
         .args(["--format", "raw", "--qmp", &format!("unix:{}", text(&control))])
         .start();
-    // Dropped before the daemon, which cannot end while its requests are held.
+    // Dropped before the daemon, which cannot exit while its requests are blocked.
     let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
     let mut qmp = Qmp::negotiated(&control);
     let add = json!({"driver": "file", "node-name": "h", "filename": text(&fuse.file())});
@@ -281,7 +280,7 @@ fn failed_query_is_not_a_backing_file_change() {
     let weir = Serve::new(&scratch).arg(&overlay).args(["--format", "qcow2"]).start();
     fuse.fail_once(GETATTR);
     fuse.wait_until_failed(GETATTR);
-    // The next query follows if the image is still watched.
+    // A further query proves that the image is still watched.
     fuse.block_requests(&[GETATTR]);
     fuse.wait_until_blocked(GETATTR);
     fuse.unblock();
@@ -308,7 +307,7 @@ fn upgrade_rejects_an_unresponsive_disk() {
     house.weir.stop();
 }
 
-/// Reads a file that an export shows.
+/// Reads the file of a FUSE export.
 fn reader(file: &Path) -> Child {
     Command::new("dd")
         .args([&format!("if={}", text(file)), "of=/dev/null", "bs=64k", "count=16", "iflag=direct"])

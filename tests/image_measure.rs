@@ -1,5 +1,5 @@
-//! `weir image measure` beside `qemu-img measure`: the same figures for many images and options. A
-//! file that weir makes is no larger than the figure that was measured for it.
+//! `weir image measure` beside `qemu-img measure`: equal figures for many images and options. An
+//! image that weir creates is at most as large as measured.
 
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
@@ -22,7 +22,7 @@ const TARGETS: [&[&str]; 11] = [
     &["qcow2", "-o", "data_file=elsewhere,compression_type=zstd"],
 ];
 
-/// Measured number of bytes, in JSON and in text.
+/// The measured sizes, after a comparison of both programs' JSON and text.
 #[track_caller]
 fn measured_alike(target: &[&str], source: &[&str]) -> Value {
     let what = format!("{target:?} {source:?}");
@@ -35,7 +35,7 @@ fn measured_alike(target: &[&str], source: &[&str]) -> Value {
     serde_json::from_str(&qemu_img(&words).arg("--output=json").succeeds()).unwrap()
 }
 
-/// Writes data, zeroes and holes at places that depend on `seed` alone.
+/// Writes data, zeroes and holes at offsets derived from `seed`.
 fn scatter(path: &Path, form: &str, size: u64, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let commands = (0..12).map(|number| {
@@ -51,7 +51,7 @@ fn scatter(path: &Path, form: &str, size: u64, seed: u64) {
 fn empty_disks_are_measured_as_qemu_img_measures_them() {
     for target in TARGETS {
         for size in ["0", "1000", "64K", "10M", "1.5G", "1T"] {
-            // Too large for clusters of 512 bytes.
+            // 1 TiB is too large for clusters of 512 bytes.
             if size != "1T" || !target.iter().any(|option| option.starts_with("cluster_size=512")) {
                 measured_alike(target, &["--size", size]);
             }
@@ -121,8 +121,8 @@ fn an_encrypted_image_is_measured_without_its_passphrase() {
     let scratch = Scratch::new();
     let key = scratch.file("key", "a passphrase");
     let object = format!("secret,id=s,file={}", text(&key));
-    // As `qemu-img measure` 7.2 has them. It is not run here: it measures the processor for its key
-    // derivation, and fails or takes minutes on a busy machine.
+    // The figures of `qemu-img measure` 7.2. It is not run here: it benchmarks the processor for
+    // its key derivation, and fails or takes minutes on a busy machine.
     for (more, required, fully_allocated) in [
         ("", 2_424_832, 107_282_432),
         (",encrypt.cipher-alg=aes-128", 1_441_792, 106_299_392),

@@ -1,5 +1,5 @@
-//! Names of images with QEMU's prefix `file:`, names in images that are no paths, and files that
-//! contain an image without being one.
+//! Image names with QEMU's prefix `file:`, references in images that are not paths, and compressed
+//! files that contain an image.
 
 use std::{fs, process::Command};
 
@@ -14,7 +14,7 @@ fn file_prefix_is_removed_from_names() {
     assert!(scratch.path("a:b.qcow2").exists() && !scratch.path("file:a:b.qcow2").exists());
     let info = image(&["info", "--output=json", "file:a:b.qcow2"]).json();
     assert_eq!(info["virtual-size"], MIB);
-    // The same as QEMU, which refuses the name without the prefix.
+    // QEMU rejects the name without the prefix, as weir does.
     qemu_img(["info", "file:a:b.qcow2"]).inside(&inside).succeeds();
     for words in [
         &["check", "-q", "file:a:b.qcow2"][..],
@@ -108,7 +108,7 @@ fn compressed_image_is_reported_with_its_unpacker() {
             let given = weir_image(&[command, "-f", "raw", text(&path)]).run();
             assert_eq!((given.code(), given.stderr().matches(what).count()), (0, 1), "{}", given.stderr());
         }
-        // With a format given it is served as before.
+        // With an explicit format it is served as raw data.
         let weir = Serve::new(&scratch).arg(&path).args(["--format", "raw", "--read-only"]).start();
         let size = fs::metadata(&path).unwrap().len().min(512);
         let export = path.file_stem().unwrap().to_str().unwrap();
@@ -123,7 +123,7 @@ fn compressed_image_is_reported_with_its_unpacker() {
 fn a_guest_may_store_an_archive_on_its_disk() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
-    // Its format is guessed, each time.
+    // The format is probed each time.
     for _ in 0..2 {
         let weir = Serve::new(&scratch).arg(&disk).start();
         weir.nbdsh("disk", "h.pwrite(b'\\x1f\\x8b\\x08' + bytes(509), 0)\nh.flush()");

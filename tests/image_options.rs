@@ -24,7 +24,7 @@ fn images() -> Scratch {
     scratch
 }
 
-/// Fields of `info` that a description does not change.
+/// The fields of `info` that are independent of the way the image was named.
 fn known(mut info: Value) -> Value {
     let fields = info.as_object_mut().unwrap();
     fields.retain(|key, _| {
@@ -124,7 +124,7 @@ fn invalid_options_are_rejected_by_key() {
     ] {
         let refused = weir_image(words).inside(&inside).fails();
         assert!(refused.contains(expect), "{words:?}: {refused}");
-        // QEMU takes unused objects, and passes over a format beside `json:`.
+        // qemu-img accepts unused objects, and ignores a format beside `json:`.
         if !words.contains(&"--object") && !words.contains(&"-f") || words.contains(&"--image-opts") {
             qemu_img(words).inside(&inside).fails();
         }
@@ -233,7 +233,7 @@ fn libvirt_resizes_and_copies_encrypted_volumes() {
         "driver=raw,file.filename=base.raw",
         "driver=qcow2,encrypt.key-secret=s,file.filename=other.qcow2",
     ];
-    // The volume is longer, by zeroes.
+    // The volume is longer by zeroes.
     for printed in [qemu_img(compare), weir_image(&compare)].map(|tool| tool.inside(&inside).succeeds()) {
         assert!(printed.contains("Images are identical."), "{printed}");
     }
@@ -256,7 +256,7 @@ fn ovirt_measures_images_by_json() {
     }
 }
 
-/// Two equal images have the same format-specific fields after `amend` by weir and by qemu-img.
+/// `amend` by weir and by qemu-img leaves equal format-specific fields in two equal images.
 #[test]
 fn ovirt_raises_the_version_of_an_image() {
     let scratch = images();
@@ -307,7 +307,7 @@ fn a_damaged_image_keeps_its_version() {
     assert!(fs::read(&image).unwrap() == before);
 }
 
-/// `PVE::QemuServer::QemuImage`: onto a qcow2 volume whose clusters keep their places.
+/// `PVE::QemuServer::QemuImage`: onto a qcow2 volume whose clusters keep their offsets.
 #[test]
 fn proxmox_copies_onto_preallocated_volumes() {
     let scratch = images();
@@ -342,7 +342,7 @@ fn proxmox_copies_onto_preallocated_volumes() {
     assert_eq!(places(), 0);
 }
 
-/// ZStack's and CloudStack's calls; the source is at an NBD server.
+/// The calls of ZStack and CloudStack; the source is on an NBD server.
 #[test]
 fn images_at_nbd_servers_are_described_as_nodes() {
     let scratch = images();

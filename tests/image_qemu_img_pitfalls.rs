@@ -1,5 +1,5 @@
-//! `weir image` where scripts that were written for qemu-img would trip: what is taken, what is
-//! refused, and disks that must stay the same under `convert -B`, `rebase` and `commit`.
+//! Pitfalls of `weir image` for scripts written for qemu-img: accepted and rejected options, and
+//! disks whose content must not change under `convert -B`, `rebase` and `commit`.
 
 use std::{fs, os::unix::fs::MetadataExt as _};
 
@@ -45,7 +45,7 @@ fn options_are_accepted_or_rejected_as_by_qemu_img() {
     assert_contains(&weir_image(&["info", "--version"]).succeeds(), &[env!("CARGO_PKG_VERSION")]);
     let said = weir_image(&["create", "-f", "qcow2", "-b", "", "a.q", "1M"]).inside(&inside).fails();
     assert_contains(&said, &["the backing file has no name"]);
-    // QEMU leaves what the source does not have to whatever is behind the target.
+    // qemu-img would leave ranges that the source does not allocate to the target's backing file.
     let said = weir_image(&["convert", "-n", "-O", "qcow2", "-f", "qcow2", "-B", "empty.raw", "-F", "raw"])
         .args(["top.q", "top2.q"])
         .inside(&inside)
@@ -53,7 +53,7 @@ fn options_are_accepted_or_rejected_as_by_qemu_img() {
     assert_contains(&said, &["its backing file is"]);
 }
 
-/// A chain in a directory of its own, `top` on `middle` on `base`, and the disk that `top` is.
+/// A chain in its own directory: `top` on `middle` on `base`; and the raw content of `top`.
 fn chain(scratch: &Scratch) {
     let inside = scratch.path("");
     let create = |words: &[&str]| {
@@ -71,7 +71,7 @@ fn chain(scratch: &Scratch) {
 fn content_below_a_shorter_image_stays_hidden() {
     let scratch = Scratch::new();
     chain(&scratch);
-    // From elsewhere: the base's name begins where the image is.
+    // Run from a different directory: the base's name is relative to the image.
     weir_image(&["commit", "-q", "-f", "qcow2", "-b", "base", text(&scratch.path("top"))]).succeeds();
     let inside = scratch.path("");
     for image in ["top", "base"] {
@@ -88,7 +88,7 @@ fn copy_with_a_backing_file_is_the_same_disk() {
     let scratch = Scratch::new();
     chain(&scratch);
     let inside = scratch.path("");
-    // Alone: where it has nothing, nor has anything behind it.
+    // `alone` has no backing file, so its unallocated ranges are zeroes.
     qemu_img(["create", "-q", "-f", "qcow2", "alone", "2M"]).inside(&inside).succeeds();
     qemu_io(["-f", "qcow2"], ["write -P 3 1M 64k"], scratch.path("alone"));
     for (source, backing) in [("top", "middle"), ("alone", "base")] {
@@ -136,13 +136,13 @@ fn map_reports_holes_below_allocated_clusters() {
         let output = format!("--output={output}");
         let words = ["map", &output, "-f", "qcow2", "image"];
         let theirs = qemu_img(words).inside(&inside).succeeds();
-        // Later ones than the one that is compared with say it too.
+        // Versions after 7.2 print "compressed" in addition.
         let ours = weir_image(&words).inside(&inside).succeeds().replace(", \"compressed\": false", "");
         assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""));
     }
 }
 
-/// Programs look at the last entry.
+/// Programs parse the last entry of the map, so an empty image needs one.
 #[test]
 fn map_of_an_empty_image_has_one_entry() {
     let scratch = Scratch::new();

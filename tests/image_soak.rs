@@ -1,20 +1,22 @@
-//! `weir image` beside `qemu-img`: random histories of an image, in which each command is done by
-//! either program, and the same histories by qemu-img alone. Both must come to the same disk and
-//! succeed or fail at the same commands; qemu-img must find nothing wrong, and no tenth more on the
-//! host's disk.
+//! `weir image` beside `qemu-img`: random histories of an image in which each command is run by
+//! either program, compared with the same history run by qemu-img alone. Both must yield the same
+//! disk, and succeed or fail at the same commands; qemu-img must find no errors, and at most a
+//! tenth more space in use on the host.
 //!
-//! A history comes from its seed alone, so `WEIR_SEED=N WEIR_SEQUENCES=1` repeats one. A plain run
+//! A history depends only on its seed: `WEIR_SEED=N WEIR_SEQUENCES=1` repeats one. A plain run
 //! tries a few, `make soak` 2,000.
 //!
-//! Left out is what qemu-img itself does wrong or not at all with images of version 2: `rebase` of
-//! one that has no backing file shows the new one's content, and one that has cannot grow. And it
-//! does not go back to a snapshot while a bitmap records, where weir marks everything in it; and
-//! its `check -r all` loses the snapshots of an image that has bitmaps too, and its `convert -l`
-//! gives the copy the size that the disk has now. An image that is made longer with its metadata
-//! allocated shows old content there, if clusters were let go before, and so does one that was made
-//! shorter inside a cluster: so it becomes shorter by clusters. Sizes are not compared once
-//! `convert -c -B` was done: qemu-img copies what the backing file has and compresses it, weir
-//! leaves it there, and a later `rebase` by qemu-img fetches it uncompressed.
+//! Excluded are known defects and gaps of qemu-img:
+//! - In version 2, `rebase` of an image without a backing file exposes the content of the new one,
+//!   and an image with a backing file cannot grow.
+//! - It does not revert to a snapshot while a bitmap is enabled; weir marks the whole bitmap dirty.
+//! - `check -r all` loses the snapshots of an image that also has bitmaps.
+//! - `convert -l` gives the copy the current size of the disk.
+//! - An image that grows with preallocated metadata exposes old content if clusters were freed
+//!   before, or if it was shrunk inside a cluster; so histories shrink images by whole clusters.
+//!
+//! Sizes are not compared after `convert -c -B`: qemu-img copies and compresses the content of the
+//! backing file, weir leaves it there, and a later `rebase` by qemu-img copies it uncompressed.
 
 use std::{
     env,
@@ -31,11 +33,11 @@ use fastrand::Rng;
 use crate::harness::{TestClient, Scratch, qemu_img, weir_image};
 
 const STEPS: u32 = 14;
-/// What a history may need on the host's disk beyond a tenth more, and beyond a cluster, which one
-/// program may write whole and the other by sectors: a few blocks of metadata, and what a file
-/// system allocates ahead.
+/// Space that a history may use on the host beyond a tenth more, and beyond one cluster, which one
+/// program may write in full and its peer by sectors: a few blocks of metadata, and preallocation
+/// by the file system.
 const SPARE_BYTES: u64 = 512 << 10;
-/// The images that others stand on.
+/// The backing files.
 const BASES: [&str; 3] = ["base.raw", "base.qcow2", "other.qcow2"];
 
 fn number(name: &str, default: u64) -> u64 {
@@ -62,7 +64,7 @@ fn weir_and_qemu_img_yield_the_same_disk() {
     });
 }
 
-/// One of the two: the commands of a history run in its directory, with the same names in both.
+/// One of the two directories in which the commands of a history run, with equal file names.
 struct ImageDirectory {
     directory: PathBuf,
 }
@@ -85,7 +87,7 @@ impl ImageDirectory {
         TestClient::new("qemu-io").inside(&self.directory).args(["-f", format]).run_qemu_io(commands, file);
     }
 
-    /// All that its images take of the host's disk.
+    /// Space that the images of the directory use on the host.
     fn bytes(&self) -> u64 {
         let entries = fs::read_dir(&self.directory).expect("the directory is ours");
         entries
@@ -101,21 +103,21 @@ struct ImageHistory {
     mixed: ImageDirectory,
     qemu: ImageDirectory,
     said: String,
-    /// What the generator knows of the image, so that most commands are possible.
+    /// The generator's model of the image, so that most commands are possible.
     version: u32,
     cluster: u64,
     size: u64,
     snapshots: Vec<String>,
     bitmaps: Vec<String>,
-    /// A snapshot may have another size than the disk.
+    /// The size has changed, so a snapshot may have a different size than the disk.
     resized: bool,
     backing: Option<&'static str>,
-    /// Made or converted, and nothing since: no cluster was let go.
+    /// Created or converted and not changed since: no cluster was freed.
     fresh: bool,
-    /// A copy left to the backing file what qemu-img's copy has compressed.
+    /// weir's copy omits content of the backing file that qemu-img's copy has compressed.
     leaner: bool,
-    /// qemu-img's rebase fills the last cluster from the backing file past the disk's end, and that
-    /// is seen when the disk grows. weir's has zeroes there.
+    /// qemu-img's `rebase` fills the last cluster from the backing file past the end of the disk,
+    /// which becomes visible when the disk grows. weir writes zeroes there.
     spilled: bool,
     names: u32,
 }
@@ -182,7 +184,8 @@ impl ImageHistory {
         format!("{of}{}", self.names)
     }
 
-    /// Runs it in both directories, in one of them by either program; whether it was done.
+    /// Runs the command in both directories, in the mixed one by either program; true if it
+    /// succeeded.
     #[track_caller]
     fn both(&mut self, words: &[&str]) -> bool {
         let weir = self.random.bool();
@@ -200,7 +203,7 @@ impl ImageHistory {
         format!("seed {} (WEIR_SEED={} WEIR_SEQUENCES=1), so far:\n{}", self.seed, self.seed, self.said)
     }
 
-    /// Writes the same to both, with qemu-io.
+    /// Writes the same data to both, with qemu-io.
     fn io(&mut self, format: &str, file: &str, commands: &[String]) {
         let _ = writeln!(self.said, "qemu-io -f {format} {file}: {}", commands.join("; "));
         self.mixed.io(format, file, commands);
@@ -221,7 +224,7 @@ impl ImageHistory {
         let longest = self.pick(&[512, 5_000, 70_000, 1 << 20]).min(size);
         let length = 1 + self.random.u64(..longest);
         let offset = self.random.u64(..size - length + 1);
-        // Half of them whole clusters.
+        // Half of the ranges are whole clusters.
         if self.random.bool() && length > self.cluster {
             (offset / self.cluster * self.cluster, length / self.cluster * self.cluster)
         } else {
@@ -280,7 +283,7 @@ impl ImageHistory {
             commands.push(match self.random.u32(..6) {
                 0 => format!("write -z {offset} {length}"),
                 1 => format!("write -z -u {offset} {length}"),
-                // Bytes that are zeroes and have a place.
+                // Zero bytes in allocated clusters.
                 2 => format!("write -P 0 {offset} {length}"),
                 _ => self.pattern(self.size),
             });
@@ -311,7 +314,7 @@ impl ImageHistory {
         self.update_model();
     }
 
-    /// What a command may have changed.
+    /// Updates the model after a command that may have changed the size.
     fn update_model(&mut self) {
         let [mixed, qemu] = [&self.mixed, &self.qemu].map(|twin| {
             let info = qemu_img(["info", "--output=json", "-f", "qcow2", "image"]);
@@ -342,8 +345,8 @@ impl ImageHistory {
         let mut options = self.options();
         let compressed = self.one_in(3);
         if compressed {
-            // Dozens of compressed clusters lie in one of the file's: with a few snapshots more
-            // than eight bits can count.
+            // Dozens of compressed clusters share one cluster of the file: with a few snapshots,
+            // more references than eight bits can count.
             options = options.replace("refcount_bits=8", "refcount_bits=32");
         }
         let parallel = format!("{}", 1 + self.random.u32(..8));
@@ -438,7 +441,8 @@ impl ImageHistory {
         }
     }
 
-    /// Both have the same disk, nothing is wrong, and the mixed one is not much larger.
+    /// Asserts that both disks are equal, that `check` finds no errors, and that the mixed image is
+    /// not much larger.
     fn check_images(&mut self) {
         let (mixed, qemu) = (self.mixed.directory.join("image"), self.qemu.directory.join("image"));
         let (mixed, qemu) = (mixed.to_str().expect("UTF-8"), qemu.to_str().expect("UTF-8"));

@@ -1,4 +1,4 @@
-//! Devices to imitate: slower, narrower, failing. What they do is seen by a client.
+//! Imitated devices: slower, narrower, failing, observed by a client.
 
 use std::time::Instant;
 
@@ -13,13 +13,13 @@ import time
 h.connect_uri(arguments[0])
 h.pwrite(b'x' * 4096, 0)
 began = time.monotonic()
-# Eight reads, four at a time, apart from each other so that none is merged.
+# Eight reads, four in flight, with gaps so that none are merged.
 cookies = [h.aio_pread(nbd.Buffer(512), number * 100_000) for number in range(8)]
 while cookies:
     h.poll(-1)
     cookies = [cookie for cookie in cookies if not h.aio_command_completed(cookie)]
 took = time.monotonic() - began
-# Twice the latency, for four at a time.
+# Twice the latency, with four in flight.
 assert took >= 0.4, took
 ",
         [weir.uri("memory")],

@@ -1,7 +1,7 @@
-//! libnbd through nbdsh: every command with every flag, and what the specification says of wrong
-//! ones.
+//! libnbd through nbdsh: every command with every flag, and invalid ones with the error that the
+//! specification requires.
 //!
-//! `refused` expects an error by name, with libnbd's own checks off where the server is to refuse.
+//! `refused` expects an error by name; libnbd's own checks are off where the server must reject.
 
 use std::fs;
 
@@ -29,7 +29,7 @@ fn script(uri: &str, body: &str) {
     );
 }
 
-/// As [`script`], without libnbd's checks of what is sent.
+/// Like [`script`], without libnbd's client-side checks.
 #[track_caller]
 fn unchecked(uri: &str, body: &str) {
     script(uri, &format!("h.set_strict_mode(0)\n{body}"));
@@ -37,6 +37,7 @@ fn unchecked(uri: &str, body: &str) {
 
 #[test]
 fn writes_are_read_back_at_any_offset() {
+    // Unaligned offsets on O_DIRECT.
     let weir = Serve::sparse(4 * MIB).args(["--cache", "none"]).start();
     let body = "
 data = bytes(range(256)) * 257
@@ -86,6 +87,7 @@ assert not flags_at(M + 65536) & nbd.STATE_HOLE, 'NO_HOLE leaves it allocated'
 #[test]
 fn fast_zero_is_fast_or_rejected() {
     let scratch = Scratch::new();
+    // Fast zeroing may be unsupported, but it must not fall back to writing.
     let weir = Serve::new(&scratch)
         .args([scratch.filled("disk.raw", 4 * MIB).to_str().unwrap(), "memory:4M"])
         .start();
@@ -296,6 +298,7 @@ assert h.pread(3, 3) == b'old'
 
 #[test]
 fn flushed_writes_are_visible_to_other_connections() {
+    // With multi-conn, a completed write is visible on all connections.
     let weir = Serve::sparse(MIB).args(["--cache", "none"]).start();
     let body = "
 other = nbd.NBD()
@@ -329,7 +332,7 @@ total = 3000
 for number in range(total):
     while h.aio_in_flight() >= 200:
         h.poll(-1)
-    # Neighbours often enough that some are merged.
+    # Adjacent often enough that some are merged.
     offset = number * 4096 if number % 3 else random.randrange(15 << 20)
     buffer = nbd.Buffer(random.choice([1, 512, 4096, 70000]))
     h.aio_pread(buffer, offset % (15 << 20), check(buffer, offset % (15 << 20)))

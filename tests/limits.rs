@@ -1,9 +1,9 @@
-//! Limits under real clients: what may never happen, and whose turn it is.
+//! Limits under real clients: upper bounds that must never be exceeded, and shares.
 //!
-//! A machine that stands still makes every rate lower, and no rate higher. So what is judged here
-//! are upper bounds, with the time on the client's clock: no more passes than the limit allows in
-//! that time, and its burst. That a limit is reached, and how exactly shares are kept, is proved in
-//! virtual time beside the code (`crates/policy/tests/throttle`) and measured by `make bench`.
+//! A stalled host lowers every rate and raises none, so the tests assert upper bounds in the
+//! client's time: at most the work that limit and burst admit in that time. That a limit is
+//! reached, and how exact shares are, is proved in virtual time beside the code
+//! (`crates/policy/tests/throttle`) and measured by `make bench`.
 
 use serde_json::Value;
 
@@ -14,17 +14,17 @@ use crate::harness::{
     wire::{CMD_READ, RawNbdRequest},
 };
 
-/// Without a burst: the rate, a tenth of a second's worth at once, and one request more.
+/// The bound without a burst: the rate, a tenth of a second's worth at once, and one more request.
 fn max_admitted(rate: f64, seconds: f64, request: f64) -> f64 {
     rate * seconds + rate / 10.0 + request
 }
 
 #[track_caller]
 fn assert_at_most(passed: f64, most: f64, seconds: f64) {
-    assert!(passed <= most, "{passed} passed in {seconds:.4} s, where {most:.1} may");
+    assert!(passed <= most, "{passed} admitted in {seconds:.4} s, {most:.1} permitted");
 }
 
-/// So many random reads by fio; the seconds that they took on its clock.
+/// Runs `count` random reads with fio; returns the seconds that they took on fio's clock.
 #[track_caller]
 fn fio(uri: &str, block_bytes: u64, depth: u32, count: u64) -> f64 {
     let report = TestClient::new("fio")
@@ -40,11 +40,11 @@ fn fio(uri: &str, block_bytes: u64, depth: u32, count: u64) -> f64 {
     let report: Value = serde_json::from_str(report).expect("fio prints JSON");
     let load = &report["jobs"][0]["read"];
     assert_eq!(load["total_ios"], count, "all of them are answered");
-    // Whole milliseconds, of which the last may have begun.
+    // fio reports whole milliseconds, rounded down.
     (load["runtime"].as_f64().expect("milliseconds") + 1.0) / 1000.0
 }
 
-/// Reads of 4 KiB sent all at once; the seconds until each export had answered its own.
+/// Sends reads of 4 KiB all at once; returns for each export the seconds until all were answered.
 #[track_caller]
 fn read_at_once<const N: usize>(exports: [(String, u64); N]) -> [f64; N] {
     let script = "
@@ -115,8 +115,8 @@ fn burst_is_admitted_at_once_then_the_rate_holds() {
     let limits = "iops-total = 1000\niops-total-max = 2000\n";
     let _weir = configured(&scratch, &format!("[disk.a]\nimage = \"memory:16M\"\n{limits}"));
     let [_] = read_at_once([(uri(&scratch, "a"), 2000)]);
-    assert_eq!(throttled(&scratch, "a"), 0, "all of the burst passes without waiting");
-    // The bucket has leaked for an unknown time; it is never fuller than full.
+    assert_eq!(throttled(&scratch, "a"), 0, "the whole burst is admitted without waiting");
+    // The bucket has leaked for an unknown time, at most until it was empty.
     let [seconds] = read_at_once([(uri(&scratch, "a"), 2500)]);
     assert_at_most(2500.0, 1000.0 * seconds + 2000.0 + 1.0, seconds);
 }
@@ -138,7 +138,7 @@ fn disks_without_a_group_have_separate_limits() {
     let weir = Serve::new(&scratch).args(disks).args(limits).start();
     read_at_once(["a", "b"].map(|disk| (weir.uri(disk), 300)));
     for disk in ["a", "b"] {
-        assert_eq!(throttled(&scratch, disk), 0, "{disk} has a bucket of its own for its 300");
+        assert_eq!(throttled(&scratch, disk), 0, "{disk} has its own bucket for its 300");
     }
     for disk in ["a", "b"] {
         let [seconds] = read_at_once([(weir.uri(disk), 400)]);
@@ -178,7 +178,7 @@ fn the_limits_of_every_level_hold() {
     assert_at_most(930.0, max_admitted(2000.0, host, 1.0), host);
 }
 
-/// A daemon of a group that has this limit, and two disks in it, each with a setting or none.
+/// A daemon with a group that has this limit, and two disks in it, each with a setting or none.
 fn tenant(scratch: &Scratch, limit: &str, settings: [&str; 2]) -> Weir {
     let disk =
         |(name, setting)| format!("[disk.{name}]\nimage = \"memory:16M\"\ngroup = \"tenant\"\n{setting}\n");
@@ -186,7 +186,7 @@ fn tenant(scratch: &Scratch, limit: &str, settings: [&str; 2]) -> Weir {
     configured(scratch, &format!("[group.tenant]\n{limit}\n{disks}"))
 }
 
-/// Counters of the reads of both disks: those that passed are `requests`.
+/// A counter of the reads of both disks; `requests` counts admitted reads.
 fn reads(status: &Value, counter: &str) -> [u64; 2] {
     ["a", "b"].map(|disk| {
         let throttle = &find(status, "disks", disk)["throttle"];
@@ -196,7 +196,7 @@ fn reads(status: &Value, counter: &str) -> [u64; 2] {
     })
 }
 
-/// How many reads of both disks have passed since, in a status.
+/// Admitted reads of both disks since this call, taken from a later status.
 fn passed_from_now(scratch: &Scratch) -> impl Fn(&Value) -> [u64; 2] + use<> {
     let before = reads(&status(scratch, "0"), "requests");
     move |status| {
@@ -205,12 +205,12 @@ fn passed_from_now(scratch: &Scratch) -> impl Fn(&Value) -> [u64; 2] + use<> {
     }
 }
 
-/// Clients with so many reads of so many bytes in flight, which the daemon has taken in.
+/// Clients with this number and size of reads in flight, once the daemon has received them all.
 fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [RawNbdClient; 2] {
     let client = |disk: &str, (count, length): (u64, u64)| {
         let (mut client, _) = RawNbdClient::negotiated(&scratch.socket("nbd"), disk);
         for cookie in 0..count {
-            // Apart, so that none are merged.
+            // With gaps, so that none are merged.
             let offset = cookie * 2 * length % (8 * MIB);
             client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset, length }, &[]);
         }
@@ -224,19 +224,19 @@ fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [RawNbdClient; 2] {
     clients
 }
 
-/// What the disks `a` and `b` have of a burst that comes when both have much waiting.
+/// The shares of disks `a` and `b` in a burst that is granted while both have requests waiting.
 struct SharedBurst<'a> {
-    /// `iops-total` or `bps-total`, of which next to nothing passes, and the burst.
+    /// `iops-total` or `bps-total`, with a rate close to zero; the burst is granted later.
     limit: &'a str,
     rate: u64,
     burst: u64,
     settings: [&'a str; 2],
-    /// How many reads each queues, and of how many bytes.
+    /// Number and size of the reads that each disk queues.
     queued: [(u64, u64); 2],
 }
 
 impl SharedBurst<'_> {
-    /// The requests that passed of each: the burst. What passes later is as good as nothing.
+    /// Admitted requests of each disk: the burst, since the rate is negligible.
     #[track_caller]
     fn passed(&self) -> [u64; 2] {
         let scratch = Scratch::new();
@@ -257,7 +257,7 @@ impl SharedBurst<'_> {
 #[track_caller]
 fn assert_part([a, b]: [u64; 2], part: f64, slack: f64) {
     let expected = (a + b) as f64 * part;
-    assert!((a as f64 - expected).abs() <= slack, "{a} and {b} passed, where {expected:.0} are its part");
+    assert!((a as f64 - expected).abs() <= slack, "{a} and {b} admitted, expected share {expected:.0}");
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn small_reads_get_as_many_bytes_as_large_ones() {
     assert_part([small, large * 8], 1.0 / 2.0, 32.0);
 }
 
-/// By weight it would have one of a hundred. A slow machine can only give it more.
+/// By weight its share would be one percent. A slow host can only increase it.
 #[test]
 fn a_reservation_is_met_beside_heavier_neighbours() {
     let scratch = Scratch::new();
@@ -292,5 +292,5 @@ fn a_reservation_is_met_beside_heavier_neighbours() {
     let passed = passed_from_now(&scratch);
     wait_until(&scratch, |status| passed(status).into_iter().sum::<u64>() >= 60);
     let [promised, heavy] = passed(&status(&scratch, "0"));
-    assert!(promised * 2 >= heavy * 3, "{promised} passed that were promised, and {heavy} beside them");
+    assert!(promised * 2 >= heavy * 3, "{promised} admitted with a reservation, {heavy} beside them");
 }

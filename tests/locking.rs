@@ -1,4 +1,5 @@
-//! Image locks, shared with QEMU: who may open an image, and what the refused one is told.
+//! Image locks, shared with QEMU: which processes may open an image, and the errors of rejected
+//! ones.
 
 use std::{
     fs,
@@ -11,7 +12,7 @@ use crate::harness::{
     TestClient, MIB, Scratch, Serve, assert_contains, need, qemu_img, qemu_io, text, weir, weir_image,
 };
 
-/// A qemu-io that has an image open until this is dropped.
+/// A qemu-io with an open image; dropping it closes the image.
 struct OpenQemuIo {
     child: Child,
     input: ChildStdin,
@@ -32,7 +33,7 @@ impl OpenQemuIo {
         let mut input = child.stdin.take().expect("standard input is piped");
         writeln!(input, "length").expect("qemu-io reads its commands");
         let output = BufReader::new(child.stdout.take().expect("standard output is piped"));
-        // `length` is answered once the image is open.
+        // `length` prints once the image is open.
         let answered = output.lines().map_while(Result::ok).any(|line| line.contains("MiB"));
         assert!(answered, "qemu-io could not open the image");
         Self { child, input }
@@ -64,7 +65,7 @@ fn qemu_refuses_an_image_that_is_served_and_names_the_lock() {
 #[test]
 fn qemu_img_info_needs_force_share_for_a_served_image() {
     let scratch = Scratch::new();
-    // Of a raw image QEMU reads nothing to describe it, and asks for no lock.
+    // `qemu-img info` of a raw image reads no data and takes no lock, hence qcow2.
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let _weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
@@ -111,7 +112,7 @@ fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
     );
     let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
     assert_contains(&said, &["locked for writing by another process"]);
-    // Also who only asks.
+    // `--check` checks locks as well.
     let socket = format!("unix:{}", text(&scratch.path("another")));
     let check = || weir(&["serve", "--check", text(&image), "--nbd", &socket]);
     assert_contains(&check().fails(), &["disk.raw: locked for writing by another process", &pid]);
@@ -176,7 +177,7 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
     let address = format!("unix:{}", text(&control));
     let weir = Serve::new(&scratch)
         .wrapped_by(["env", "-C", text(directory)])
-        // As it lies there, from where the daemon works.
+        // A path relative to the daemon's working directory.
         .args(["disk.qcow2", "-f", "qcow2", "--name", "vm1", "--qmp", &address])
         .start();
     let size = || TestClient::new("nbdinfo").args(["--size", &weir.uri("vm1")]).succeeds();
@@ -198,7 +199,7 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
         assert_eq!(refused.code(), 2);
         assert_contains(&refused.stderr(), &[why]);
     }
-    // Another daemon has it than the one that is asked.
+    // The daemon that is asked does not serve the image; another one does.
     let elsewhere = resize(&[]).arg("+1M").env("WEIR_QMP", format!("unix:{}", text(&scratch.path("none"))));
     assert_contains(&elsewhere.fails(), &["disk.qcow2: locked for writing", "WEIR_QMP", "`block_resize`"]);
     assert_eq!(size().trim(), (3 * MIB / 2).to_string());
@@ -209,7 +210,7 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
 #[test]
 fn weir_refuses_to_write_what_qemu_reads() {
     let scratch = Scratch::new();
-    // Of a raw image that it only reads, QEMU bears that others write to it.
+    // A read-only raw image does not forbid other writers in QEMU, hence qcow2.
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let _qemu = OpenQemuIo::open(&["-r", "-f", "qcow2"], &image);
@@ -244,7 +245,7 @@ fn force_share_is_read_only() {
     assert_contains(&said, &["--force-share", "read-only"]);
 }
 
-/// No other process is involved, and none can be stopped.
+/// The message names no process, because no other one is involved.
 #[test]
 fn a_lock_of_the_same_process_is_not_reported_as_that_of_another() {
     let scratch = Scratch::new();

@@ -1,4 +1,4 @@
-//! A log that cannot be written: the daemon lives, and serves.
+//! A log that cannot be written: the daemon survives and serves.
 
 use std::{
     cell::{Cell, RefCell},
@@ -25,12 +25,12 @@ use crate::harness::{
 fn wait_for(what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + DEADLINE;
     while !is_so() {
-        assert!(Instant::now() < until, "not until the deadline: {what}");
+        assert!(Instant::now() < until, "deadline exceeded: {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// A daemon whose standard error is this; and where it serves.
+/// A daemon with this standard error, and its URI.
 fn serve(scratch: &Scratch, log: impl Into<Stdio>) -> (Child, String) {
     let socket = scratch.socket("nbd");
     let image = scratch.sparse("disk.raw", MIB);
@@ -76,15 +76,15 @@ fn closed_log_pipe_does_not_end_the_daemon() {
 fn stalled_log_reader_blocks_nothing_and_drops_are_counted() {
     let scratch = Scratch::new();
     let (reader, writer) = std::io::pipe().unwrap();
-    // A page: full after a few clients.
+    // One page, which is full after a few clients.
     nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
     let (mut weir, uri) = serve(&scratch, writer);
     for _ in 0..20 {
         TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
-    // A pipe's content at a time: the log waits for a second, and then leaves lines out.
+    // Read one pipe's content every two seconds: the log drops lines after waiting for a second.
     let (reader, text, last) = (RefCell::new(reader), RefCell::new(String::new()), Cell::new(Instant::now()));
-    wait_for("it says what is missing", || {
+    wait_for("dropped lines are counted", || {
         TestClient::new("nbdinfo").arg(&uri).succeeds();
         if last.get().elapsed() > Duration::from_secs(2) {
             last.set(Instant::now());
@@ -123,7 +123,7 @@ fn hung_log_file_system_blocks_no_thread() {
         TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
     assert!(Qmp::negotiated(&control).command_reply("query-block", json!({}))["return"].is_array());
-    // Opening the log again does not wait for its writer, and neither does a reload.
+    // Reopening the log does not wait for the writer thread, and neither does a reload.
     kill(Pid::from_raw(weir.id() as i32), Signal::SIGHUP).unwrap();
     TestClient::new("nbdinfo").arg(&uri).succeeds();
     fuse.unblock();
@@ -133,7 +133,7 @@ fn hung_log_file_system_blocks_no_thread() {
     assert!(log().contains("stopped"), "{}", log());
 }
 
-/// The log is opened again, and lines reach it, while the close of its former file hangs.
+/// The log is reopened, and lines reach it, while the close of its former file hangs.
 #[test]
 fn hung_close_of_the_log_delays_no_line() {
     let scratch = Scratch::new();
@@ -154,7 +154,7 @@ fn hung_close_of_the_log_delays_no_line() {
     signal(Signal::SIGUSR1);
     wait_for("later lines are written", || log().matches(opened).count() == 2);
     fuse.unblock();
-    // Opening it hangs: the next request does not wait as well, and is carried out later.
+    // The open hangs: the next request does not block, and is carried out later.
     fuse.block_requests(&[OPEN]);
     signal(Signal::SIGUSR1);
     fuse.wait_until_blocked(OPEN);

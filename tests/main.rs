@@ -1,17 +1,17 @@
-//! The whole program against other people's clients: one file a subject, one harness.
+//! The whole program with independent clients: one file per subject, one harness.
 //!
-//! Everything here is seen from outside: a `weir serve` of its own for each test, driven by
-//! nbdinfo, nbdcopy, libnbd, qemu-img, qemu-io, fio, or by bytes written to its socket. What can be
-//! decided in virtual time is tested beside the code; here is what only a kernel, a file system and
-//! a foreign implementation of the protocol can tell.
+//! Each test starts its own `weir serve` and observes it from outside with nbdinfo, nbdcopy,
+//! libnbd, qemu-img, qemu-io, fio, or bytes written to its socket. Behaviour that can be decided in
+//! virtual time is tested beside the code; these tests cover the kernel, file systems and
+//! independent implementations of the protocols.
 //!
-//! Nothing here is judged by how fast it is. What may be judged of time is what a slow machine
-//! cannot break: no more passed than a limit allows in the time that went by, and nothing came
-//! sooner than it may. Speed and accuracy are rows of `make bench`.
+//! Never asserts speed. Assertions about time are bounds that a slow host cannot break: at most as
+//! much work as a limit admits in the elapsed time, and no completion earlier than possible. Speed
+//! and accuracy are rows of `make bench`.
 //!
-//! Never reaches beyond loopback and temporary directories, and ends processes it started alone.
-//! Each test may run beside any other. Run with `make test-e2e`; some tests need root, for loop
-//! devices and mounts of their own, and say so.
+//! Never reaches beyond loopback and temporary directories, and kills only processes that it
+//! started. Tests may run in parallel. Run with `make test-e2e`; some tests need root, for loop
+//! devices and mount namespaces, and say so.
 
 mod harness;
 

@@ -1,5 +1,5 @@
-//! `--metrics`: figures for Prometheus, against the document that lists them, against a client's
-//! own, and under clients that mean no good.
+//! `--metrics`: the metrics for Prometheus, compared with the document that lists them and with a
+//! client's own figures, and under hostile clients.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -38,7 +38,7 @@ impl MetricsDaemon {
         stream
     }
 
-    /// Head and body.
+    /// Sends a request; returns head and body of the response.
     fn ask(&self, request: &str, accept: &str) -> (String, Vec<u8>) {
         let mut stream = self.connect();
         let request = format!("{request} HTTP/1.1\r\nHost: weir\r\nAccept: {accept}\r\n\r\n");
@@ -59,13 +59,13 @@ impl MetricsDaemon {
         MetricsPage(String::from_utf8(body).unwrap())
     }
 
-    /// A page of which this is so; a page may be a moment old.
+    /// Polls for a page that satisfies the predicate; a page may be slightly outdated.
     fn until(&self, is_so: impl Fn(&MetricsPage) -> bool) -> MetricsPage {
         poll_until(|| Some(self.page()).filter(&is_so))
     }
 }
 
-/// What is sent while it is written (RFC 9112, section 7.1), which is whole.
+/// Decodes a complete body in chunked transfer coding (RFC 9112, section 7.1).
 fn unchunked(mut rest: &[u8]) -> Vec<u8> {
     let mut body = Vec::new();
     loop {
@@ -84,13 +84,13 @@ fn unchunked(mut rest: &[u8]) -> Vec<u8> {
 struct MetricsPage(String);
 
 impl MetricsPage {
-    /// A sample by its name and labels, as they are written.
+    /// Value of a sample by its name and labels, as printed.
     #[track_caller]
     fn value(&self, sample: &str) -> f64 {
         self.find(sample).unwrap_or_else(|| panic!("no {sample} in:\n{}", self.0))
     }
 
-    /// Of a histogram of a disk's requests: upper bounds, and how many are not above each.
+    /// Upper bounds and cumulative counts of the histogram of a disk's requests.
     fn buckets(&self, family: &str, operation: &str) -> Vec<(f64, f64)> {
         let bucket = |line: &str| {
             let (bound, rest) = line
@@ -147,9 +147,9 @@ fn metrics_equal_the_figures_of_fio() {
         let labels = format!("{{disk=\"memory\",operation=\"{operation}\"}}");
         let count = page.value(&format!("weir_disk_request_duration_seconds_count{labels}"));
         assert_eq!(count, total, "{operation}");
-        // Each request comes to the daemon after fio has begun it, and ends before fio knows. So
-        // none takes longer than for fio, however slow both are. It may seem to take less, as the
-        // daemon reads its clock once a turn.
+        // A request reaches the daemon after fio has started it, and completes before fio notices.
+        // So the daemon's time is never longer than fio's, on any machine. It may be shorter,
+        // because the daemon reads its clock once a turn.
         let sum = page.value(&format!("weir_disk_request_duration_seconds_sum{labels}"));
         let (mean, latency) = (sum / count, &of["lat_ns"]);
         let of_client = latency["mean"].as_f64().unwrap() / 1e9;
@@ -163,18 +163,18 @@ fn metrics_equal_the_figures_of_fio() {
             let inside = upto - before.1;
             least += inside * before.0;
             most += if inside > 0.0 { inside * bound } else { 0.0 };
-            // That it is above this is known.
+            // The percentile lies above this lower bound.
             p99 = p99.or((upto >= 0.99 * total).then_some(before.0));
             before = (bound, upto);
         }
         assert!(least <= sum && sum <= most, "{sum} s in all, and {least} s to {most} s by {buckets:?}");
-        // fio rounds what it counts by up to a hundredth.
+        // fio's histogram rounds by up to 1 %.
         let (p99, of_client) = (p99.unwrap(), latency["percentile"]["99.000000"].as_f64().unwrap() / 1e9);
         assert!(p99 <= of_client * 1.01, "more than {p99} s, for fio {of_client} s");
     }
 }
 
-/// What a row of the document says of a family.
+/// The row of the document for a metric family.
 #[derive(Debug, PartialEq, Eq)]
 struct MetricFamilyRow {
     kind: String,
@@ -187,7 +187,7 @@ fn documented() -> BTreeMap<String, MetricFamilyRow> {
     let row = |line: &str| {
         let cells: Vec<_> = line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().to_owned()).collect();
         let [name, kind, labels, ..] = &cells[..] else { return None };
-        // Alerts have a table too.
+        // Rows of the table of alerts begin with an upper-case letter.
         if name.starts_with(char::is_uppercase) {
             return None;
         }
@@ -239,7 +239,7 @@ fn document_lists_exactly_the_metric_families() {
     for (name, row) in &told {
         let said = &documented[name];
         assert_eq!(row.kind, said.kind, "{name}");
-        // What is under no watermark, or on no device, has no sample.
+        // Labels of optional features (watermark, device) may have no sample.
         assert!(row.labels.is_subset(&said.labels), "{name}: {:?} and {:?}", row.labels, said.labels);
     }
     assert_eq!(page.0.lines().last(), Some("# EOF"));
@@ -263,8 +263,8 @@ fn throttled_seconds_name_the_cause() {
             "weir_disk_throttled_seconds_total{{disk=\"{disk}\",level=\"{of}\",limit=\"{limit}\",operation=\"read\"}}"
         ))
     };
-    // 1 or 2 pass at once, and the others after 250 or 400 ms each: slow clients take up a part of
-    // that.
+    // One or two are admitted at once, each later one after 250 or 400 ms, less the time that a
+    // slow client needs.
     assert!(held("own", "disk", "iops-read") > Some(0.02));
     assert!(held("shared", "above", "bps-total") > Some(0.1));
     assert_eq!((held("own", "above", "bps-total"), held("shared", "disk", "iops-read")), (None, None));
@@ -316,7 +316,7 @@ fn vhost_user_exports_have_ring_metrics() {
         );
     }
     assert_eq!(of(&page, "copies_total"), 0.0);
-    // Over NBD there are none.
+    // Exports over NBD have no queues.
     assert_eq!(page.0.matches("\nweir_export_queues{").count(), 1, "{}", page.0);
     assert_eq!(page.0.matches("\nweir_export_connections{").count(), 2, "{}", page.0);
 
@@ -370,18 +370,18 @@ fn hostile_clients_block_no_other() {
     let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
     let mut first = daemon.connect();
     first.write_all(b"G").unwrap();
-    // They neither ask to the end nor read an answer.
+    // Half of them send an incomplete request, half never read the response.
     let mut idle: Vec<_> = (0..500).map(|_| daemon.connect()).collect();
     for (place, stream) in idle.iter_mut().enumerate() {
         let sent: &[u8] =
             if place % 2 == 0 { b"GET /metrics HTTP/1.1\r\nHost:" } else { b"GET /metrics HTTP/1.1\r\n\r\n" };
-        // It may have been closed before.
+        // The connection may be closed already.
         let _ = stream.write_all(sent);
     }
     daemon.page().value("weir_disk_size_bytes{disk=\"memory\"}");
-    // Whoever was there longest has made room.
+    // The oldest connection was closed to make room.
     assert_eq!(first.read(&mut [0]).unwrap_or(0), 0);
-    // A head without an end is refused before it has come.
+    // A head without an end is rejected at the maximum size.
     let mut endless = daemon.connect();
     assert!((0..1000).any(|_| endless.write_all(&[b'x'; 4096]).is_err()), "four megabytes were taken");
     daemon.page();
@@ -410,7 +410,7 @@ fn log_names_the_tcp_address() {
     assert!(second.contains("metrics: ") && second.contains("the port is in use"), "{second}");
 }
 
-/// Prometheus, with weir as its target.
+/// A Prometheus server that scrapes weir.
 struct PrometheusServer {
     process: Child,
     address: String,
@@ -418,7 +418,7 @@ struct PrometheusServer {
 }
 
 impl PrometheusServer {
-    /// With these features of its own that are no default.
+    /// Starts Prometheus with these feature flags.
     fn scraping(target: &str, features: &[&str]) -> Self {
         need("prometheus");
         let directory = Scratch::new();
@@ -444,12 +444,12 @@ impl PrometheusServer {
             let (_, address) = line.contains("Listening on").then(|| line.split_once("address="))??;
             Some(address.trim().to_owned())
         });
-        // It must not wait for somebody who reads what it says.
+        // Drain its output, so that it never blocks on the pipe.
         thread::spawn(move || lines.for_each(drop));
         Self { process, address: address.expect("it listens"), _directory: directory }
     }
 
-    /// The number that a query comes to, once it has an answer.
+    /// Value of a query, once it has a result.
     fn ask(&self, query: &str) -> f64 {
         let url = format!("http://{}", self.address);
         let value = |said: String| said.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
@@ -506,7 +506,7 @@ fn alerts_and_dashboard_use_existing_metrics() {
     }
 }
 
-/// Of the dashboard, with all disks chosen.
+/// The queries of the dashboard, with all disks selected.
 fn queries() -> Vec<String> {
     let dashboard: Value =
         serde_json::from_str(&fs::read_to_string(packaged("weir.dashboard.json")).unwrap()).unwrap();
@@ -522,7 +522,7 @@ fn queries() -> Vec<String> {
 #[test]
 fn dashboard_supports_both_kinds_of_histograms() {
     let scratch = Scratch::new();
-    // Also on a slow machine the second of two reads comes before it may pass.
+    // At this limit the second of two reads waits, even on a slow host.
     let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2", "--metrics", "127.0.0.1:0"]);
     let weir = serve.start();
     let line = weir.wait_for_log("metrics at=");
@@ -534,14 +534,14 @@ fn dashboard_supports_both_kinds_of_histograms() {
     }
     let queries: Vec<_> = queries().into_iter().filter(|query| query.contains("_bucket{")).collect();
     assert!(queries.len() >= 3, "{queries:?}");
-    // A rate is of what was there the time before.
+    // A rate needs two scrapes.
     poll_until(|| {
         read_each(&weir, "memory", 3);
         let counts = prometheuses.iter().map(|prometheus| prometheus.ask("weir_disk_reads_total"));
         counts.into_iter().all(|count| count > 0.0).then_some(())
     });
     for query in queries {
-        // What a heatmap draws is no number but a histogram.
+        // The query of a heatmap yields a histogram, which has no numeric value.
         let query = if query.contains("histogram_quantile") { query } else { format!("count({query})") };
         for (prometheus, features) in prometheuses.iter().zip(kinds) {
             let answers = || {
@@ -556,10 +556,10 @@ fn dashboard_supports_both_kinds_of_histograms() {
     weir.stop();
 }
 
-/// Of one load.
+/// Duration of one run of fio.
 const LOAD_SECONDS: usize = 120;
 
-/// `WEIR_SCRAPE_SECONDS` is how long the load goes on.
+/// `WEIR_SCRAPE_SECONDS` is the duration of the load.
 #[test]
 fn prometheus_scrapes_a_daemon_under_load() {
     let seconds = env::var("WEIR_SCRAPE_SECONDS");
@@ -572,7 +572,7 @@ fn prometheus_scrapes_a_daemon_under_load() {
     let prometheus = PrometheusServer::scraping(target, &["--enable-feature=native-histograms"]);
     let output = scratch.path("fio.json");
     let (mut total, mut bytes, mut latency_ns) = (0.0, 0.0, 0.0);
-    // One after the other: no client of a test may take long.
+    // Consecutive runs, because the harness limits the run time of a client.
     for from in (0..seconds).step_by(LOAD_SECONDS) {
         let runtime = (seconds - from).min(LOAD_SECONDS as u64);
         let fio = TestClient::new("fio")
@@ -587,12 +587,12 @@ fn prometheus_scrapes_a_daemon_under_load() {
         bytes += of_fio("io_bytes");
         latency_ns += of_fio("total_ios") * said["jobs"][0]["read"]["lat_ns"]["mean"].as_f64().unwrap();
     }
-    // The last scrape may have been before the end.
+    // The last scrape may precede the end of the load.
     poll_until(|| (prometheus.ask("weir_disk_reads_total") == total).then_some(()));
     assert_eq!(prometheus.ask("histogram_count(weir_disk_request_duration_seconds)"), total, "native");
     assert_eq!(prometheus.ask("weir_disk_read_bytes_total"), bytes);
     let seconds = prometheus.ask("histogram_sum(weir_disk_request_duration_seconds)");
-    // For whoever runs it for long: with --nocapture.
+    // Shown with --nocapture, for long runs.
     println!("figure            fio           Prometheus");
     println!("reads             {total:<13} {}", prometheus.ask("weir_disk_reads_total"));
     println!("bytes             {bytes:<13} {}", prometheus.ask("weir_disk_read_bytes_total"));

@@ -1,6 +1,6 @@
-//! `weir disk move`: two daemons, one etcd, one image that both reach. What is compared are states,
-//! and that no more passes than one burst and the rate allow since the first request, which holds
-//! however slow the machine is.
+//! `weir disk move`: two daemons, one etcd, one image that both can reach. The tests compare
+//! states, and assert that at most one burst plus the rate is admitted since the first request,
+//! which holds on slow hosts as well.
 
 use std::{
     fs,
@@ -122,11 +122,11 @@ fn migration_keeps_settings_and_used_burst() {
     assert_eq!(after["image"], before["image"]);
     b.io(&["read -P 7 0 64k"]);
     b.io(&vec!["read 0 512"; 20]);
-    // A request makes the bucket run over, and clients ask for something when they come and go.
+    // A request may overrun the bucket, and clients send requests when they connect and disconnect.
     let passed = 122.0;
     let most = 101.0 + 5.0 * since.elapsed().as_secs_f64();
-    assert!(passed <= most, "{passed} have passed, of at most {most}");
-    // And back, under a client that is disconnected.
+    assert!(passed <= most, "{passed} were admitted, at most {most} are permitted");
+    // Move it back, while a client is connected, which will be disconnected.
     let script =
         format!("import sys\nh.connect_uri({:?})\nprint('here', flush=True)\nsys.stdin.read()", b.uri("vm"));
     let mut held = nbdsh_command(&script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -139,7 +139,7 @@ fn migration_keeps_settings_and_used_burst() {
     held.wait().unwrap();
     assert_contains(&refused, &["clients use it", "--force"]);
     a.io(&["read -P 7 0 64k"]);
-    // What the file has of it goes where that is asked for.
+    // `--save` removes the disk's section from the config file.
     a.move_to("b").args(["--save"]).succeeds();
     assert!(!fs::read_to_string(a.scratch.path("weir.toml")).unwrap().contains("[disk.vm]"));
     assert!(b.disk("vm").is_some());
@@ -155,12 +155,12 @@ fn last_disk_migrates_to_an_empty_host_and_back() {
     let mut a = MigrationHost::with("a", &etcd, &scratch, &section);
     let b = MigrationHost::with("b", &etcd, &scratch, GROUPS);
     let mut c = MigrationHost::with("c", &etcd, &scratch, GROUPS);
-    // One that listens nowhere.
+    // A host without an NBD listener.
     let config = fs::read_to_string(c.scratch.path("weir.toml")).unwrap();
     c.stop();
     fs::write(c.scratch.path("weir.toml"), config.replacen("nbd = ", "# nbd = ", 1)).unwrap();
     c.restart();
-    // It may not have joined yet, and is waited for.
+    // The command waits until the host has joined.
     let said = a.move_to("c").fails();
     assert_contains(&said, &["c refuses it: it is exported over NBD, and that host has no NBD server"]);
     let said = a.move_to("c").args(["--nbd", "unix:n.sock"]).fails();
@@ -174,10 +174,10 @@ fn last_disk_migrates_to_an_empty_host_and_back() {
     assert_eq!(a.disk("vm"), None);
     b.move_to("a").succeeds();
     a.io(&["read -P 3 0 4k"]);
-    // Neither file has it: nothing of all this is left to know.
+    // The disk is in neither config file: all keys about the move are removed.
     let left = || etcd.control(&["get", "--prefix", "--keys-only", "/weir/v1/lab/host/"]).succeeds();
     until("it is forgotten", || !left().contains("/move"));
-    // A disk that a command has added is as good as one of the file.
+    // A disk that was added by a command moves like one of the config file.
     a.run(&["disk", "add", "raw", text(&scratch.sparse("other.raw", MIB)), "-f", "raw"]).succeeds();
     a.run(&["disk", "move", "raw", "--to", "b"]).succeeds();
     assert_eq!(b.disk("raw").unwrap()["format"], "raw");
@@ -193,7 +193,7 @@ fn start_omits_migrated_disks() {
     let mut b = MigrationHost::start("b", &etcd, &scratch, GROUPS);
     let said = a.move_to("b").succeeds();
     assert_contains(&said, &["add [disk.vm] to the config file there; remove [disk.vm] from the one here"]);
-    // A reload goes on without it too, and does the rest.
+    // A reload omits the moved disk as well, and applies all remaining changes.
     let left_out = |a: &MigrationHost| {
         let file = a.scratch.path("weir.toml");
         let had = fs::read_to_string(&file).unwrap();
@@ -212,21 +212,21 @@ fn start_omits_migrated_disks() {
     a.weir().wait_for_log("disk vm: it has moved to host b, and is not served here");
     assert!(a.disk("vm").is_none() && a.disk("base").is_some());
     left_out(&a);
-    // Its file has it, and the other's never had.
+    // The disk is in this host's file and was never in the target's.
     assert!(b.move_to("a").succeeds().contains("vm: a has it\n"));
     a.stop();
     a.restart();
     assert!(a.disk("vm").is_some());
-    // What a host had that has left the cluster is this one's again.
+    // Once the target has left the cluster, its disk belongs to this host again.
     a.move_to("b").succeeds();
     a.stop();
     b.stop();
     a.restart();
     assert!(a.disk("vm").is_some());
-    // It writes that down a moment later.
+    // The ownership is written to etcd with a delay.
     let keys = || etcd.control(&["get", "--prefix", "--keys-only", ""]).succeeds();
-    until("it is its own", || !keys().contains("host/a/moved/vm"));
-    // And it knows, though its file has the disk by now.
+    until("the disk belongs to this host", || !keys().contains("host/a/moved/vm"));
+    // The target respects that, although its file has the disk by now.
     let file = b.scratch.path("weir.toml");
     let had = fs::read_to_string(&file).unwrap();
     let disk = &section[GROUPS.len()..];
@@ -237,8 +237,8 @@ fn start_omits_migrated_disks() {
     fs::write(&file, had).unwrap();
     b.restart();
     a.move_to("b").succeeds();
-    // Nobody can be asked: the image says that it is another's, and the state that there are no
-    // limits.
+    // Without etcd the lock of the image shows that another host serves it; the limits are unknown
+    // as well.
     a.stop();
     etcd.kill();
     let said = a.serve().args(["--log", "error"]).fails();
@@ -271,23 +271,23 @@ fn failed_migration_keeps_serving() {
     refused("c", &["c refuses it: group here: there is none of this name"]);
     a.run(&["throttle", "vm", "--group", "gold"]).succeeds();
     refused("c", &["group gold: its limits are cluster-wide on only one of both hosts"]);
-    // What is promised has no room there.
+    // The reservation does not fit there.
     c.run(&["disk", "add", "busy", "null:1M", "--group", "small", "--iops-reservation", "80"]).succeeds();
     a.run(&["throttle", "vm", "--group", "small", "--iops-reservation", "70"]).succeeds();
     refused("c", &["c refuses it", "iops-reservation"]);
     a.run(&["throttle", "vm", "--group", "none", "--iops-reservation", "0"]).run();
     let said = a.run(&["disk", "move", "base", "--to", "c"]).fails();
     assert_contains(&said, &["disk base: its data is in this process's memory"]);
-    // An image that is not where the other looks for it.
+    // The image does not exist at that path on the target.
     let elsewhere = scratch.path("elsewhere.raw");
     fs::rename(&image, &elsewhere).unwrap();
     a.run(&["throttle", "vm", "--iops-reservation", "0"]).succeeds();
     refused("c", &["c refuses it", "vm.raw"]);
     fs::rename(&elsewhere, &image).unwrap();
-    // Garbage, and an offer that is none.
+    // Garbage, and an invalid offer.
     etcd.control(&["put", "/weir/v1/lab/host/c/move/x", "garbage"]).succeeds();
     c.weir().wait_for_log("is not weir's");
-    // Names that no config file could have are told of once, and left alone.
+    // Names that are invalid in a config file are logged once and ignored.
     for key in ["host/c/move/a\tb", "host/c/move/..", "host/c/move/.."] {
         etcd.control(&["put", &format!("/weir/v1/lab/{key}"), "{}"]).succeeds();
     }
@@ -308,16 +308,16 @@ fn failed_migration_keeps_serving() {
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
     until("it is refused", || answer("y").contains("the offer cannot be parsed"));
-    // One that nobody may claim any more: what is offered by another run is not taken, nor is its
-    // image looked for. Whoever waits for an answer has one.
+    // An offer that can no longer be claimed, because a later run of the source has started, is
+    // rejected without looking for the image. The waiting command receives an answer.
     let mut late = offer;
     late["given"] = json!(true);
     late["described"]["keys"] = json!({ "image": scratch.path("nowhere.raw"), "format": "raw" });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &late.to_string()]).succeeds();
     c.weir().wait_for_log("the disk stays on its host: ghost has withdrawn its offer");
-    until("it is told so", || answer("z").contains("rejoined the cluster (move the disk again)"));
+    until("the answer is there", || answer("z").contains("rejoined the cluster (move the disk again)"));
     assert!(c.disk("z").is_none() && c.disk("y").is_none());
-    // A host that sleeps does not answer; when it wakes, nothing is left to take.
+    // A suspended host does not answer; after it resumes, the offer is withdrawn.
     c.weir().signal(Signal::SIGSTOP);
     refused("c", &["c does not answer within 20 s"]);
     c.weir().signal(Signal::SIGCONT);
@@ -338,7 +338,7 @@ fn reservation_and_vhost_user_socket_migrate() {
         text(&socket)
     );
     let a = MigrationHost::start("a", &etcd, &scratch, &disk);
-    // The sandbox lets a daemon make sockets where it has one.
+    // The sandbox permits new sockets in directories that have one at the start.
     let by = format!(
         "{GROUPS}[disk.by]\nimage = \"null:1M\"\ngroup = \"gold\"\n\
          export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
@@ -350,40 +350,42 @@ fn reservation_and_vhost_user_socket_migrate() {
     let knows = |host: &MigrationHost| {
         host.run(&["status", "--json", "--interval", "0"]).json()["groups"][0]["limits"]["iops-total"] != 0
     };
-    until("both know it", || knows(&a) && knows(&b));
+    until("both hosts have the group", || knows(&a) && knows(&b));
     a.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
     let promised = |host: &MigrationHost| {
         host.run(&["cluster", "status", "--json"]).json()["groups"][0]["reserved"]["iops"].as_u64()
     };
-    until("the other knows of it", || promised(&b) == Some(2000));
+    until("the second host has the reservation", || promised(&b) == Some(2000));
     assert!(UnixStream::connect(&socket).is_ok());
-    // Twice that is more than the limit.
+    // During the move the reservation counts once: twice would exceed the limit.
     a.move_to("b").succeeds();
     let disk = b.disk("vm").unwrap();
     assert_eq!((&disk["iops-reservation"], &disk["group"]), (&json!(2000), &json!("gold")));
-    until("all know where it is promised", || promised(&a) == Some(2000) && promised(&b) == Some(2000));
+    until("all hosts have the new owner of the reservation", || {
+        promised(&a) == Some(2000) && promised(&b) == Some(2000)
+    });
     assert!(UnixStream::connect(&socket).is_ok());
     drop(c);
-    // There is no room where it was.
+    // The source has no room for a further reservation.
     a.run(&["disk", "add", "late", "null:1M", "--group", "gold"]).succeeds();
     a.run(&["throttle", "late", "--iops-reservation", "1500"]).fails();
     b.move_to("a").succeeds();
     assert!(UnixStream::connect(&socket).is_ok());
 }
 
-/// What stands at a key, as soon as it is so.
+/// Value of an offer's key, once its `given` has this value.
 fn value(etcd: &EtcdServer, key: &str, given: bool) -> Value {
     let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
     let is_so = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == given);
-    until("an offer is there", || is_so(&read()));
+    until("an offer exists", || is_so(&read()));
     serde_json::from_str(&read()).unwrap()
 }
 
-/// What a host that is not there is offered.
+/// Key of the offer to a host that does not run.
 const OFFERED: &str = "/weir/v1/lab/host/ghost/move/vm";
 
-/// Has a host give its disk to one of which only the words are there, and which goes no further:
-/// the command, and what was given.
+/// Makes a host give its disk to a host that exists only as keys in etcd and does not continue.
+/// Returns the running command and the offer.
 fn offer_to_ghost(host: &MigrationHost, etcd: &EtcdServer) -> (JoinHandle<TestOutcome>, Value) {
     etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
     let moving = thread::spawn({
@@ -391,7 +393,7 @@ fn offer_to_ghost(host: &MigrationHost, etcd: &EtcdServer) -> (JoinHandle<TestOu
         move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
     });
     let offer = value(etcd, OFFERED, false);
-    // A second at once is refused.
+    // A second move of the same disk is rejected.
     assert_contains(&host.move_to("ghost").fails(), &["it is already being migrated"]);
     let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
     etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
@@ -410,17 +412,17 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
         let (moving, given) = offer_to_ghost(&a, &etcd);
         assert_eq!(given["described"]["keys"]["iops-total"], 1000);
         assert!(given["described"]["filled"]["levels"].is_array(), "{given}");
-        // Nobody serves it, and its image is free.
+        // Neither host serves the disk, and its image is unlocked.
         assert_eq!(a.disk("vm"), None);
         qemu_io(["-f", "raw"], &["read -P 5 0 4k"], &image);
         moving
     };
-    // It dies there.
+    // The target dies.
     let outcome = begin().join().unwrap();
     assert_contains(&outcome.stderr(), &["ghost has not claimed it within 20 s; it is served here again"]);
     assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
     a.io(&["read -P 5 0 4k"]);
-    // Etcd does: once it is back, the disk is here.
+    // etcd fails: after its return the disk is served by the source.
     let moving = begin();
     etcd.kill();
     a.weir().wait_for_log("migration failed, resuming the disk here");
@@ -439,7 +441,7 @@ fn offers_of_an_earlier_run_cannot_be_claimed() {
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
     let mut a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
     let (moving, given) = offer_to_ghost(&a, &etcd);
-    // What the other compares when it takes it.
+    // The revision that the target compares when it claims the disk.
     let run = || {
         let found = etcd.control(&["get", "-w", "json", "/weir/v1/lab/host/a/name"]).json();
         found["kvs"][0]["mod_revision"].as_i64()
@@ -447,11 +449,11 @@ fn offers_of_an_earlier_run_cannot_be_claimed() {
     assert_eq!(run(), given["run"].as_i64());
     a.weir.take().unwrap().kill();
     moving.join().unwrap();
-    // It gets no further than to its images.
+    // The start ends at the lock of the image, after the host's key was rewritten.
     let other = Scratch::new();
     let holder = Serve::new(&other).args([text(&image), "--format", "raw"]).start();
     assert_contains(&a.serve().args(["--log", "error"]).fails(), &["locked for writing"]);
-    assert_ne!(run(), given["run"].as_i64(), "it could still be taken");
+    assert_ne!(run(), given["run"].as_i64(), "it could still be claimed");
     holder.stop();
     a.restart();
     assert!(a.disk("vm").is_some());
@@ -484,7 +486,7 @@ fn range_of_an_image_survives_migrations() {
     b.move_to("a").succeeds();
     check(&a);
     qemu_io(["-r", "-U", "-f", "raw"], &["read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 2M"], &image);
-    // What of an image another host cannot be told is refused by name.
+    // Properties of an image that cannot be transferred are rejected by name.
     let backing = scratch.sparse("backing.raw", MIB);
     let above = scratch.path("above.qcow2");
     let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&backing), text(&above)];
@@ -522,7 +524,7 @@ fn local_groups_have_separate_bursts() {
     a.io(&vec!["read 0 512"; 80]);
     assert!(of_group(&a) <= whole - 40, "it was used");
     a.move_to("b").succeeds();
-    // The disk has used its own burst, and those of a group there have not used theirs.
+    // The disk has used its own burst; the bursts of the group on that host are unused.
     assert_eq!(of_group(&b), whole);
     assert!(tokens(&b.disk("vm").unwrap()) <= whole - 40);
 }
@@ -540,7 +542,8 @@ fn etcd_decides_the_owner_after_a_crash() {
         a.weir.take().unwrap().kill();
         moving.join().unwrap();
     };
-    // Its lease ends before the other takes it: the offer goes with that, and nobody has the disk.
+    // Its lease ends before the target claims the disk: the offer is deleted, neither host serves
+    // it.
     die(&mut a);
     let found = etcd.control(&["get", "-w", "json", "/weir/v1/lab/host/a/name"]).json();
     let lease = format!("{:x}", found["kvs"][0]["lease"].as_i64().unwrap());
@@ -552,10 +555,11 @@ fn etcd_decides_the_owner_after_a_crash() {
     a.io(&["read -P 4 0 4k"]);
     until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
     ghost.stop();
-    // The other takes it while that lasts: then it is its, whatever the file here says.
+    // The target claims it within the lease: it keeps the disk, whatever this host's file says.
     die(&mut a);
     ghost.restart();
-    // It is open there before the offer is claimed; another start of its host withdraws that.
+    // The target has opened the disk before it claims the offer; a start of the source would
+    // withdraw it.
     ghost.weir().wait_for_log("the disk was migrated here");
     a.restart();
     a.weir().wait_for_log("disk vm: it has moved to host ghost, and is not served here");

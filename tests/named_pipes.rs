@@ -1,5 +1,5 @@
-//! Files that a user names are opened without waiting: named pipes, devices and directories are
-//! refused where a file is expected; a pipe that the shell passes by its number is read.
+//! Files named by a user are opened without blocking: named pipes, devices and directories are
+//! rejected where a file is expected; a pipe that the shell passes as a descriptor is read.
 
 use crate::harness::{TestClient, Scratch, WEIR, assert_contains, need, text, weir};
 

@@ -1,7 +1,7 @@
-//! weir in front of other NBD servers: nbdkit, qemu-nbd, qemu-storage-daemon and weir itself hold
-//! the disk; foreign clients use it through weir, while the server is killed, or lies.
+//! weir as a client of other NBD servers: nbdkit, qemu-nbd, qemu-storage-daemon and weir hold the
+//! disk; independent clients use it through weir while the server is killed or misbehaves.
 //!
-//! All daemons here are in the sandbox, which has to let them connect again.
+//! All daemons run in the sandbox, which must let them reconnect.
 
 mod reconnects;
 mod images;
@@ -30,7 +30,7 @@ use crate::{
     tls::CertificateAuthority,
 };
 
-/// A server in the background, which is ready once its starter has ended.
+/// A server in the background, ready when its starter has exited.
 struct BackgroundNbdServer {
     pid_file: PathBuf,
 }
@@ -74,7 +74,7 @@ impl BackgroundNbdServer {
         Self::start("qemu-storage-daemon", &words, pid_file.clone())
     }
 
-    /// kill -9, and it is gone.
+    /// Kills the server with SIGKILL, by `drop`.
     fn crash(self) {}
 }
 
@@ -84,7 +84,7 @@ impl Drop for BackgroundNbdServer {
         let Some(pid) = number.map(Pid::from_raw) else { return };
         let _ = kill(pid, Signal::SIGKILL);
         let _ = fs::remove_file(&self.pid_file);
-        // Of another parent: it is gone once it cannot be signalled.
+        // It is not a child of this process: it has ended when it cannot be signalled.
         while kill(pid, None).is_ok() {
             thread::yield_now();
         }
@@ -100,13 +100,13 @@ fn in_front(scratch: &Scratch, image: &str, more: &[&str]) -> Weir {
     serve.args(["--sandbox", "require"]).args(more).arg(image).start()
 }
 
-/// Reads, writes, zeroes, trims, maps and copies through weir what lies in `file`.
+/// Reads, writes, zeroes, trims, maps and copies the content of `file` through weir.
 #[track_caller]
 fn assert_served_through_weir(scratch: &Scratch, server: &str, backing: &str, file: &Path, export: &str) {
     let weir = in_front(scratch, backing, &["--format", "raw"]);
     let (front, copy) = (weir.uri("front"), scratch.path("copy.raw"));
     TestClient::new("nbdcopy").args([&front, text(&copy)]).describing(server).succeeds();
-    assert!(fs::read(&copy).unwrap() == fs::read(file).unwrap(), "{server}: another disk");
+    assert!(fs::read(&copy).unwrap() == fs::read(file).unwrap(), "{server}: the disk differs");
     TestClient::new("qemu-io")
         .args(["-f", "raw"])
         .describing(server)
@@ -117,7 +117,7 @@ fn assert_served_through_weir(scratch: &Scratch, server: &str, backing: &str, fi
     let there = fs::read(file).unwrap();
     assert!(there[1000..71_000].iter().all(|&byte| byte == 7), "{server}: it was not written");
     assert!(there[204_800..270_336].iter().all(|&byte| byte == 0), "{server}: it was not zeroed");
-    // A hole at the server is a hole here.
+    // A hole on the server is a hole here.
     let map = TestClient::new("nbdinfo").args(["--map", "--json", &front]).describing(server).json();
     let hole = |entry: &serde_json::Value| entry["type"].as_u64() == Some(3);
     assert!(map.as_array().unwrap().iter().any(hole), "{server}, {export}: {map:#}");
@@ -127,7 +127,7 @@ fn assert_served_through_weir(scratch: &Scratch, server: &str, backing: &str, fi
     weir.stop();
 }
 
-/// 4 MiB of data, and as much of nothing.
+/// A file with 4 MiB of data, followed by a hole of 4 MiB.
 fn half_filled(scratch: &Scratch) -> PathBuf {
     let file = scratch.filled("disk.raw", 4 * MIB);
     fs::File::options().write(true).open(&file).unwrap().set_len(8 * MIB).unwrap();
@@ -195,7 +195,7 @@ fn block_sizes_and_missing_features_are_emulated() {
     }
 }
 
-/// fio's checksums through weir, the server killed again and again meanwhile.
+/// Verifies fio's checksums through weir while the server is killed repeatedly.
 fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> BackgroundNbdServer) {
     let scratch = Scratch::new();
     let (file, at) = (scratch.sparse("disk.raw", 32 * MIB), scratch.socket("back"));
@@ -236,7 +236,7 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Backg
     let copy = scratch.path("copy.raw");
     TestClient::new("nbdcopy").args([weir.uri("front").as_str(), text(&copy)]).succeeds();
     let (read, there) = (fs::read(&copy).unwrap(), fs::read(&file).unwrap());
-    assert!(read == there, "{kind}: another disk");
+    assert!(read == there, "{kind}: the disk differs");
     weir.stop();
 }
 
@@ -273,7 +273,7 @@ fn tcp_server_is_reconnected() {
     let server = server.arg(format!("--nbd=127.0.0.1:{port}")).start();
     weir.nbdsh("front", "assert h.pread(4096, 0) == b'a' * 4096\nh.pwrite(b'b' * 4096, 0)\nh.flush()");
     assert!(fs::read(&file).unwrap()[..4096].iter().all(|&byte| byte == b'b'));
-    // To no other server is there a way out of the sandbox.
+    // The sandbox blocks connections to any other server.
     let refused = run_failing(&front, &["disk", "add", "b", "nbd://127.0.0.1:1/x", "-f", "raw"]);
     assert_contains(&refused, &["the sandbox allows connections only to the NBD servers known at the start"]);
     weir.stop();
@@ -326,7 +326,7 @@ fn unusable_server_is_rejected_by_name() {
     }
 }
 
-/// What a server says until there is a disk of a MiB ("Fixed newstyle negotiation").
+/// The server's side of the handshake for a disk of 1 MiB ("Fixed newstyle negotiation").
 fn shake_hands(stream: &mut UnixStream) {
     let mut greeting = b"NBDMAGICIHAVEOPT".to_vec();
     greeting.extend([0, 3]);
@@ -356,7 +356,7 @@ fn shake_hands(stream: &mut UnixStream) {
     }
 }
 
-/// The cookie of the next request, a read.
+/// Receives the next request, a read; returns its cookie.
 fn request(stream: &mut UnixStream) -> Option<[u8; 8]> {
     let mut header = [0; 28];
     stream.read_exact(&mut header).ok()?;
@@ -376,18 +376,18 @@ fn hostile_or_silent_server_affects_no_other_disk() {
             let Some(cookie) = request(&mut stream) else { continue };
             let reply = [&0x6744_6698_u32.to_be_bytes()[..], &[0; 4], &cookie].concat();
             let _ = match lie {
-                // Half of what was asked for.
+                // Half of the requested data.
                 0 => stream.write_all(&[&reply[..], &[1; 256]].concat()),
                 1 => stream.write_all(&[0xff; 4096]),
                 2 => stream.write_all(&[&reply[..8], &[7; 8]].concat()),
-                // Nothing, until the test has seen that.
+                // No reply until the test has observed that.
                 _ => quiet.recv().map_err(std::io::Error::other),
             };
         }
     });
     let weir = Serve::new(&scratch)
         .args(["-f", "raw", "--name", "liar", "--name", "good", "--qmp", &socket(&scratch), "--read-only"])
-        // Of no disk in memory: it is said of the other one.
+        // The option applies to remote images only, so not to the disk in memory.
         .args(["--open-timeout", "1m"])
         .args([uri(&at, "").as_str(), "memory:1M"])
         .start();
@@ -407,7 +407,7 @@ fn hostile_or_silent_server_affects_no_other_disk() {
         let waiting = scope.spawn(|| {
             weir.nbdsh("liar", "try:\n    h.pread(512, 0)\n    raise SystemExit(1)\nexcept nbd.Error as e:\n    assert e.errnum");
         });
-        // How long the oldest request has waited is told, and the other disk goes on.
+        // The age of the oldest request is reported, and disk `good` is served.
         wait_until(&scratch, |told| find(told, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));
         weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
         silence.send(()).unwrap();
@@ -442,7 +442,7 @@ fn tls_with_certificates_and_with_a_pre_shared_key() {
         .replace(authority.path(), text(&authority.without_client(&scratch, "nameless")));
     assert_contains(&refused(&nameless), &["closed the connection during TLS", "does it require a certificate?"]);
     let keys = scratch.file("keys.psk", "alice:00112233445566778899aabbccddeeff\n");
-    // Whoever does not know the key is not believed, whatever certificate it has.
+    // A server that does not know the key is rejected, whatever certificate it has.
     let by_key = format!("nbds://alice@127.0.0.1:{port}/disk?tls-psk-file={}", text(&keys));
     assert_contains(&refused(&by_key), &["the server presents a certificate instead of the pre-shared key"]);
     server.stop();
@@ -503,7 +503,7 @@ fn remote_disk_is_added_resized_and_removed_over_qmp() {
     assert_eq!(fs::read(&file).unwrap()[0], b'n');
     let named = qmp.command("query-named-block-nodes", json!({}));
     assert!(named.as_array().unwrap().iter().any(|node| node["drv"] == "nbd"), "{named:#}");
-    // nbdkit tells the size that a file has when a client comes.
+    // nbdkit reports the size that the file has when a client connects.
     fs::File::options().write(true).open(&file).unwrap().set_len(16 * MIB).unwrap();
     let resize = |size: u64| json!({"node-name": "n", "size": size});
     let (_, refused) = qmp.command_error("block_resize", resize(12 * MIB));

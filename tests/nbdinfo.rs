@@ -1,4 +1,4 @@
-//! nbdinfo: what an export says of itself, what is allocated, what is there to choose from.
+//! nbdinfo: properties of an export, allocation, and the list of exports.
 
 use crate::harness::{TestClient, MIB, Scratch, Serve, WEIR, Weir, assert_contains, export_size};
 
@@ -41,7 +41,7 @@ fn exports_are_listed_and_chosen_by_name() {
             ("b".to_owned(), "the second".to_owned(), Some(8 * MIB))
         ]
     );
-    // The default is the first.
+    // The default export is the first one.
     assert_eq!(export_size(&weir.uri("")), 4 * MIB);
     assert_eq!(export_size(&weir.uri("b")), 8 * MIB);
     let said = nbdinfo(["--size", &weir.uri("c")]).fails();

@@ -1,9 +1,9 @@
-//! The API of `--http` against its description: schemathesis sends requests that `openapi.json`
-//! allows and requests that it forbids, and compares each answer with it.
+//! The API of `--http` against its description: schemathesis sends valid and invalid requests
+//! according to `openapi.json`, and compares each response with it.
 //!
-//! An undocumented status, an answer that its schema does not have, a body that should have been
-//! refused and a 5xx other than 503 fail. `WEIR_SCHEMATHESIS_SECONDS` goes on for that long, with
-//! another seed each time.
+//! It fails on an undocumented status, a response that violates its schema, an invalid body that is
+//! accepted, and a 5xx other than 503. `WEIR_SCHEMATHESIS_SECONDS` repeats for that time, with a
+//! new seed each time.
 
 use std::{env, fs, os::unix::fs::PermissionsExt as _};
 
@@ -12,13 +12,13 @@ use serde_json::Value;
 use crate::harness::{TestClient, Scratch, Serve, text};
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
-/// Requests of each operation in each phase, at most: about a minute on a quiet machine.
+/// Maximum number of requests per operation and phase: about a minute on an idle host.
 const EXAMPLES: &str = "60";
-/// Checks that are left out. A body that the schema allows may be refused, because the schema lacks
-/// the rules between limits (a total beside a read limit). `http.rs` tests whether a token is
-/// needed: ten wrong tokens would keep the client waiting for the rest of the run.
+/// Checks that are excluded. A body that the schema allows may be rejected, because the schema
+/// lacks the rules between limits (a total beside a read limit). `http.rs` tests authentication:
+/// ten wrong tokens would throttle the client for the rest of the run.
 const NOT_JUDGED: &str = "positive_data_acceptance,ignored_auth";
-/// Names that exist: an unknown name is answered with 404 whatever the body is.
+/// Existing names: an unknown name yields 404 whatever the body is.
 const NAMES: &str = r#"
 [[operations]]
 include-path-regex = "^/api/v1/disks/"
@@ -52,7 +52,7 @@ fn schemathesis(scratch: &Scratch, address: &str, config: &str, seed: &str) -> T
         "run",
         &format!("http://{address}/api/v1/openapi.json"),
     ]);
-    // A stream has no end.
+    // The stream of events is endless.
     client
         .args(["--exclude-path", "/api/v1/stream", "--checks", "all", "--exclude-checks", NOT_JUDGED])
         .args(["-H", &format!("Authorization: Bearer {TOKEN}"), "--warnings", "off", "--seed", seed])

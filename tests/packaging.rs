@@ -1,8 +1,8 @@
-//! What is shipped beside the program: what `make install` puts where, manual pages, completions,
-//! units of systemd, and the lines of fstab that the documents have, each as those read it that it
-//! is for.
+//! The files that are installed with the program: paths of `make install`, manual pages,
+//! completions, systemd units, and the lines of fstab in the documents, each read by the program
+//! that it is for.
 //!
-//! The Debian package has a test of its own, `tests/package`.
+//! The Debian package has its own test, `tests/package`.
 
 use std::{
     collections::BTreeSet,
@@ -16,10 +16,10 @@ use crate::harness::{
     TestClient, MIB, Scratch, Serve, WEIR, assert_contains, need, need_root, text, wait_for_programs, weir,
 };
 
-/// Where Debian has it.
+/// Path of the generator on Debian.
 const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-generator";
 
-/// As in docs/containers.md.
+/// The lines of docs/containers.md.
 const FSTAB: &str = "\
 /dev/ublkb7            /srv/db   ext4  x-systemd.requires=weir-attach@db.service    0 2
 /srv/images/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,noatime           0 0
@@ -27,21 +27,21 @@ const FSTAB: &str = "\
 /mnt/nfs/vm3.qcow2     /mnt/vm3  weir  _netdev,nofail                               0 0
 ";
 
-/// Where the units are that [`installed`] has.
+/// Directory of the units below [`installed`].
 const UNITS: &str = "usr/lib/systemd/system";
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// `scripts/install`, with everything below a directory.
+/// `scripts/install` with everything below a directory.
 fn install(below: &Path, options: &[&str]) -> TestClient {
     TestClient::new(text(&repository().join("scripts/install")))
         .args([WEIR, "--destdir", text(below)])
         .args(options)
 }
 
-/// What is installed, and mounts made of `FSTAB`. In units the program's place is where it is.
+/// An installation, and mounts generated from `FSTAB`. The units refer to the tested binary.
 fn installed() -> Scratch {
     let scratch = Scratch::new();
     install(&scratch.path(""), &["--prefix", "/usr"]).succeeds();
@@ -56,21 +56,21 @@ fn installed() -> Scratch {
     scratch
 }
 
-/// All that is no directory, as paths below `directory`.
+/// All files except directories, as paths relative to `directory`.
 fn files_below(directory: &Path) -> BTreeSet<PathBuf> {
     let found = TestClient::new("find").args([text(directory), "!", "-type", "d", "-printf", "%P\n"]).succeeds();
     found.lines().map(PathBuf::from).collect()
 }
 
-/// What systemd complains of in a unit and in all that it brings along.
+/// Messages of systemd about weir's units in a unit and its dependencies.
 fn complaints(scratch: &Scratch, unit: &str) -> String {
-    // The colon at the end: beside systemd's own.
+    // The trailing colon appends systemd's own directories.
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
     let said = TestClient::new("env")
         .args([&variable, "systemd-analyze", "verify", "--man=no", "--recursive-errors=yes", unit])
         .run()
         .stderr();
-    // Of this machine's own units it may say what it likes.
+    // Messages about the host's own units are ignored.
     let ours = ["weir", "srv-db", "mnt-vm"];
     said.lines().filter(|line| ours.iter().any(|name| line.contains(name))).collect::<Vec<_>>().join("\n")
 }
@@ -102,16 +102,16 @@ fn device_precedes_its_mounts() {
     let scratch = installed();
     let mount = fs::read_to_string(scratch.path(UNITS).join("srv-db.mount")).unwrap();
     assert!(mount.contains("After=weir-attach@db.service"), "{mount}");
-    // `basic.target` comes after all mounts, and most services after that.
+    // `basic.target` comes after all mounts, and most services after it.
     assert_eq!(complaints(&scratch, "basic.target"), "");
     let path = scratch.path(UNITS).join("weir-attach@.service");
     let unit = fs::read_to_string(&path).unwrap();
     fs::write(&path, unit.replace("DefaultDependencies=no\n", "")).unwrap();
     let cycle = complaints(&scratch, "basic.target");
-    assert!(cycle.contains("weir-attach@db.service"), "it would wait for what waits for it: {cycle}");
+    assert!(cycle.contains("weir-attach@db.service"), "a cycle must be found: {cycle}");
 }
 
-/// As docs/recipes.md has it: Debian's nbd-client connects, and then the file system is mounted.
+/// As in docs/recipes.md: Debian's nbd-client connects, then the file system is mounted.
 #[test]
 fn nbd_client_precedes_its_mount() {
     need("systemd-analyze");
@@ -133,7 +133,7 @@ fn nbd_client_precedes_its_mount() {
     assert_ne!(complaints(&scratch, "srv-db.mount"), "", "it would say so");
 }
 
-/// How much a service may do that it need not, from 0 to 10: systemd-analyze(1).
+/// Exposure of a service from 0 to 10, as computed by systemd-analyze(1).
 fn exposure(scratch: &Scratch, unit: &str) -> f64 {
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
     let said = TestClient::new("env")
@@ -152,18 +152,18 @@ fn services_have_low_exposure() {
         let exposure = exposure(&scratch, unit);
         assert!(exposure <= 2.0, "{unit}: {exposure}");
     }
-    // As `systemctl edit` does; the file itself proposes it.
+    // As `systemctl edit` does; the unit file suggests it.
     let before = exposure(&scratch, "weir.service");
     let edited = "[Service]\nDeviceAllow=\nSupplementaryGroups=\nRestrictAddressFamilies=\nRestrictAddressFamilies=AF_UNIX\n";
     let overriding = scratch.path(UNITS).join("weir.service.d/override.conf");
     fs::write(&overriding, edited).unwrap();
     let closed = exposure(&scratch, "weir.service");
-    assert!(closed < before, "the operator closes more: {closed}, before {before}");
+    assert!(closed < before, "the drop-in restricts more: {closed}, before {before}");
     fs::write(&overriding, "[Service]\nProtectHome=no\nPrivateTmp=no\n").unwrap();
     let open = exposure(&scratch, "weir.service");
-    assert!(open > before, "the operator opens more: {open}, before {before}");
+    assert!(open > before, "the drop-in relaxes more: {open}, before {before}");
     fs::remove_file(overriding).unwrap();
-    // As docs/devices.md has it, for a service that makes devices.
+    // As in docs/devices.md, for a service that creates devices.
     let guide = fs::read_to_string(repository().join("docs/devices.md")).unwrap();
     let text = guide.split("/etc/systemd/system/weir.service.d/10-sandbox.conf\n").nth(1);
     let text = text.and_then(|rest| rest.split("```").next()).expect("it is there");
@@ -209,7 +209,7 @@ fn installation_is_repeatable_and_removable() {
     let was = fs::metadata(WEIR).unwrap().len();
     assert!(fs::metadata(below.join("usr/local/bin/weir")).unwrap().len() < was, "it is stripped");
 
-    // The administrator's file stays, whoever comes.
+    // The administrator's file is kept by an upgrade.
     let config = below.join("etc/weir/weir.toml");
     fs::write(&config, "# mine\n").unwrap();
     fs::write(below.join("usr/local/bin/weir"), "old").unwrap();
@@ -221,7 +221,7 @@ fn installation_is_repeatable_and_removable() {
     assert!(said.contains("weir.toml was changed, and stays"), "{said}");
     assert_eq!(files_below(&below), [PathBuf::from("etc/weir/weir.toml")].into());
 
-    // Where it was not changed, nothing at all is left of weir.
+    // If the config file is unchanged, the removal leaves no file of weir.
     let below = other.path("");
     install(&below, &["--prefix", "/usr"]).succeeds();
     install(&below, &["--prefix", "/usr", "--uninstall"]).succeeds();
@@ -235,7 +235,7 @@ fn shipped_config_file_is_valid() {
     let shipped = fs::read_to_string(repository().join("packaging/weir.toml")).unwrap();
     let draft = settings::config::parse("weir.toml", &shipped, Path::new("/etc/weir")).unwrap();
     assert!(draft.disks.is_empty() && draft.groups.is_empty(), "what it shows is commented out");
-    // A comment after two signs is prose, one after a sign and a space is a setting or prose.
+    // A comment after `##` is prose; one after `# ` is a setting or prose.
     let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
     let lines =
         shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });
@@ -298,7 +298,7 @@ fn shells_complete_from_the_running_daemon() {
     assert_eq!(offered("weir throttle v"), ["vm1", "vm2"]);
     assert_eq!(offered("weir throttle vm1 --group "), ["gold"]);
     assert_eq!(offered("weir serve --cache d"), ["directsync"]);
-    // As readline cuts it.
+    // Words split as by readline.
     let cut = |words: &str, last: &str| {
         let script = format!(
             "source {bash}; COMP_WORDS=({words} '{last}'); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_TYPE=9; \
@@ -314,11 +314,11 @@ fn shells_complete_from_the_running_daemon() {
     TestClient::new("zsh").args(["-n", text(&scratch.path("zsh/site-functions/_weir"))]).succeeds();
 }
 
-/// What a script prints; it must say nothing else.
+/// Output of a script on stdout; asserts that it prints nothing to stderr.
 fn shell(shell: &str, script: &str, qmp: &str, home: &Path) -> String {
     let program = Path::new(WEIR).parent().expect("it lies in a directory");
     let outcome = TestClient::new("env")
-        // fish keeps what it finds out at home.
+        // fish writes caches to the home directory.
         .args([&format!("WEIR_QMP={qmp}"), &format!("HOME={}", text(home)), shell, "-c", script])
         .with_path(program)
         .run();
@@ -346,7 +346,7 @@ fn the_mount_helper_mounts_an_image() {
     fs::create_dir(&directory).unwrap();
     let image = scratch.sparse("disk.raw", 16 * MIB);
     TestClient::new("mkfs.ext4").args(["-q", "-F", text(&image)]).succeeds();
-    // As mount(8) calls it, and by what every machine has.
+    // As mount(8) calls it, over FUSE, which every host has.
     let options = format!("rw,noatime,fuse,alone,format=raw,iops-total=100000,name=helper-{}", process::id());
     let mount = |flags: &str| {
         let words = [text(&helper), text(&image), text(&directory), flags, "-o", &options];
@@ -370,7 +370,7 @@ fn the_mount_helper_mounts_an_image() {
     assert_eq!(found, "kept");
 }
 
-/// Of what is mounted there.
+/// Mount options of this mount point.
 fn options_of(directory: &Path) -> Option<String> {
     let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
     let mut lines = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());

@@ -1,8 +1,8 @@
-//! `--http`: the page, in a browser as an operator has it.
+//! `--http`: the page in a browser.
 //!
-//! Each scenario is a file of `tests/page`, in Python, because the driver of the browser is: it
-//! starts daemons, looks at them with Debian's Chromium, and asks them over QMP what is in force.
-//! What the console says and what the content security policy refuses fails it.
+//! Each scenario is a file of `tests/page`, in Python because the browser's driver is: it starts
+//! daemons, opens their pages in Debian's Chromium, and queries the limits in force over QMP. A
+//! message on the browser's console or a violation of the content security policy fails the test.
 
 use console::figures;
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use crate::harness::{TestClient, WEIR};
 
 fn scenario(name: &str) -> TestClient {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/page/run.py");
-    // What Python compiled would lie in the repository.
+    // -B: compiled files would be written into the repository.
     TestClient::new("page-python").arg("-B").args([script, name, WEIR])
 }
 
@@ -55,7 +55,7 @@ fn appearance_and_accessibility() {
     scenario("looks").with_stdin(&json!(figures()).to_string()).succeeds();
 }
 
-/// Numbers as the console writes them, for the page to write the same.
+/// Numbers as the console formats them; the page must format them equally.
 fn figures() -> Vec<Value> {
     let given = |how: &str, value: Value, text: String| json!({ "how": how, "value": value, "text": text });
     let mut told = Vec::new();

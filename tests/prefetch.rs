@@ -1,4 +1,4 @@
-//! Reading ahead: on the command line, in the config file, over QMP and with `weir prefetch`.
+//! Prefetch settings: on the command line, in the config file, over QMP and with `weir prefetch`.
 
 use std::{fs, path::Path};
 
@@ -15,7 +15,7 @@ fn settings(scratch: &Scratch, disk: &str) -> Value {
     run_json(scratch, &["prefetch", disk, "--json"])["prefetch"].clone()
 }
 
-/// The settings of a disk of which nothing was said, but for those that are `changed`.
+/// The default settings of a disk, with `changed` applied.
 fn defaults(changed: Value) -> Value {
     let mut settings = json!({
         "mode": "auto", "memory": 4 << 20, "largest-request": 64 << 10,
@@ -64,6 +64,7 @@ fn config_sets_each_disk_and_keeps_saved_changes() {
     let said = run_ok(&scratch, &["prefetch", "a", "auto", "--memory", "1G", "--save"]);
     assert_contains(&said, &["a: prefetch: on → auto\n", "a: prefetch-memory: 4M → 1G\n", "a: saved in "]);
     run_ok(&scratch, &["prefetch", "b", "--streams", "9", "--save"]);
+    // Only the changed values differ; comments are kept.
     let expect = before
         .replace("prefetch = true #", "prefetch = \"auto\" #")
         .replace("= 4096\n", "= 4096\nprefetch-memory = \"1G\"\n")
@@ -106,7 +107,7 @@ fn live_change_is_atomic() {
     let said = run_failing(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
     assert_contains(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
-    // Beside something that is right, and the other way round.
+    // An invalid key beside a valid one, in either order.
     let (_, said) =
         client.command_error("x-weir-set", json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
     assert_contains(&said, &["prefetch-streams", "(0)", "from 1 to 4096"]);
@@ -180,7 +181,7 @@ fn added_disks_use_their_prefetch_settings() {
     let expect = defaults(json!({"mode": "on", "memory": 1 << 20}));
     assert_eq!(settings(&scratch, "told"), expect);
 
-    // Under another node it keeps what it had, but for what that says.
+    // Under a new node the disk keeps its settings, except those that the node sets.
     let over = json!({"driver": "raw", "node-name": "over", "file": "told", "x-weir-prefetch-streams": 3});
     client.command("blockdev-add", over);
     let expect = defaults(json!({"mode": "on", "memory": 1 << 20, "streams": 3}));
@@ -208,7 +209,7 @@ fn added_disks_use_their_prefetch_settings() {
     assert_contains(&said, &["Parameter 'file.x-weir-prefetch' is unexpected"]);
 }
 
-/// Reads the image, 4 KiB after 4 KiB, through the daemon and beside it.
+/// Reads the image in steps of 4 KiB, through the daemon and directly.
 #[track_caller]
 fn read_in_sequence(weir: &Weir, image: &Path) {
     let script = r#"
@@ -234,6 +235,7 @@ fn sequential_reads_hit_the_cache_until_disabled() {
 
     read_in_sequence(&weir, &image);
     let after = figures();
+    // Each read is counted exactly once.
     let reads = count(&after, "hits") + count(&after, "partial-hits") + count(&after, "misses");
     assert_eq!(reads, 4 * MIB / 4096, "{after:#}");
     assert!(after["hit-rate"].as_f64() > Some(0.8), "{after:#}");
@@ -247,6 +249,7 @@ fn sequential_reads_hit_the_cache_until_disabled() {
     run_ok(&scratch, &["prefetch", "vm1", "off"]);
     let before = figures();
     assert_eq!(count(&before, "memory"), 0, "it is given back at once: {before:#}");
+    // While prefetch is off, the counters of the cache do not change.
     read_in_sequence(&weir, &image);
     let after = figures();
     for counter in ["hits", "partial-hits", "read-ahead-bytes"] {

@@ -1,4 +1,4 @@
-//! `weir probe`: leaves nothing behind, and never writes to what somebody uses. Needs root.
+//! `weir probe`: leaves no files behind, and never writes to a device in use. Needs root.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::harness::{TestClient, LoopDevice, MIB, Scratch, assert_contains, text, weir};
 
-/// A short probe that keeps its results with the test.
+/// A short probe with a state directory of the test.
 fn probe(scratch: &Scratch) -> TestClient {
     let state = scratch.path("state");
     weir(&["probe", "--seconds", "1", "--accept", "--state", text(&state)])
@@ -54,7 +54,7 @@ fn a_device_in_use_is_not_written_to() {
     let scratch = Scratch::new();
     let file = scratch.sparse("device", 16 * MIB);
     let below = LoopDevice::attach(&file, 512);
-    // What begins like swap space is known.
+    // A signature of swap space is recognized.
     let mut start = vec![0; 4096];
     start[4086..].copy_from_slice(b"SWAPSPACE2");
     fs::write(below.path(), &start).unwrap();

@@ -1,4 +1,5 @@
-//! Formats: nothing but raw is served by guess, and a guest cannot make its disk look like another.
+//! Probing of formats: only raw images are served without an explicit format, and a guest cannot
+//! make its disk look like another format.
 
 use std::fs;
 
@@ -46,12 +47,12 @@ def refused(call, *arguments):
         raise AssertionError(f'{arguments} should have been refused')
 refused(h.pwrite, b'QFI\\xfb', 0)
 refused(h.pwrite, b'QFI\\xfb' + bytes(65536), 0)
-# A header in parts is a header too.
+# A header written in parts is detected as well.
 h.pwrite(b'QF', 0)
 refused(h.pwrite, b'I\\xfb', 2)
 h.pwrite(b'QEDx', 0)
 refused(h.zero, 1, 3)
-# Elsewhere, and anything else, is the guest's own business.
+# Any other data, and other offsets, are permitted.
 h.pwrite(b'QFI\\xfb', 512)
 h.pwrite(b'\\xeb\\x3c\\x90' + b'boot' * 100, 0)
 h.flush()

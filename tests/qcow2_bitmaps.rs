@@ -1,4 +1,4 @@
-//! Bitmaps recorded by weir and by QEMU in turns: each sees exactly what both have written.
+//! Dirty bitmaps updated by weir and QEMU in turn: each sees exactly the writes of both.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use crate::harness::{self, TestClient, MIB, Scratch, Serve, assert_contains, qem
 
 const KIB: u64 = 1024;
 const DISK_BYTES: u64 = 8 * MIB;
-/// With their granularities.
+/// Names and granularities.
 const BITMAPS: [(&str, u64); 2] = [("fine", 4 * KIB), ("coarse", 64 * KIB)];
 
 #[track_caller]
@@ -16,7 +16,7 @@ fn qemu_io(format: &str, commands: &[&str], name: &str) {
     harness::qemu_io(["-f", format, "-d", "unmap"], commands, name);
 }
 
-/// An image with both bitmaps, and `off`, which is disabled and marks the first 64 KiB.
+/// An image with both bitmaps, and `off`, which is disabled and has the first 64 KiB marked.
 fn image(scratch: &Scratch, options: &str) -> PathBuf {
     let path = scratch.path("disk.qcow2");
     let size = DISK_BYTES.to_string();
@@ -30,7 +30,7 @@ fn image(scratch: &Scratch, options: &str) -> PathBuf {
     path
 }
 
-/// What should be marked, a value for each KiB.
+/// The expected content of the bitmaps, one flag per KiB.
 struct BitmapModel(Vec<bool>);
 
 impl BitmapModel {
@@ -67,7 +67,7 @@ pub(crate) fn map_of(name: &str, uri: &[&str]) -> String {
     TestClient::new("nbdinfo").args(["--json", &context, "--"]).args(uri).succeeds()
 }
 
-/// What QEMU says that the image's bitmaps mark; and the image is right.
+/// Asserts that QEMU reads the bitmaps of the model, and that `check` finds no errors.
 #[track_caller]
 fn qemu_sees(path: &Path, model: &BitmapModel) {
     qemu_img(["check", "-q", text(path)]).succeeds();
@@ -159,13 +159,13 @@ fn bitmap_in_use_is_not_trusted() {
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["read 1M 64k", "flush"], &weir.uri("disk"));
     weir.crash();
-    // Nothing has changed.
+    // The image has not changed.
     qemu_sees(&path, &BitmapModel::new());
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["write -P 5 1M 64k", "flush"], &weir.uri("disk"));
     weir.crash();
     assert_eq!(flags(&path), json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]}));
-    // Clusters may be lost, and nothing else.
+    // Only leaked clusters are permitted.
     let checked = qemu_img(["check", text(&path)]).run();
     assert!(matches!(checked.code(), 0 | 3), "{}", checked.stdout());
     qemu_io("qcow2", &["read -P 5 1M 64k"], text(&path));
@@ -173,7 +173,7 @@ fn bitmap_in_use_is_not_trusted() {
     assert_contains(&said, &["bitmap \"fine\" was not kept up to date"]);
     let said = served(&scratch, &path).args(["--bitmap", "off"]).fails();
     assert_contains(&said, &["bitmap \"off\" does not record", "read-only"]);
-    // Served once more, they are no better.
+    // A further start and stop does not make them consistent.
     served(&scratch, &path).start().stop();
     assert_eq!(flags(&path), json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]}));
     for (name, granularity) in BITMAPS {

@@ -1,5 +1,5 @@
-//! `weir image check` beside `qemu-img check`: the same verdict and numbers on images of QEMU's,
-//! whole and damaged; and what was repaired satisfies both.
+//! `weir image check` beside `qemu-img check`: equal verdicts and numbers on images made by QEMU,
+//! intact and damaged; both accept a repaired image.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
     }
     create.args([text(&path), "8M"]).succeeds();
     let mut commands = vec!["write -P 1 0 1M", "write -P 2 3M 700k", "write -z 5M 64k", "discard 64k 64k"];
-    // QEMU compresses what has no place yet, in clusters.
+    // QEMU compresses whole clusters, and only into unallocated ones.
     if !["data_file", "preallocation", "2M"].iter().any(|word| options.contains(word)) {
         commands.push("write -c -P 3 6M 128k");
     }
@@ -60,7 +60,7 @@ const FEATURES: [&str; 12] = [
 fn images_of_qemu_are_checked_equally() {
     let scratch = Scratch::new();
     for options in FEATURES {
-        // A bit cannot count a compressed cluster's neighbours.
+        // A refcount of one bit cannot count the compressed clusters that share a cluster.
         if options.contains("refcount_bits=1") {
             continue;
         }
@@ -93,7 +93,7 @@ fn number(file: &fs::File, offset: u64) -> u64 {
     u64::from_be_bytes(bytes)
 }
 
-/// Where things are in an image.
+/// Offsets of the metadata of an image.
 struct MetadataOffsets {
     file: fs::File,
     l1: u64,
@@ -152,7 +152,7 @@ fn snapshots_with_missing_extra_data_are_checked_equally() {
         qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
         let at = places(&path);
         let table = number(&at.file, 64);
-        // Without its extra data: id and name follow the fixed part.
+        // Without the extra data, ID and name follow the fixed part directly.
         let mut names = [0; 8];
         at.file.read_exact_at(&mut names[..4], table + 64).unwrap();
         assert_eq!(&names[..4], b"1one");
@@ -189,7 +189,7 @@ fn lost_refcounts_are_rebuilt() {
     }
 }
 
-/// Damage after which the place of some guest data is unknown, and the range that it affects.
+/// Damage that makes the location of guest data ambiguous: offset and length of the affected range.
 const AMBIGUOUS: [(ImageDamage, u64, u64); 4] = [
     (("a cluster beyond the end", |at| at.put(at.l2, 1 << 40)), 0, 65_536),
     (("a cluster inside another", |at| at.put(at.l2 + 8, number(&at.file, at.l2) | 512)), 65_536, 65_536),
@@ -212,12 +212,12 @@ fn ambiguous_content_stays_unless_forced() {
         let ranges = serde_json::json!([{ "offset": offset, "length": length }]);
         assert_eq!(report["ambiguous-ranges"], ranges, "{what}");
         let after = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
-        assert_eq!(after, entries, "{what}: evidence stays");
+        assert_eq!(after, entries, "{what}: ambiguous data stays");
         let forced = weir(&["check", "-r", "all", "--force", text(&path)]).run();
         assert_eq!(forced.code(), 0, "{what}: {}", forced.stderr());
         let lost = format!("Lost: {length} bytes at {offset:#x} of the disk\n");
         assert!(forced.stderr().contains(&lost), "{what}: {}", forced.stderr());
-        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: given up");
+        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: discarded by force");
     }
     let refused = weir(&["check", "--force", text(&scratch.path("image.qcow2"))]).run();
     assert_eq!(refused.code(), 2, "--force without a repair");
@@ -236,7 +236,7 @@ fn zeroes_with_a_bad_offset_stay_zeroes() {
         let at = places(&path);
         at.put(at.l2, number(&at.file, at.l2) | 0x200);
         if options.contains("extended") {
-            // The second half is read from the backing file.
+            // The subclusters of the second half refer to the backing file.
             at.put(at.l2 + 8, 0xffff << 32);
         }
         assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{options}");
@@ -287,12 +287,12 @@ fn leaks_alone_are_freed_and_raw_images_have_nothing_to_check() {
     assert_eq!(weir(&["check", text(&raw)]).run().code(), 63);
 }
 
-/// The mark makes the daemon refuse the image, so a check that finds no error names it, too.
+/// The daemon refuses an image with the corrupt bit, so a check without errors reports the bit too.
 #[test]
 fn a_corrupt_mark_is_named_and_the_repair_clears_it() {
     let scratch = Scratch::new();
     let path = image(&scratch, "marked.qcow2", "");
-    // Byte 79 is the lowest of the incompatible features, and bit 1 the mark.
+    // Byte 79 is the lowest byte of the incompatible features; bit 1 is the corrupt bit.
     let file = fs::OpenOptions::new().write(true).open(&path).expect("an image");
     file.write_all_at(&[2], 79).expect("a header");
     let found = weir(&["check", text(&path)]).run();

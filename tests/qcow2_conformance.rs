@@ -1,13 +1,13 @@
-//! qcow2 both ways: what weir writes QEMU reads and finds nothing wrong with, and what QEMU writes
-//! weir reads and goes on with.
+//! qcow2 in both directions: QEMU reads images written by weir and finds no errors; weir reads
+//! images written by QEMU and continues to write them.
 //!
-//! Over the product of version × cluster size × width of refcounts × extended L2 × data file ×
-//! compression × backing file, as far as the format allows. For each, operations drawn from a seed
-//! go to the image, in turn through weir (served over NBD) and through QEMU, and to a flat model in
-//! memory; then everybody must see what the model has.
+//! Covers the product of version × cluster size × refcount width × extended L2 × data file ×
+//! compression × backing file, as far as the format permits. For each combination, random
+//! operations go to the image, alternately through weir (served over NBD) and through QEMU, and to
+//! a flat model in memory; then every reader must see the content of the model.
 //!
-//! A plain run takes one of each handful of combinations, such that every single value occurs;
-//! `WEIR_CONFORMANCE=all`, in `make soak`, takes all.
+//! A plain run samples the combinations such that every single value occurs;
+//! `WEIR_CONFORMANCE=all`, in `make soak`, covers all.
 
 use std::{env, fmt::Write as _, fs, path::PathBuf};
 
@@ -15,10 +15,10 @@ use fastrand::Rng;
 
 use crate::harness::{TestClient, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
 
-/// One of so many is taken: no divisor of how many values anything has, so that they mix.
+/// Interval of sampled combinations: coprime to the number of values of each property, so they mix.
 const ONE_OF: usize = 11;
 const OPERATIONS: usize = 24;
-/// The sizes of clusters: each has a test of its own.
+/// Cluster sizes, each with its own test.
 const CLUSTERS: [u64; 4] = [512, 4096, 65_536, 2 << 20];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +103,7 @@ impl ImageFeatures {
         options
     }
 
-    /// No multiple of a cluster, and more than one of everything.
+    /// Not a multiple of a cluster, and several clusters long.
     fn size(&self) -> u64 {
         if self.cluster >= MIB { 13 * MIB + 1536 } else { 3 * MIB + 1536 }
     }
@@ -146,13 +146,13 @@ impl ImageUnderTest {
         this
     }
 
-    /// `weir image` or `qemu-img`, in the image's directory: names in images are relative.
+    /// `weir image` or `qemu-img`, run in the image's directory: names in the image are relative.
     fn tool(&self, weir: bool, arguments: &[&str]) -> TestClient {
         let client = if weir { weir_image(arguments) } else { qemu_img(arguments) };
         client.inside(self.image.parent().expect("it lies in one"))
     }
 
-    /// A backing file that is shorter than the image, and has something in it.
+    /// Creates a backing file that is shorter than the image and contains data.
     fn make_backing(&mut self) {
         let bytes = (self.shape.size() / 2) & !511;
         let base = self.scratch.path("base.qcow2");
@@ -164,7 +164,7 @@ impl ImageUnderTest {
         self.model[at as usize..(at + length) as usize].fill(0xba);
     }
 
-    /// An image full of compressed clusters, of data that shrinks well, badly and not at all.
+    /// Fills the image with compressed clusters of data that compresses well, badly and not at all.
     fn fill_compressed(&mut self, options: &str, by_weir: bool) {
         let mut at = 0;
         while at < self.model.len() {
@@ -176,7 +176,7 @@ impl ImageUnderTest {
             at = end + 130_000;
         }
         if self.shape.backing {
-            // What is not in the image's own layer comes from the backing file.
+            // Ranges that are not in the image's own layer are read from the backing file.
             self.model.fill(0x77);
         }
         let source = self.scratch.file("source.raw", &self.model);
@@ -187,7 +187,7 @@ impl ImageUnderTest {
             .succeeds();
     }
 
-    /// Commands for qemu-io that change the image, done to the model as well.
+    /// Random commands of qemu-io that change the image; applies them to the model.
     fn operations(&mut self) -> Vec<String> {
         let size = self.model.len() as u64;
         let mut commands = Vec::new();
@@ -208,7 +208,7 @@ impl ImageUnderTest {
                     commands.push(format!("write -z {unmap}{offset} {length}"));
                 }
                 8 => {
-                    // What a discard leaves is anybody's guess, so something known follows.
+                    // The content after a discard is undefined, so zeroes follow.
                     self.model[range].fill(0);
                     commands.push(format!("discard {offset} {length}"));
                     commands.push(format!("write -z {offset} {length}"));
@@ -219,7 +219,7 @@ impl ImageUnderTest {
         commands
     }
 
-    /// Commands that read everything back and compare it: runs of one byte.
+    /// Commands of qemu-io that verify runs of equal bytes against the model.
     fn readings(&self) -> Vec<String> {
         let mut commands = Vec::new();
         let mut at = 0;
@@ -235,7 +235,8 @@ impl ImageUnderTest {
 
     #[track_caller]
     fn qemu_io(&self, format: &str, target: &str, commands: &[String]) {
-        // QEMU looks for a data file where it runs, not where the image is.
+        // QEMU resolves the name of a data file relative to the working directory, not to the
+        // image.
         let directory = self.image.parent().expect("it lies in one");
         let client = TestClient::new("qemu-io").describing(&format!("{:?}", self.shape)).inside(directory);
         client.args(["-f", format]).run_qemu_io(commands, target);
@@ -256,9 +257,9 @@ impl ImageUnderTest {
         self.qemu_io("qcow2", &image, &commands);
     }
 
-    /// What `map` tells: start, length, depth, whether it is there, zero, where.
+    /// Entries of `map`: start, length, depth, present, zero, offset.
     ///
-    /// QEMU also looks for holes of the file below data; those are data here.
+    /// QEMU also reports holes of the underlying file within data; those count as data here.
     fn map(&self, weir: bool) -> Vec<(u64, u64, u64, bool, bool, Option<u64>)> {
         let entries = self.tool(weir, &["map", "--output=json", "-f", "qcow2", text(&self.image)]).json();
         let mut map: Vec<(u64, u64, u64, bool, bool, Option<u64>)> = Vec::new();
@@ -281,7 +282,7 @@ impl ImageUnderTest {
         map
     }
 
-    /// Whether everybody sees what the model has, and nothing is wrong.
+    /// Asserts that both programs see the content of the model and find no errors.
     fn check(&self) {
         let what = format!("{:?}", self.shape);
         let (image, model) = (text(&self.image), self.scratch.file("model.raw", &self.model));
@@ -291,7 +292,7 @@ impl ImageUnderTest {
         }
         self.qemu_io("qcow2", image, &self.readings());
         if !self.shape.extended {
-            // QEMU tells of places kept for subclusters that are not there.
+            // QEMU reports offsets of preallocated subclusters that are not allocated.
             assert_eq!(self.map(true), self.map(false), "{what}");
         }
         if self.shape.data_file == DataFileKind::Raw {
@@ -301,7 +302,7 @@ impl ImageUnderTest {
     }
 }
 
-/// Works on the images of this cluster size. Apart, so that they run side by side.
+/// Tests the images of one cluster size; separate tests run in parallel.
 #[track_caller]
 fn test_cluster_size(cluster: u64) {
     let all = env::var("WEIR_CONFORMANCE").is_ok_and(|wish| wish == "all");
@@ -349,7 +350,7 @@ fn images_are_interchangeable_with_clusters_of_2_mib() {
 fn a_data_file_ends_where_the_disk_does() {
     let shape = ImageFeatures { data_file: DataFileKind::Plain, ..ImageFeatures::PLAIN };
     let mut subject = ImageUnderTest::new(shape, 1);
-    // Into the last cluster, which QEMU's data file has only in part.
+    // Writes into the last cluster, which QEMU's data file contains only partly.
     let offset = subject.model.len() - 700;
     subject.model[offset..offset + 300].fill(7);
     let weir = Serve::new(&subject.scratch).arg(&subject.image).args(["--format", "qcow2"]).start();

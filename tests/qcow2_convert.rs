@@ -1,5 +1,5 @@
-//! `weir image convert` beside qemu-img's: snapshots, bitmaps and encryption, each copied by the
-//! one and read by the other; and `weir image resize` with preallocation.
+//! `weir image convert` beside qemu-img's: snapshots, bitmaps and encryption, each written by one
+//! program and read by the other; and `weir image resize` with preallocation.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ fn is_same(one: &Path, other: &Path) {
     weir(&["compare", "-q", text(one), text(other)]).succeeds();
 }
 
-/// With two bitmaps, one recording, and the snapshots `1` (named `one`) and `2` (named `1`).
+/// An image with two bitmaps, one enabled, and the snapshots `1` (named `one`) and `2` (named `1`).
 fn original(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("original.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&path), "4M"]).succeeds();
@@ -44,6 +44,7 @@ fn a_snapshot_is_converted_as_qemu_converts_it() {
     let scratch = Scratch::new();
     let original = original(&scratch);
     let (ours, theirs) = (scratch.path("ours.raw"), scratch.path("theirs.raw"));
+    // `1` is the ID of the first snapshot and the name of the second one.
     for snapshot in ["one", "1", "2", "snapshot.name=1", "snapshot.id=1", "snapshot.id=1,snapshot.name=one"] {
         for from in [&["-f", "qcow2"][..], &[]] {
             weir(&["convert", "-l", snapshot]).args(from).args([&original, &ours]).succeeds();
@@ -66,7 +67,7 @@ fn a_snapshot_is_converted_as_qemu_converts_it() {
     assert_contains(&both, &["-l: applies to a single image"]);
 }
 
-/// Names, granularities and flags; and what each marks, as nbdinfo sees it in what qemu-nbd serves.
+/// Names, granularities and flags of bitmaps, and their content as nbdinfo reads it from qemu-nbd.
 fn bitmaps(path: &Path) -> (Value, Vec<String>) {
     let info = qemu_img(["info", "--output=json", text(path)]).json();
     let list = info["format-specific"]["data"]["bitmaps"].clone();
@@ -98,7 +99,7 @@ fn bitmaps_are_copied_as_qemu_copies_them() {
         assert_eq!(copied, there, "{more:?}");
         assert_eq!(copied, bitmaps(&theirs), "{more:?}");
     }
-    // Into one that is there, and has none of them.
+    // Into an existing image without bitmaps.
     qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "4M"]).succeeds();
     weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).succeeds();
     assert_eq!(bitmaps(&theirs), there);
@@ -113,6 +114,7 @@ fn bitmaps_are_copied_as_qemu_copies_them() {
 fn inconsistent_bitmap_fails_the_copy_or_is_skipped() {
     let scratch = Scratch::new();
     let (original, new) = (original(&scratch), scratch.path("new.qcow2"));
+    // A kill while the image is open for writing leaves the enabled bitmap in use.
     let killed = TestClient::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 4k", "-c", "sigraise 9"]);
     assert!(killed.arg(&original).run().stdout().contains("wrote"));
     qemu_img(["bitmap", "--remove", text(&original), "rests"]).succeeds();
@@ -138,7 +140,7 @@ fn inconsistent_bitmap_fails_the_copy_or_is_skipped() {
     }
 }
 
-/// Text that shrinks, with repetitions both near and farther away than the window of zlib.
+/// Compressible text, with repetitions within and beyond the window of zlib.
 fn lines(length: usize) -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(7);
     let lines: Vec<String> = (0..400).map(|line| format!("{line} {:x}\n", random.u64(..))).collect();
@@ -173,8 +175,9 @@ fn encrypted_images_are_converted_both_ways() {
     let object = |id: &str, file: &Path| format!("secret,id={id},file={}", text(file));
     let by_qemu =
         |path: &Path, id: &str| format!("driver=qcow2,encrypt.key-secret={id},file.filename={}", text(path));
-    // Ours, read by QEMU: the passphrase by file, by descriptor, as an object.
+    // Written by weir, read by QEMU: passphrase by file, by descriptor, as an object.
     let options = format!("{LUKS},encrypt.key-secret=k");
+    // The shell opens descriptor 7 for the program.
     let passed = format!("exec 7<{}; exec \"$@\"", text(&key));
     for (first, more) in [
         (weir(&["convert"]), vec!["-o", LUKS, "--target-secret-file", text(&key)]),
@@ -193,7 +196,7 @@ fn encrypted_images_are_converted_both_ways() {
         let info = qemu_img(["info", text(&ours)]).succeeds();
         assert_contains(&info, &["encrypted: yes"]);
     }
-    // QEMU's, read by us, and given another passphrase.
+    // Written by QEMU, read by weir, and written with a new passphrase.
     qemu_img(["convert", "--object", &object("o", &other), "-O", "qcow2", "-o"])
         .args([&format!("{LUKS},encrypt.key-secret=o"), text(&original), text(&theirs)])
         .succeeds();
@@ -205,7 +208,7 @@ fn encrypted_images_are_converted_both_ways() {
     weir(&["compare", "-q", "--secret-file", text(&key), "--secret-file", text(&other)])
         .args([&ours, &theirs])
         .succeeds();
-    // Into one that is there.
+    // Into an existing image.
     weir(&["convert", "-n", "-O", "qcow2", "-l", "one", "--target-secret-file", text(&other)])
         .args([&original, &theirs])
         .succeeds();
@@ -254,7 +257,7 @@ fn invalid_encryption_options_are_reported() {
     assert_contains(&said, &["-C", "cp --reflink"]);
 }
 
-/// Each image has a passphrase of its own.
+/// Each image has its own passphrase.
 #[test]
 fn commands_support_chains_of_encrypted_images() {
     let scratch = Scratch::new();
@@ -279,6 +282,7 @@ fn commands_support_chains_of_encrypted_images() {
         content
     };
     let raw = scratch.file("raw", content(5, 300_000));
+    // Passphrases are given from the top of the chain down.
     let all = secrets(&[2, 1, 0]);
     weir(&["convert", "-n", "-O", "qcow2"])
         .args(all.iter().map(|word| word.replace("--secret", "--target-secret")))
@@ -301,6 +305,7 @@ fn commands_support_chains_of_encrypted_images() {
     for number in 0..3 {
         weir(&["check", "-q", text(&at(number))]).succeeds();
     }
+    // One passphrase does not apply to other images of the chain.
     let one_for_all = weir(&["compare", "-f", "qcow2"]).args(secrets(&[1])).args([&at(1), &raw]).fails();
     assert_contains(&one_for_all, &["0.qcow2", "is it the passphrase of this image?"]);
 }
@@ -328,6 +333,7 @@ fn growth_with_preallocation_matches_qemu() {
                 let shown = map.as_array().unwrap().iter().map(|entry| keys.map(|key| entry[key].clone()));
                 maps.push(shown.collect::<Vec<_>>());
                 let room = fs::metadata(&path).unwrap().blocks() * 512;
+                // `falloc` and `full` allocate the added range; `off` and `metadata` do not.
                 let full = !mode.ends_with("off") && !mode.ends_with("metadata");
                 assert_eq!(room >= 1000 * 1024, full, "{format} {mode}: {room} bytes");
             }
@@ -394,7 +400,7 @@ fn a_disk_in_a_data_file_grows_in_it() {
     }
 }
 
-/// A guest's header in its raw disk must not choose what is copied into it, or written to.
+/// A header that a guest writes into its raw disk must not select files to read or to write.
 #[test]
 fn references_are_followed_only_with_an_explicit_format() {
     let scratch = Scratch::new();
@@ -430,7 +436,7 @@ fn an_image_is_not_its_own_target_nor_its_own_backing_file() {
     assert_contains(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is not a directory"]);
 }
 
-/// What the data file has behind the disk's end is nobody's to change.
+/// Data beyond the end of the disk in a raw data file must not change.
 #[test]
 fn raw_data_file_keeps_data_beyond_the_disk() {
     let scratch = Scratch::new();
@@ -451,8 +457,8 @@ fn raw_data_file_keeps_data_beyond_the_disk() {
     qemu_io(&path, &["read -P 1 0 1000k", "read -P 84 1000k 2072k", "read -P 0 3M 1M"]);
 }
 
-/// A source that ends in the middle of a cluster of a larger target. The rest of that cluster keeps
-/// the target's content.
+/// A source that ends inside a cluster of a larger target. The rest of that cluster keeps the
+/// target's content.
 #[test]
 fn a_source_that_ends_within_a_cluster_is_compressed_into_a_larger_target() {
     let scratch = Scratch::new();

@@ -1,10 +1,10 @@
-//! `kill -9` of a daemon that serves qcow2, under load: nothing that was flushed is lost, and QEMU
-//! finds no corruption, ever.
+//! `kill -9` of a daemon that serves qcow2, under load: no flushed data is lost, and QEMU finds no
+//! corruption.
 //!
-//! Two clients write without pause, each to a half of the disk of its own, and keep a ledger of
-//! what every block may hold: what it held when a flush was answered, and whatever was sent since.
-//! The daemon is killed once the first client has had so many flushes; the second is in the middle
-//! of something then.
+//! Two clients write continuously, each to its own half of the disk, and record the permitted
+//! contents of every block: the content at the last completed flush, and all writes sent since. The
+//! daemon is killed after a number of flushes by the first client; the second client is then at a
+//! random point.
 //!
 //! 20 times in a plain run, `WEIR_KILLS=200` in `make soak`.
 
@@ -22,20 +22,20 @@ const BLOCK: u64 = 4096;
 const BLOCKS: usize = (DISK_BYTES / BLOCK) as usize;
 /// Requests between two flushes.
 const BATCH: usize = 24;
-/// Images, each killed over several times.
+/// Options of the images, each of which survives several kills.
 const IMAGES: [&str; 4] = [
     "cluster_size=64k",
     "cluster_size=512,refcount_bits=1",
     "cluster_size=64k,extended_l2=on",
     "cluster_size=2M",
 ];
-/// Times that one image is killed over before the next begins.
+/// Kills per image.
 const KILLS_OF_ONE: usize = 5;
 
-/// What a block may hold: the number of a write, 0 for zeroes.
+/// Permitted contents of a block: the number of a write, 0 for zeroes.
 #[derive(Clone, Debug)]
 struct CrashBlock {
-    /// What was there for certain: several, if parts of the block differ.
+    /// Contents at the last flush; several if parts of the block differ.
     flushed: Vec<u32>,
     since: Vec<u32>,
 }
@@ -56,7 +56,7 @@ impl CrashLedger {
         }
     }
 
-    /// Sends a batch that writes to each block once at most; false once the daemon is gone.
+    /// Sends a batch that writes each block at most once; false if the daemon is gone.
     fn send(&mut self, wire: &mut RawNbdClient, number: &mut u32) -> bool {
         let room = self.blocks.len() / BATCH;
         for slot in 0..BATCH {
@@ -83,7 +83,7 @@ impl CrashLedger {
         true
     }
 
-    /// Writes until the daemon is gone; tells of each flush.
+    /// Writes until the daemon is gone; reports each flush on the channel.
     fn write(&mut self, wire: &mut RawNbdClient, number: &mut u32, flushed: &mpsc::Sender<()>) {
         loop {
             if !self.send(wire, number) {
@@ -105,13 +105,13 @@ impl CrashLedger {
         }
     }
 
-    /// Checks what is on the disk, and goes on from there.
+    /// Checks the content of the disk, and continues from it.
     fn check(&mut self, disk: &[u8], what: &str) {
         for (index, block) in self.blocks.iter_mut().enumerate() {
             let at = (self.first + index) * BLOCK as usize;
             let bytes = &disk[at..at + BLOCK as usize];
             let allowed = |content: u32| block.flushed.contains(&content) || block.since.contains(&content);
-            // Clusters may be smaller than a block, and of an unfinished write some are there.
+            // Clusters may be smaller than a block, so an unfinished write may be partly present.
             let mut there = Vec::new();
             for word in bytes.chunks(4) {
                 let word = u32::from_le_bytes(word.try_into().unwrap());
@@ -125,7 +125,7 @@ impl CrashLedger {
     }
 }
 
-/// Whether the next request is answered; false once the daemon is gone.
+/// True if the next request is answered, false if the daemon is gone.
 fn is_done(wire: &mut RawNbdClient) -> bool {
     let reply = wire.next_simple_reply();
     assert!(reply.is_none_or(|(error, _)| error == 0), "a request failed: {reply:?}");
@@ -138,7 +138,7 @@ fn number(name: &str, default: usize) -> usize {
 
 fn check(path: &Path, what: &str) {
     let outcome = qemu_img(["check", "-f", "qcow2"]).arg(path).run();
-    // 3 is qemu-img's status for leaked clusters alone.
+    // Status 3 of qemu-img: leaked clusters only.
     assert!([0, 3].contains(&outcome.code()), "{what}: {}", outcome.stderr());
 }
 

@@ -1,4 +1,4 @@
-//! `weir image create` and `info`: QEMU takes what weir makes, and both describe an image alike.
+//! `weir image create` and `info`: QEMU opens the images, and both programs describe them equally.
 
 use std::path::Path;
 

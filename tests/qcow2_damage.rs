@@ -46,14 +46,13 @@ use storage::Storage;
 use self::images::{BASE, KEY, ImageTemplate, open_arguments, templates};
 use crate::harness::{TestClient, Scratch, qemu_img};
 
-/// Bytes of a disk that are read: damage may make it much larger.
+/// Maximum number of bytes of a disk that are read; damage may increase its size.
 const MOST_BYTES: u64 = 512 << 10;
-/// Parts of a disk that QEMU reads one by one, where it cannot read the whole.
+/// Number of parts that QEMU reads one by one if it cannot read the whole disk.
 const SAMPLES: usize = 24;
-/// Interval of images that QEMU reads although weir reads all of them, and that QEMU checks after a
-/// repair by force too.
+/// Interval of images that QEMU reads in any case, and checks after a forced repair as well.
 const THOROUGH: u64 = 8;
-/// Failures that are shown.
+/// Maximum number of failures that are printed.
 const MOST_SHOWN: usize = 20;
 
 fn setting(name: &str, default: u64) -> u64 {
@@ -70,15 +69,15 @@ fn repair_keeps_all_data_and_satisfies_qemu() {
 struct DamageTally {
     /// Neither program finds damage.
     intact: u64,
-    /// The header cannot be used.
+    /// The header is unusable.
     unusable: u64,
     /// Everything was repaired, and QEMU agrees.
     repaired: u64,
     /// A repair left ambiguous content unchanged.
     refused: u64,
-    /// Images of these in which a forced repair repaired everything.
+    /// Refused images that a forced repair repaired completely.
     forced: u64,
-    /// Repairs before and after which QEMU read the disk.
+    /// Repairs for which QEMU read the disk before and after.
     read_by_qemu: u64,
 }
 
@@ -93,7 +92,7 @@ impl AddAssign for DamageTally {
     }
 }
 
-/// Runs the images of some seeds, on all processors.
+/// Tests the images of `many` seeds, on all processors.
 pub(crate) fn compare(first: u64, many: u64) {
     let scratch = Scratch::new();
     let templates = templates(&scratch.path("."));
@@ -130,17 +129,16 @@ pub(crate) fn compare(first: u64, many: u64) {
     assert!(failures.is_empty(), "{} of {many} images:\n{shown}", failures.len());
 }
 
-/// Files of one thread, in which QEMU looks at images.
+/// Directory of one thread with the files that QEMU reads.
 struct DamageWorker {
     directory: PathBuf,
     base: Vec<u8>,
 }
 
-/// Parts of a disk: `None` where it cannot be read. By the name of the snapshot; the disk itself
-/// has none.
+/// Parts of the disk (key `None`) and of each snapshot (its name); a part is `None` if unreadable.
 type DiskContents = BTreeMap<Option<String>, Vec<Option<Vec<u8>>>>;
 
-/// An image in memory, with the files beside it.
+/// An image in memory with its backing file and data file.
 #[derive(Clone)]
 struct DamagedImage {
     bytes: Vec<u8>,
@@ -169,7 +167,7 @@ impl DamageWorker {
         let about = format!("seed {seed}: {}: {damage}\n", template.options);
         let data = template.data.as_ref().map(|(_, content)| content.clone());
         let content = DamagedImage { bytes, base: self.base.clone(), data, grain: template.grain };
-        // QEMU repeats some checks of weir's results.
+        // QEMU repeats only some of weir's checks.
         let is_thorough = seed.is_multiple_of(THOROUGH);
         self.examine(template, content, &mut random, is_thorough).map_err(|what| about + &what)
     }
@@ -242,8 +240,8 @@ impl DamageWorker {
         let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
         let outcome = check.inside(&self.directory).run();
         let said = format!("{}{}", outcome.stderr(), outcome.stdout());
-        // The name of another file is changed, or the image claims the old encryption: then QEMU
-        // has checked nothing else.
+        // The damage changed the name of another file, or enabled the old encryption: then QEMU has
+        // checked nothing else.
         let is_about_others = ["No such file", "'encrypt.key-secret' is required"];
         if outcome.status() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
             return Ok(());
@@ -252,7 +250,7 @@ impl DamageWorker {
         Err(format!("{about}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.status()))
     }
 
-    /// Data that QEMU reads, by the part's number: the whole disk, or parts of it if that fails.
+    /// Parts that QEMU can read, by number: the whole disk, or single parts if that fails.
     fn read(
         &self,
         template: &ImageTemplate,
@@ -274,7 +272,7 @@ impl DamageWorker {
             Some(parts) => random_choice(parts.to_vec(), random),
             None => random_choice((0..count).collect(), random),
         };
-        // An error may end all reads of an open image, so each is opened again.
+        // An error may end all reads of an open image, so it is reopened for each part.
         let mut script = String::new();
         for part in &parts {
             let offset = part * grain;
@@ -309,7 +307,7 @@ fn is_clean(report: &CheckReport) -> bool {
     report.corruptions + report.leaks + report.check_errors == 0
 }
 
-/// The report of a check, and the file after it; `None` where the header cannot be used.
+/// The report of a repair and the file after it; `None` if the header is unusable.
 fn repaired(content: &DamagedImage, repair: Repair) -> Option<(CheckReport, Vec<u8>)> {
     let bytes = content.bytes.clone();
     sim::run(1, async move {
@@ -319,7 +317,7 @@ fn repaired(content: &DamagedImage, repair: Repair) -> Option<(CheckReport, Vec<
     })
 }
 
-/// Everything that weir reads from an image.
+/// All data that weir reads from an image.
 fn disks(content: &DamagedImage) -> DiskContents {
     let content = content.clone();
     sim::run(1, async move {

@@ -1,4 +1,4 @@
-//! `weir image` on images of which a part is damaged, and where it differs from qemu-img by design.
+//! `weir image` on partly damaged images, and intended differences from qemu-img.
 
 use std::{
     fs::File,
@@ -36,7 +36,7 @@ fn second_snapshot(path: &Path) -> u64 {
 #[test]
 fn a_damaged_snapshot_leaves_the_others_readable() {
     let scratch = Scratch::new();
-    // An L1 table inside a cluster; more extra data than QEMU takes, which hides the third entry.
+    // An L1 table inside a cluster; more extra data than QEMU accepts, which hides the third entry.
     let damages: [(u64, &[u8], &str, &str); 2] =
         [(6, &[2, 0], "is not aligned to a cluster", "three"), (36, &[0, 1, 0, 0], "extra data", "one")];
     for (at, bytes, fault, readable) in damages {
@@ -71,7 +71,7 @@ fn a_damaged_snapshot_leaves_the_others_readable() {
         for change in [["-c", "four"], ["-d", "one"], ["-a", "one"]] {
             assert_contains(&weir(&["snapshot"]).args(change).arg(&path).fails(), &[fault]);
         }
-        // An image of QEMU's may end inside a cluster. Opening it for writing completes that.
+        // QEMU's images may end inside a cluster. Opening for writing extends the file to its end.
         assert!(std::fs::read(&path).unwrap().starts_with(&before), "nothing changes");
     }
 }
@@ -81,7 +81,7 @@ fn the_disk_of_an_image_with_too_many_snapshots_can_be_read() {
     let scratch = Scratch::new();
     let path = image(&scratch, "disk.qcow2", "compat=0.10");
     qemu_io(["-f", "qcow2"], ["write -P 7 0 1M"], &path);
-    // Twice as many as QEMU opens; entries of zeroes are valid in version 2.
+    // Twice QEMU's maximum; entries of zeroes are valid in version 2.
     put(&path, 60, &0x2_0000_u32.to_be_bytes());
     put(&path, 64, &(16_u64 << 20).to_be_bytes());
     File::options().write(true).open(&path).unwrap().set_len((16 << 20) + 40 * 0x2_0000).unwrap();
@@ -163,7 +163,7 @@ fn layer_is_copied_before_its_backing_file_is_set() {
     assert_contains(&weir(&convert).arg("--target-is-zero").arg(&target).fails(), &["--target-is-zero"]);
 }
 
-/// Offsets and lengths of the parts with data.
+/// Offsets and lengths of the data extents.
 fn data(path: &Path) -> Vec<(u64, u64)> {
     let map = qemu_img(["map", "--output=json", text(path)]).json();
     let parts = map.as_array().unwrap().iter().filter(|part| part["data"] == true);
@@ -191,7 +191,7 @@ fn one_damaged_bitmap_is_dropped_and_qemu_reads_the_other() {
     for name in ["one", "two"] {
         qemu_img(["bitmap", "--add", text(&path), name]).succeeds();
     }
-    // The directory from the bitmaps extension, and in it the size of the first table.
+    // Find the bitmap directory by its extension, and damage the size of the first table.
     let header = std::fs::read(&path).unwrap();
     let extension = header.windows(4).position(|word| word == 0x2385_2875_u32.to_be_bytes()).unwrap();
     let directory = number(&path, extension as u64 + 24);

@@ -1,4 +1,4 @@
-//! `weir image snapshot` and `weir image bitmap` on QEMU's images, and QEMU on what they leave.
+//! `weir image snapshot` and `weir image bitmap` on images made by QEMU, verified by QEMU.
 
 use std::path::{Path, PathBuf};
 
@@ -66,7 +66,7 @@ fn bitmaps_are_interchangeable_with_qemu() {
         let path = image(&scratch, options);
         weir_image(&["bitmap", "--add", "-g", "64K", text(&path), "ours"]).succeeds();
         is_right(&path);
-        // QEMU records in it.
+        // A write by QEMU, which marks the enabled bitmap.
         qemu_io(["-f", "qcow2"], ["write -P 1 1M 1M"], &path);
         qemu_img(["bitmap", "--add", "--disable", "-g", "4k", text(&path), "theirs"]).succeeds();
         weir_image(&["bitmap", "--merge", "ours", text(&path), "theirs"]).succeeds();

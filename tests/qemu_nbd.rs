@@ -1,12 +1,12 @@
-//! weir under the name of qemu-nbd: the same scripts with QEMU's own program and with a link to
-//! weir, and what clients see, what they leave in the image and how it ends, compared.
+//! weir under the name of qemu-nbd: the same scripts run with QEMU's program and with a link to
+//! weir; compares what clients see, the content of the image, and the exit status.
 
 use crate::harness::{
     TestClient, MIB, Scratch, Serve, assert_contains, create_encrypted, need, pattern, peer, peer::ScriptRun, qemu_img,
     text,
 };
 
-/// In the background, until `stop`.
+/// Runs it in the background until `stop`.
 const SERVE: &str = r#"serve() { qemu-nbd --fork -k "$S" --pid-file=pid "$@" || echo "did not start: $?"; }"#;
 
 #[track_caller]
@@ -61,7 +61,7 @@ until nbdinfo --size "$uri" 2>/dev/null; do :; done
 wait $server; echo "it ended with $?"
 nbdinfo --size -- [ qemu-nbd -f raw disk.raw ]
 "#;
-    // QEMU's has no export called `other`; weir's only export is everybody's default, not that.
+    // qemu-nbd has no export named `other`. weir's only export is the default, not `other`.
     assert_contains(&same(script, filled).printed, &["it ended with 0"]);
 }
 
@@ -87,7 +87,7 @@ qemu-img check -q base.qcow2; echo "checked: $?"
             }
         }
     });
-    assert!(ran.bytes("disk.raw") == pattern(MIB as usize), "the image is as it was");
+    assert!(ran.bytes("disk.raw") == pattern(MIB as usize), "the image is unchanged");
     assert_contains(&ran.printed, &["checked: 0", "\"is_read_only\": true"]);
 }
 
@@ -122,7 +122,7 @@ nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
 
 #[test]
 fn tcp_address_options_match() {
-    // Below those that the kernel gives to whoever asks for any (ip(7), ip_local_port_range).
+    // Below the range of ephemeral ports (ip(7), ip_local_port_range).
     let port = 20_000 + std::process::id() % 10_000;
     let script = format!(
         r#"
@@ -132,7 +132,7 @@ server=$(cat pid); qemu-nbd -p {port} -b 127.0.0.1 -f raw other.raw 2>/dev/null;
 kill $server; ended $server
 "#
     );
-    // One after the other: both have the port.
+    // The programs run consecutively: both use the port.
     let ran = same(&script, |scratch| {
         filled(scratch);
         scratch.sparse("other.raw", MIB);
@@ -168,12 +168,12 @@ fn errors_have_the_same_status() {
     let ran = same(&script, filled);
     assert_eq!(ran.printed, "1\n".repeat(cases.len()));
     let named = ran.said.lines().filter(|line| line.starts_with("qemu-nbd: ")).count();
-    assert_eq!(named, cases.len(), "each says one thing, in the program's name:\n{}", ran.said);
+    assert_eq!(named, cases.len(), "each prints one line with the program's name:\n{}", ran.said);
 }
 
 #[test]
 fn list_of_another_server_matches() {
-    // The server is weir for both.
+    // Both programs list the same server, which is weir.
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
     let weir = Serve::new(&scratch)

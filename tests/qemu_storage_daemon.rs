@@ -1,12 +1,12 @@
-//! weir under the name of qemu-storage-daemon: the same scripts with QEMU's own program and with a
-//! link to weir, and what clients see compared. `weir serve` has the same options.
+//! weir under the name of qemu-storage-daemon: the same scripts run with QEMU's program and with a
+//! link to weir; compares what clients see. `weir serve` has the same options.
 
 use crate::harness::{
     TestClient, MIB, Scratch, Serve, assert_contains, create_encrypted, export_size, need, need_root, pattern, peer,
     peer::ScriptRun, qemu_img, text,
 };
 
-/// In the background, until `stop`; a command of QMP, and what it answers.
+/// `serve` runs it in the background until `stop`; `ask` sends a QMP command and prints the reply.
 const PRELUDE: &str = r#"
 serve() { qemu-storage-daemon --daemonize --pidfile "$PWD/pid" "$@" || echo "did not start: $?"; }
 nbd() { echo --nbd-server addr.type=unix,addr.path="$S$1"; }
@@ -141,7 +141,7 @@ fn startup_errors_reach_the_parent_process() {
     let ran = same(&(script + "ls pid 2>/dev/null"), filled);
     assert_eq!(ran.printed, "1\n".repeat(cases.len()));
     let named = ran.said.lines().filter(|line| line.starts_with("qemu-storage-daemon: ")).count();
-    assert_eq!(named, cases.len(), "each says one thing, in the program's name:\n{}", ran.said);
+    assert_eq!(named, cases.len(), "each prints one line with the program's name:\n{}", ran.said);
     for case in cases.iter().skip(1).filter(|case| !case.contains('$')) {
         let last = case.rfind("--").expect("an option");
         assert_contains(&ran.said, &[&format!("qemu-storage-daemon: {}: ", &case[last..])]);

@@ -1,4 +1,4 @@
-//! The control socket, with QEMU's own clients and with one of ours.
+//! The control socket, with QEMU's own clients and with the harness's client.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 
@@ -18,7 +18,8 @@ fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
     (weir, path)
 }
 
-/// `block_set_io_throttle` for a disk, with the six mandatory rates zero unless `others` says more.
+/// Arguments of `block_set_io_throttle`: the six mandatory rates are zero unless `others` sets
+/// them.
 fn throttle(disk: &str, others: Value) -> Value {
     let mut arguments =
         json!({"device": disk, "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
@@ -114,7 +115,7 @@ fn limits_are_set_shared_and_lifted() {
         assert_eq!((&shown["iops"], &shown["group"]), (&json!(200), &json!("gold")));
         assert_eq!(shown.get("iops_max"), None);
     }
-    // In a group, what is set without naming it is the group's.
+    // For a disk in a group, a command without `group` changes the limits of its group.
     client.command("block_set_io_throttle", throttle("a", json!({"bps_rd": 1 << 20})));
     assert_eq!(inserted(&mut client, "b")["bps_rd"], 1 << 20);
     client.command("block_set_io_throttle", throttle("a", json!({})));
@@ -179,7 +180,7 @@ fn weirs_own_settings_are_set_atomically() {
         (&json!("gold"), &json!(7), &json!(900))
     );
     assert_eq!(shown["limits"], json!({"iops-read": 50}));
-    // 900 of 1000 are promised: 200 more are 100 too much, and none of the command happens.
+    // 900 of 1000 are reserved: another 200 exceed the limit by 100, so the whole command fails.
     let (_, why) = client
         .command_error("x-weir-set", json!({"name": "b", "group": "gold", "weight": 9, "iops-reservation": 200}));
     assert_contains(&why, &["1100", "1000", "100"]);
@@ -207,7 +208,7 @@ fn requests_are_counted() {
     let throttle = &status["disks"][0]["throttle"];
     assert_eq!(throttle["writes"]["bytes"], 64 << 10);
     assert!(throttle["tokens"]["iops-total"].as_u64().is_some(), "{throttle}");
-    // The daemon hears of a hang-up after the client is gone.
+    // The daemon notices the disconnect with a delay.
     wait_until(&scratch, |status| status["exports"][0]["connections"] == 0);
 }
 
@@ -216,7 +217,7 @@ fn socket_is_private_to_its_owner() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
     assert_eq!(fs::metadata(&path).expect("it is there").permissions().mode() & 0o777, 0o600);
-    // Also where somebody opens the file to all: the peer's user counts.
+    // Also if the mode permits all users: the daemon checks the peer's user ID.
     fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("it is ours");
     fs::set_permissions(path.parent().expect("a directory"), fs::Permissions::from_mode(0o755))
         .expect("it is ours");

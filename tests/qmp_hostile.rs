@@ -1,4 +1,4 @@
-//! Clients of the control socket that are broken, rude or deaf: each harms itself alone.
+//! Clients of the control socket that are broken, hostile or do not read: each affects only itself.
 //!
 //! Every test ends with a well-behaved client, which must be answered.
 
@@ -82,7 +82,7 @@ fn client_that_never_reads_delays_no_other() {
     let before = weir.resident_bytes();
     let mut deaf = Qmp::connect(&path);
     deaf.send("{\"execute\":\"qmp_capabilities\"}");
-    // More answers than its socket takes; and then more events than anybody may leave unread.
+    // More replies than the socket buffers, then more events than the daemon queues for one client.
     deaf.send("{\"execute\":\"query-commands\"}".repeat(500));
     let mut client = Qmp::negotiated(&path);
     for round in 0..10_000 {

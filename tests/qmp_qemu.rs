@@ -1,7 +1,8 @@
-//! weir's answers beside QEMU's own: the same commands to both, and what comes back compared.
+//! weir's replies beside QEMU's: the same commands to both, and the replies compared.
 //!
-//! `block_set_io_throttle` goes to a machine that never starts, throttle groups to the storage
-//! daemon. Errors are compared by class, answers in full where limits are concerned.
+//! `block_set_io_throttle` goes to a virtual machine that is never started, throttle groups go to
+//! the storage daemon. Errors are compared by class, replies in full as far as limits are
+//! concerned.
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixListener},
@@ -22,11 +23,11 @@ impl Drop for QemuProcess {
     }
 }
 
-/// Its monitor is the listening socket on its standard input: a client may connect at once.
+/// Its monitor is the listening socket on standard input, so a client can connect immediately.
 fn start(program: &str, arguments: &[String], monitor: &Path) -> QemuProcess {
     need(program);
     let listener = UnixListener::bind(monitor).expect("the directory is ours");
-    // Two of QEMU's threads may be told of one client; the later one must not wait for a second.
+    // Two of QEMU's threads may wake for one client; the later one must not block in accept.
     listener.set_nonblocking(true).expect("a socket can be told not to wait");
     let mut command = Command::new(program);
     command.args(["--chardev", "socket,id=c,fd=0,server=on,wait=off"]).args(arguments);
@@ -35,7 +36,7 @@ fn start(program: &str, arguments: &[String], monitor: &Path) -> QemuProcess {
     QemuProcess(command.spawn().expect("it was found"))
 }
 
-/// weir and QEMU, each with a disk called `disk`.
+/// weir and QEMU, each with a disk named `disk`.
 struct QmpPair {
     _weir: Weir,
     _qemu: QemuProcess,
@@ -69,7 +70,7 @@ impl QmpPair {
         Self::new(scratch, "qemu-storage-daemon", |_| ["--monitor", "c"].map(ToOwned::to_owned).to_vec())
     }
 
-    /// Answers of success are equal by `view`, errors by their class; returns QEMU's.
+    /// Compares successful replies after `view`, and errors by class; returns QEMU's reply.
     #[track_caller]
     fn compare(&mut self, command: &str, arguments: &Value, view: fn(&Value) -> Value) -> Value {
         let ours = self.ours.command_reply(command, arguments.clone());
@@ -83,7 +84,7 @@ impl QmpPair {
     }
 }
 
-/// The members of the only disk's `inserted` that speak of limits.
+/// The members of the only disk's `inserted` that describe limits.
 fn limits(devices: &Value) -> Value {
     let inserted = devices[0]["inserted"].as_object().expect("a disk");
     let speaks = |key: &str| key.starts_with("bps") || key.starts_with("iops") || key == "group";
@@ -142,7 +143,7 @@ fn disk_description_matches_qemu() {
         let theirs = pair.theirs.command(command, json!({}));
         let (ours, theirs) = (ours.pointer(at).expect("a disk"), theirs.pointer(at).expect("a disk"));
         for (key, value) in ours.as_object().expect("an object") {
-            // `active` came with QEMU 10.0, after the one that Debian 12 has.
+            // `active` was added in QEMU 10.0, after Debian 12's version.
             if key == "active" || key.starts_with("x-weir-") {
                 continue;
             }
@@ -162,7 +163,7 @@ fn disk_description_matches_qemu() {
     }
 }
 
-/// A list of properties or children by name, QEMU's in any order, without weir's own.
+/// Sorts a list of properties or children by name, without weir's own.
 fn by_name(list: &Value) -> Value {
     let Some(list) = list.as_array() else { return list.clone() };
     let mut list: Vec<_> = list
@@ -207,7 +208,7 @@ fn throttle_group_objects_match_qemu() {
         ("qom-get", json!({"path": "nope", "property": "limits"})),
         ("qom-set", set("limits", json!({"iops-total": 7, "iops-total-max": 9}))),
         ("qom-get", get("limits")),
-        // What is not named keeps its value.
+        // Members that are not named keep their values.
         ("qom-set", set("limits", json!({"iops-size": 4096}))),
         ("qom-get", get("limits")),
         ("qom-set", set("limits", json!({"iops-read": 4096}))),

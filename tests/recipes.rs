@@ -1,6 +1,6 @@
-//! What docs/recipes.md promises beside its commands, which the documents' own test runs: that
-//! libvirt takes what is written for it, there and elsewhere, and what clients see while weir is
-//! away.
+//! Claims of docs/recipes.md beside its commands, which the test of the documents runs: libvirt
+//! accepts the XML for it, there and in other documents, and clients survive a restart of weir as
+//! described.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use std::{
 
 use crate::harness::{TestClient, MIB, Scratch, Serve, Weir, nbdsh, need, search_path, text};
 
-/// A machine around devices: what libvirt's schema asks for.
+/// A virtual machine with these devices, as libvirt's schema requires it.
 fn machine(devices: &str) -> String {
     format!(
         "<domain type='kvm'><name>vm1</name><memory>1048576</memory><memoryBacking><source type='memfd'/>\
@@ -30,7 +30,7 @@ fn libvirt_accepts_the_disks() {
         TestClient::new("virt-xml-validate").args([text(&file), "domain"]).run()
     };
     let mut disks = 0;
-    // Debian's libvirt, 9.0, is a version too old for this.
+    // Debian's libvirt 9.0 is one version too old for this element.
     const NEWER: &str = "<reconnect delay='30'/>";
     for document in ["recipes.md", "virtual-machines.md", "migration.md"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(document);
@@ -47,7 +47,7 @@ fn libvirt_accepts_the_disks() {
     assert_ne!(judge("wrong", "<disk type='network'><bogus/></disk>").code(), 0, "it would say so");
 }
 
-/// A disk at a socket that stays, served by one weir after another.
+/// A disk on a socket with a fixed path, served by one weir process after another.
 struct RecipeSite {
     scratch: Scratch,
 }
@@ -68,7 +68,7 @@ impl RecipeSite {
     }
 }
 
-/// QEMU's client, which is told one command after another.
+/// An interactive qemu-io.
 struct QemuIoSession {
     child: Child,
     input: ChildStdin,
@@ -96,7 +96,7 @@ impl QemuIoSession {
         writeln!(self.input, "{command}").expect("it reads");
     }
 
-    /// What it says of the command it was told: whether that worked.
+    /// True if the last command succeeded, according to its output.
     fn succeeded(&mut self) -> bool {
         loop {
             let mut line = String::new();
@@ -148,9 +148,9 @@ fn qemu_continues_after_a_restart_of_weir() {
         let mut session = QemuIoSession::new(&site, more);
         assert!(session.run("write -P 5 0 4k"), "{more}");
         weir.stop();
-        assert!(!session.run("write -P 6 4k 4k"), "{more}: nobody is there");
+        assert!(!session.run("write -P 6 4k 4k"), "{more}: no server");
         let weir = site.serve();
-        // It tries to connect in its own time.
+        // QEMU retries the connection at its own interval.
         while !session.run("write -P 7 4k 4k") {}
         assert!(session.run("read -P 5 0 4k") && session.run("read -P 7 4k 4k"), "{more}");
         drop(session);
@@ -158,8 +158,8 @@ fn qemu_continues_after_a_restart_of_weir() {
     }
 }
 
-/// The pauses of the table, in seconds: `WEIR_PAUSES=1,10,60`, or the shortest. Pauses are the case
-/// here, so they are slept through; nothing is judged by how long anything took.
+/// The pauses of the table in seconds: `WEIR_PAUSES=1,10,60`, or the shortest. The pauses are the
+/// subject of the test, so it sleeps; it asserts no durations.
 fn pauses() -> Vec<Duration> {
     let said = std::env::var("WEIR_PAUSES").unwrap_or_else(|_| "1".to_owned());
     said.split(',').map(|text| Duration::from_secs(text.parse().expect("seconds"))).collect()
@@ -176,7 +176,7 @@ fn pauses_match_the_table() {
         patient.send("write -P 6 4k 4k");
         assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: it does not wait");
         thread::sleep(pause);
-        assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: nobody is there");
+        assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: no server");
         let weir = site.serve();
         assert!(patient.succeeded(), "{pause:?}: it has waited, and is sent again");
         assert!(patient.run("read -P 6 4k 4k"), "{pause:?}");

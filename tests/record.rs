@@ -1,4 +1,5 @@
-//! `weir record`: what is asked of a daemon's disks ends up in a file, whoever goes first.
+//! `weir record`: requests to a daemon's disks are written to a file, whether the command or the
+//! daemon ends first.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +27,7 @@ use crate::harness::{
     wire::{CMD_READ, RawNbdRequest},
 };
 
-/// The command while it records.
+/// A running `weir record`.
 pub(crate) struct RunningRecorder {
     child: Child,
     said: BufReader<ChildStderr>,
@@ -34,7 +35,7 @@ pub(crate) struct RunningRecorder {
 }
 
 impl RunningRecorder {
-    /// Returns once it records.
+    /// Returns once the recording has started.
     #[track_caller]
     pub(crate) fn begin(scratch: &Scratch, to: &Path, of: &[&str]) -> Self {
         let mut command = Command::new(WEIR);
@@ -51,14 +52,14 @@ impl RunningRecorder {
         kill(Pid::from_raw(self.child.id().cast_signed()), signal).expect("it runs");
     }
 
-    /// Its status, and what it has said.
+    /// Waits for its end; returns its status and its messages.
     fn wait(mut self) -> (Option<i32>, String) {
         let mut said = String::new();
         self.said.read_to_string(&mut said).expect("it speaks UTF-8");
         (self.child.wait().expect("it is ours").code(), said)
     }
 
-    /// What it has recorded, by Ctrl-C.
+    /// Ends the recording with SIGINT; returns its content.
     #[track_caller]
     pub(crate) fn end(self) -> RecordedRequests {
         self.signal(Signal::SIGINT);
@@ -71,7 +72,7 @@ impl RunningRecorder {
     }
 }
 
-/// Requests: disk, what it was, and what held it.
+/// Requests: disk, operation, throttle cause.
 pub(crate) struct RecordedRequests(Vec<[String; 3]>);
 
 impl RecordedRequests {
@@ -91,7 +92,7 @@ impl RecordedRequests {
         Self(lines.map(request).collect())
     }
 
-    /// How many of what on which disk.
+    /// Number of requests by disk and operation.
     fn counts(&self) -> BTreeMap<(&str, &str), u64> {
         let mut counts = BTreeMap::new();
         for [disk, op, _] in &self.0 {
@@ -101,7 +102,7 @@ impl RecordedRequests {
     }
 }
 
-/// How many requests fio says that it has made, and has seen answered.
+/// Runs fio; returns the number of requests that it reports as completed.
 #[track_caller]
 pub(crate) fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
     let printed = TestClient::new("fio")
@@ -109,7 +110,7 @@ pub(crate) fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
         .args(["--size=16M".to_owned(), format!("--rw={rw}"), format!("--number_ios={requests}")])
         .arg(format!("--uri={}", weir.uri(disk)))
         .succeeds();
-    // It says first that it is connected.
+    // fio prints a line about the connection first.
     let json = printed.find('{').map(|from| &printed[from..]).expect("an object");
     let told: Value = serde_json::from_str(json).expect("it is JSON");
     let job = &told["jobs"][0];
@@ -163,7 +164,7 @@ fn file_name_selects_the_format() {
         assert_contains(&said, &["300 requests in "]);
     }
     weir.stop();
-    // As text it tells as much as a recording.
+    // The text format has the same columns as a recording.
     let as_recorded = TestClient::new("zstd").args(["-dcq", text(&files[0])]).succeeds();
     let header = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n";
     assert!(as_recorded.starts_with(header), "{as_recorded}");
@@ -177,7 +178,8 @@ fn file_name_selects_the_format() {
     for file in &files[1..] {
         assert_eq!(told(file)["requests"], 300);
     }
-    // fio asks for 16 at a time and gets 200 in a second: how many have to wait is the machine's.
+    // fio keeps 16 in flight at 200 a second; the number of throttled requests depends on the
+    // machine.
     let measured = &told(&files[2])["measured"];
     let [waited, latency] =
         ["waited-ns", "latency-ns"].map(|of| measured[of]["mean"].as_f64().expect("a number"));
@@ -195,7 +197,7 @@ fn text_recording_survives_a_kill_of_the_command() {
         fio(&weir, "a", "randread", 300);
         let info = || crate::harness::weir(&["trace", "info", "--json", text(&file)]).run();
         let end = Instant::now() + DEADLINE;
-        // Cut off, it is read as far as it goes.
+        // A truncated file is readable up to its last complete block.
         while !info().stdout().contains("\"requests\": 300") {
             assert!(Instant::now() < end, "{name}: it is not there: {}", info().stderr());
             pause();
@@ -213,7 +215,7 @@ fn merged_requests_are_recorded_separately() {
     let weir = start(&scratch, &[]);
     let file = scratch.path("merged.recording");
     let recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
-    // Sent as one piece, so that they are received together and lie side by side.
+    // Sent in one piece, so that they are received together and are adjacent.
     let lengths = [16384, 512, 4096, 65536].repeat(8);
     let mut offset = 0;
     let ranges = lengths.iter().map(|&length| {
@@ -257,14 +259,14 @@ fn recording_covers_named_disks_and_groups() {
     let file = scratch.path("gold.recording");
     let recorder = RunningRecorder::begin(&scratch, &file, &["gold"]);
     fio(&weir, "a", "read", 100);
-    // It joins.
+    // Disk b joins the group.
     run_ok(&scratch, &["throttle", "b", "--group", "gold"]);
     fio(&weir, "b", "read", 200);
     let recorded = recorder.end();
     assert_eq!(recorded.counts().get(&("b", "read")), Some(&200));
     assert!(recorded.0.iter().all(|[disk, ..]| disk == "b"), "{:?}", recorded.counts());
 
-    // One that goes leaves what it was asked.
+    // The requests of a removed disk stay in the recording.
     let recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
     fio(&weir, "a", "write", 50);
     fio(&weir, "b", "write", 50);
@@ -293,7 +295,7 @@ fn recording_covers_named_disks_and_groups() {
     weir.stop();
 }
 
-/// Waits until nothing is recorded.
+/// Waits until no recording is running.
 fn wait_for_none(weir: &Weir, scratch: &Scratch) {
     weir.wait_for_log("a recording has ended");
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
@@ -309,16 +311,16 @@ fn a_recording_ends_when_its_time_is_over() {
     let file = scratch.path("short.recording");
     run_ok(&scratch, &["record", "--for", "10ms", "--output", text(&file)]);
     wait_for_none(&weir, &scratch);
-    // And to standard output.
+    // Output to standard output.
     let printed = self::weir(&["record", "--for", "10ms", "--output", "-", "--qmp", &socket(&scratch)]).run();
     assert_contains(&printed.stdout(), &["weir recording 2\n"]);
-    // What a file has that it goes into is not this command's.
+    // Existing content of the output file is kept.
     let others = scratch.file("others", "before\n");
     let script =
         format!("{WEIR} record --for 10ms --output - --qmp {} >> {}", socket(&scratch), text(&others));
     TestClient::new("sh").args(["-c", &script]).succeeds();
     assert!(fs::read(&others).expect("it is there").starts_with(b"before\n"));
-    // Of a recording that never began nothing is left.
+    // If the recording cannot begin, no file is left.
     let never = scratch.path("never");
     run_failing(&scratch, &["record", "nobody", "--output", text(&never)]);
     assert!(!never.exists());
@@ -399,12 +401,12 @@ fn daemon_records_to_its_directory() {
     assert_eq!(running[0]["directory"].as_str(), Some(text(&directory)), "{running:#}");
     let refused = qmp.command_error("x-weir-record-stop", json!({ "id": running[0]["id"] }));
     assert_contains(&refused.1, &["is the daemon's own (take `record` out of what it was started with)"]);
-    // Beside it, another.
+    // A second recording beside the daemon's own.
     let recorder = RunningRecorder::begin(&scratch, &scratch.path("more.recording"), &["a"]);
     assert_eq!(fio(&daemon, "a", "write", 20), 20);
     assert_eq!(recorder.end().counts()[&("a", "write")], 20);
 
-    // Another directory would be outside of the sandbox, if weir is in one.
+    // Another directory may be outside of the sandbox, if it is enabled.
     config("record = { directory = \"nowhere\" }");
     assert_contains(&run_failing(&scratch, &["reload"]), &["nowhere: recordings cannot be written there"]);
     config("");
@@ -417,7 +419,7 @@ fn daemon_records_to_its_directory() {
     config("record = { directory = \"day\", keep = \"3h\" }");
     assert_contains(&run_ok(&scratch, &["reload"]), &["keep=10800s"]);
     assert_eq!(fio(&daemon, "a", "write", 30), 30);
-    // Another would remove what this one keeps.
+    // A second daemon would delete the files of the first.
     let other = Serve::with_own_scratch().args(["memory:1M", "--record", text(&directory)]);
     let said = format!(
         "record: {}: another daemon records there (give each a directory of its own)",
@@ -456,7 +458,7 @@ fn full_directory_suspends_recording() {
     let scratch = Scratch::new();
     let mount = scratch.path("mount");
     fs::create_dir(&mount).expect("it can be made");
-    // Room for a file's head, and for no block.
+    // Space for the header of a file, and for no block.
     let script = r#"mount -t tmpfs -o size=4k record "$0" && dd if=/dev/zero of="$0/full" bs=4k count=1 2>/dev/null && exec "$@""#;
     let weir = Serve::new(&scratch)
         .args(["memory:16M", "--name", "a", "--qmp", &socket(&scratch), "--record", text(&mount)])
@@ -468,7 +470,7 @@ fn full_directory_suspends_recording() {
     let pid = weir.pid().to_string();
     let inside = ["--mount", "--target", &pid, "mount", "-o", "remount,size=16M", text(&mount)];
     TestClient::new("nsenter").args(inside).succeeds();
-    // Asked until it is written again, and the daemon ends.
+    // A load runs until the recording continues and the daemon ends.
     let uri = weir.uri("a");
     thread::scope(|scope| {
         let load = TestClient::new("fio")

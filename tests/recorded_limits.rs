@@ -1,4 +1,4 @@
-//! Limits in recordings: `weir report` draws those that were in force, as they changed.
+//! Limits in recordings: `weir report` draws the limits in force, and their changes.
 
 use std::{collections::BTreeSet, fs};
 
@@ -11,7 +11,7 @@ use crate::{
     record::{RunningRecorder, fio},
 };
 
-/// A disk that is limited by itself and by a group that it enters and leaves.
+/// A disk with its own limit and the limit of a group that it joins and leaves.
 #[test]
 fn a_recording_has_the_limits_that_were_in_force() {
     let scratch = Scratch::new();
@@ -47,7 +47,7 @@ fn a_recording_has_the_limits_that_were_in_force() {
     let [a, gold] = [["400", "500"], ["700", "800"]];
     let all = (a.map(str::to_owned).into(), gold.map(str::to_owned).into());
     assert_eq!(named(&[text(&recording)]), all);
-    // A copy keeps them, and so does the directory of the config.
+    // A converted copy contains them, and so does the daemon's own recording.
     let copy = scratch.path("copy.recording");
     weir(&["trace", "convert", text(&recording), text(&copy)]).succeeds();
     assert_eq!(named(&[text(&copy)]), all);
@@ -59,8 +59,8 @@ fn a_recording_has_the_limits_that_were_in_force() {
     assert_eq!(replaced, (BTreeSet::from(["450".to_owned()]), BTreeSet::new()));
 }
 
-/// The values of `iops-total` that a page names, of the disk and of its group, in the legend or in
-/// the note on limits above the range: the rates that were reached decide which.
+/// The values of `iops-total` on a page, of the disk and of its group, in the legend or in the note
+/// on limits above the shown range; the measured rates decide which of the two.
 fn limits_in(page: &str) -> (BTreeSet<String>, BTreeSet<String>) {
     let items = page.split("</svg>").skip(1).filter_map(|rest| rest.split("</li>").next());
     let notes = page.split("Above the range shown: ").skip(1).filter_map(|rest| rest.split(".</p>").next());

@@ -1,4 +1,4 @@
-//! The config file is checked, and read again while the daemon serves.
+//! The config file: checks, and reloads while the daemon serves.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ use crate::{
     vhost_user::{features, front_end},
 };
 
-/// A daemon with a config file that can be written anew.
+/// A daemon with a config file that tests rewrite.
 struct ReloadedDaemon {
     scratch: Scratch,
     file: PathBuf,
@@ -62,19 +62,19 @@ impl ReloadedDaemon {
         entries.iter().map(|entry| entry["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// What is in force of a disk or a group.
+    /// A setting in force of a disk or a group.
     fn setting(&self, list: &str, name: &str, key: &str) -> Value {
         find(&status(&self.scratch, "0"), list, name)[key].clone()
     }
 
-    /// It is refused, and said so before it is done.
+    /// Asserts that the reload fails, and that the dry run reports the same errors.
     #[track_caller]
     fn assert_rejected(&self, disks: &str, said: &[&str]) {
         self.assert_rejected_on_apply(disks, said);
         assert_contains(&run_failing(&self.scratch, &["reload", "--dry-run"]), said);
     }
 
-    /// What only the deed shows.
+    /// Asserts that the reload fails with errors that a dry run cannot detect.
     #[track_caller]
     fn assert_rejected_on_apply(&self, disks: &str, said: &[&str]) {
         let before = without_counters(status(&self.scratch, "0"));
@@ -86,7 +86,7 @@ impl ReloadedDaemon {
     }
 }
 
-/// Without what changes by itself.
+/// The status without counters.
 fn without_counters(mut status: Value) -> Value {
     let members = status.as_object_mut().unwrap();
     members.retain(|key, _| ["disks", "groups", "exports"].contains(&key.as_str()));
@@ -102,7 +102,7 @@ fn without_counters(mut status: Value) -> Value {
 fn with_daemon(scratch: &Scratch, disks: &str) -> String {
     let nbd = text(&scratch.socket("nbd")).to_owned();
     let qmp = socket(scratch);
-    // Where what comes later may lie.
+    // The sandbox must allow images that are added later.
     format!("[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\nimage-root = \".\"\n{disks}")
 }
 
@@ -113,8 +113,8 @@ fn the_difference_is_applied_as_one_change() {
     let (mut wire, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "a");
     assert_eq!(run_ok(&party.scratch, &["reload", "--dry-run"]), "nothing would change\n");
     assert_eq!(run_ok(&party.scratch, &["reload"]), "nothing has changed\n");
-    // Promises change hands, which is too much one after the other; b goes and c comes, with an
-    // image of its own; a limit of a's own; what was changed and not saved is taken back.
+    // Reservations are swapped, which does not fit one after another; b is removed and c added,
+    // with a new image; a gets a limit; a change that was not saved is undone.
     run_ok(&party.scratch, &["throttle", "gold", "--weight", "7"]);
     party.scratch.sparse("c.raw", MIB);
     party.write(
@@ -166,13 +166,13 @@ disk    c       added
     );
     assert_eq!(party.setting("disks", "a", "limits"), json!({ "iops-read": 50 }));
     assert_eq!(party.setting("disks", "c", "iops-reservation"), 700);
-    // Who was connected still is, and who comes finds what there is.
+    // Connected clients stay connected, and new ones see the new exports.
     wire.read(0, 512).unwrap();
     drop(wire);
     let list = TestClient::new("nbdinfo").args(["--list", &uri]).succeeds();
     assert!(list.contains("export=\"c\"") && !list.contains("export=\"b\""), "{list}");
     assert_eq!(run_json(&party.scratch, &["reload", "--json"]), json!([]));
-    // And back, by a signal.
+    // Back to the first config, by SIGHUP.
     party.write(BEFORE);
     party.weir.signal(Signal::SIGHUP);
     party.weir.wait_for_log("the config file was read again");
@@ -182,7 +182,7 @@ disk    c       added
     assert_contains(&log, &["reloaded"]);
 }
 
-/// Groups and disks by chance, which may promise more than there is.
+/// Random groups and disks, whose reservations may exceed the limits.
 fn random_config(random: &mut fastrand::Rng) -> String {
     let mut text = "\n[group.host]\niops-total = 1000\n".to_owned();
     let groups: Vec<_> = ["gold", "silver", "tin"].into_iter().filter(|_| random.bool()).collect();
@@ -220,7 +220,7 @@ fn reload_and_start_yield_the_same_state() {
     let found = |scratch: &Scratch| {
         let mut status = without_counters(status(scratch, "0"));
         for export in status["exports"].as_array_mut().unwrap() {
-            // The directory is another.
+            // The directories differ.
             let address = export["address"].as_str().unwrap();
             export["address"] = address.rsplit('/').next().unwrap().into();
         }
@@ -256,7 +256,7 @@ fn invalid_config_is_named_and_changes_nothing() {
     let party = ReloadedDaemon::new(BEFORE);
     let line = |old: &str, new: &str| {
         assert_eq!(BEFORE.matches(old).count(), 1, "{old}");
-        // With a change that alone could be.
+        // The invalid line comes with a valid change, which must not be applied.
         BEFORE.replace(old, new).replace("iops-total = 1000", "iops-total = 2000")
     };
     party.assert_rejected(
@@ -300,7 +300,7 @@ fn invalid_config_is_named_and_changes_nothing() {
             "the sandbox does not let this daemon make devices",
         ],
     );
-    // The last step fails, behind all that could be done: an export has gone, two have come.
+    // The last step fails, after an export was removed and two were added.
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
@@ -319,10 +319,10 @@ fn invalid_config_is_named_and_changes_nothing() {
     );
     let events = qmp.command("x-weir-query-events", json!({}));
     assert_eq!(qmp.count_events("X_WEIR_SETTINGS_CHANGED"), 0, "no limit has changed");
-    assert_eq!(qmp.count_events("BLOCK_EXPORT_DELETED"), 0, "nobody has heard of it, or it is there");
+    assert_eq!(qmp.count_events("BLOCK_EXPORT_DELETED"), 0, "an event was sent, but the export exists");
     let kinds = events.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap());
     let kinds: Vec<_> = kinds.filter(|kind| kind.contains("added") || kind.contains("changed")).collect();
-    assert!(kinds.is_empty(), "nothing of it has happened: {kinds:?}");
+    assert!(kinds.is_empty(), "no event was sent: {kinds:?}");
     let (busy, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
     party.assert_rejected(without_b, &["export b of disk b: in use: client ", &format!("({})", std::process::id())]);
@@ -416,7 +416,7 @@ fn exports_follow_their_listeners() {
         &said,
         &["export  x     removed at unix:", "export  a     removed at unix:", "export  a     added at unix:"],
     );
-    assert!(!other.exists(), "nobody is served there");
+    assert!(!other.exists(), "no listener");
     let list = TestClient::new("nbdinfo")
         .args(["--list", &format!("nbd+unix:///?socket={}", text(&party.scratch.socket("nbd")))])
         .succeeds();
@@ -461,7 +461,7 @@ fn service_manager_is_notified_of_a_reload() {
     let weir =
         Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).env("NOTIFY_SOCKET", &notify).start();
     assert_eq!(heard().trim_end(), "READY=1");
-    // With a mistake it is still at work.
+    // A mistake in the file does not stop the daemon.
     fs::write(&file, "[disk.a]\n").unwrap();
     for said in ["nothing has changed: ", "nothing has changed: "] {
         weir.signal(Signal::SIGHUP);
@@ -497,7 +497,7 @@ fn all_errors_of_a_file_are_reported_together() {
         let outcome = weir(check).run();
         assert_eq!((outcome.code(), outcome.stderr()), (1, expect.clone()));
     }
-    // A start stops at the first.
+    // A start stops at the first mistake.
     let first = expect.lines().next().unwrap();
     let outcome = weir(&["serve", "--config", text(&file)]).run();
     assert_eq!((outcome.code(), outcome.stderr().trim_end()), (1, first));
@@ -549,7 +549,7 @@ fn check_finds_image_conflicts_of_a_start() {
             assert_eq!((outcome.code(), outcome.stderr()), (1, format!("weir: {started}\n")));
         }
     }
-    // What a start opens is right.
+    // Configs that a start accepts pass the check.
     for disks in [
         [disk("a", "a.raw", "read-only = true"), disk("b", "soft.raw", "read-only = true")],
         [disk("a", "over.qcow2", ""), disk("b", "hard.raw", "read-only = true")],
@@ -578,7 +578,7 @@ fn a_config_is_checked_while_it_is_served() {
     assert_eq!(check().succeeds(), right);
     let daemon = serve(&scratch, &file);
     assert_eq!(weir(&["check-config", text(&file)]).succeeds(), right);
-    // Who asks whether a daemon could start hears what that one has.
+    // A check of a start finds the locks of the running daemon.
     let outcome = check().run();
     assert_eq!(outcome.code(), 1);
     let said = outcome.stderr();
@@ -595,7 +595,7 @@ fn a_config_is_checked_while_it_is_served() {
         assert_contains(lines.next().unwrap_or(&said), &[&place, &why]);
     }
     assert_eq!(lines.next(), None, "{said}");
-    // Nothing of it was held, nobody has called, and the daemon goes on.
+    // The check took no locks and made no connections, and the daemon continues.
     assert_eq!(status(&scratch, "0")["disks"][0]["connections"], 0);
     assert!(!daemon.log_text().contains("WARN"), "{}", daemon.log_text());
     daemon.stop();
@@ -611,7 +611,7 @@ fn a_config_is_checked_while_it_is_served() {
 #[test]
 fn check_counts_warnings_of_a_start() {
     let scratch = Scratch::new();
-    // More than any machine has.
+    // More memory than any machine has.
     let file = scratch.file("weir.toml", with_daemon(&scratch, "\n[disk.a]\nimage = \"memory:8T\"\n"));
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_contains(&outcome.stderr(), &["disks in memory have"]);

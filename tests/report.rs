@@ -1,9 +1,8 @@
-//! `weir report`: results as tables, as a page that a browser shows as it should, and two of them
-//! compared.
+//! `weir report`: results as tables, as a page in a browser, and two results compared.
 //!
-//! The page is looked at by Chromium, in the widths and the colours that readers have: a page of
-//! [`MEASURING`] has it in frames, and writes down what it finds there. Pictures are measured too,
-//! for what a layout does not tell: whether anything is seen at all.
+//! Chromium renders the page in the widths and colour schemes of readers: [`MEASURING`] shows it in
+//! frames and measures the layout. Screenshots are measured as well, because a layout does not show
+//! whether anything is visible.
 
 use std::{f64::consts::TAU, fs, path::Path};
 
@@ -11,10 +10,10 @@ use serde_json::{Value, json};
 
 use crate::harness::{TestClient, Scratch, assert_contains, text, weir};
 
-/// Writes down what a browser makes of `page.html` in frames of several kinds, and of pictures.
+/// A page that measures `page.html` in several frames, and screenshots of it.
 ///
-/// `outside` are letters that leave their chart, `touching` letters that touch others of the same
-/// chart: both cannot be read.
+/// `outside` are labels that leave their chart, `touching` labels that overlap others of the same
+/// chart: neither can be read.
 const MEASURING: &str = r##"<!DOCTYPE html><html><body>
 <iframe src="page.html" style="width:1200px;height:900px;border:0"></iframe>
 <iframe src="page.html" style="width:360px;height:800px;border:0"></iframe>
@@ -63,7 +62,7 @@ addEventListener('load', () => {
 });
 </script></body></html>"##;
 
-/// Samples around a middle, each elsewhere, and the same in every run.
+/// Samples around a mean, deterministic.
 fn samples(middle: f64) -> Vec<f64> {
     (0..9).map(|number| middle * (1.0 + 0.01 * (f64::from(number) * TAU / 9.0).sin())).collect()
 }
@@ -140,7 +139,7 @@ fn keep(scratch: &Scratch, name: &str, result: &Value) -> String {
 
 fn chromium(directory: &Path, page: &str, options: &[&str]) -> TestClient {
     let profile = format!("--user-data-dir={}", directory.join("profile").display());
-    // Its sandbox needs what root in a container does not have, and the pages are our own.
+    // Chromium's sandbox needs privileges that root in a container lacks; the pages are trusted.
     let always = [
         "--headless",
         "--no-sandbox",
@@ -162,7 +161,7 @@ fn photograph(directory: &Path, file: &str, size: &str, options: &[&str]) {
     assert!(!said.contains("CONSOLE"), "{said}");
 }
 
-/// The result of [`MEASURING`].
+/// The measurements of [`MEASURING`].
 fn measured(directory: &Path) -> Value {
     let dumped =
         chromium(directory, "measuring.html", &["--allow-file-access-from-files", "--dump-dom"]).succeeds();
@@ -188,7 +187,7 @@ fn page_is_readable_on_desktop_phone_and_in_dark_colours() {
     assert_eq!(frames.len(), 3, "{found:#}");
     for (frame, (wide, dark)) in frames.iter().zip([(1200, false), (360, false), (360, true)]) {
         assert_eq!((&frame["wide"], &frame["dark"]), (&json!(wide), &json!(dark)), "{frame:#}");
-        assert!(frame["content"].as_u64() <= Some(wide), "it moves sideways: {frame:#}");
+        assert!(frame["content"].as_u64() <= Some(wide), "it scrolls sideways: {frame:#}");
         assert_eq!((&frame["charts"], &frame["drawn"]), (&json!(3), &json!(3)), "{frame:#}");
         assert!(frame["lowest"].as_f64() >= Some(10.0), "letters are too small: {frame:#}");
         assert_eq!((&frame["outside"], &frame["touching"]), (&json!([]), &json!([])), "{frame:#}");
@@ -315,7 +314,7 @@ fn two_results_are_compared() {
     assert_eq!(told["measures"][0]["verdict"], "worse", "{told:#}");
 }
 
-/// The recording of a disk that is held to 50 IOPS, made by a simulation.
+/// The recording of a disk limited to 50 IOPS, made by a simulation.
 fn recording(scratch: &Scratch) -> String {
     let mut trace = "time_ns,disk,op,offset,length\n".to_owned();
     for number in 0..2000_u64 {
@@ -378,7 +377,7 @@ fn report_and_trace_info_have_equal_figures() {
     };
     let duration = lasts(&info, "\n\n", " from the first arrival to the last completion.");
     assert_eq!(lasts(&report, "When", "\n"), duration, "{report}{info}");
-    // Rows of the disk, whose last cell is the share of the requests that each limit held.
+    // The row of the disk; its last cell is the share of the requests that each limit throttled.
     let row = |text: &str, heading: &str| -> Vec<String> {
         let after = text.split_once(heading).unwrap_or_else(|| panic!("no {heading:?}: {text}")).1;
         let row = after.lines().find(|line| line.trim_start().starts_with("vm1")).expect("a row");
@@ -419,7 +418,7 @@ fn recording_page_is_readable_on_desktop_and_phone() {
         measured(directory)["frames"].as_array().expect("a list").iter().zip([1200, 360, 360])
     {
         assert_eq!(&frame["wide"], &json!(wide), "{frame:#}");
-        assert!(frame["content"].as_u64() <= Some(wide), "it moves sideways: {frame:#}");
+        assert!(frame["content"].as_u64() <= Some(wide), "it scrolls sideways: {frame:#}");
         assert_eq!((&frame["outside"], &frame["touching"]), (&json!([]), &json!([])), "{frame:#}");
         assert_eq!((&frame["stacked"], &frame["cut"]), (&json!(22), &json!([])), "{frame:#}");
     }

@@ -1,6 +1,5 @@
-//! What the daemon gives up once it serves: that every thread has, that serving goes on as before,
-//! and what it says of what it cannot do any more. What a thread can still do is tried in
-//! `crates/sandbox/src/tests.rs`.
+//! The sandbox from outside: it applies to every thread, serving continues, and errors explain
+//! rejected operations. `crates/sandbox/src/tests.rs` tests the rights of a thread.
 
 use std::{
     fs,
@@ -18,7 +17,7 @@ use crate::harness::{
     text,
 };
 
-/// A field of every thread's status.
+/// The distinct values of a field of every thread's status.
 fn of_threads(weir: &Weir, field: &str) -> Vec<String> {
     let threads = fs::read_dir(format!("/proc/{}/task", weir.pid())).unwrap();
     let field = format!("{field}:");
@@ -96,11 +95,11 @@ fn unprivileged_user_serves_files_opened_by_root() {
     assert_eq!(of_threads(&weir, "Uid"), [[nobody; 4].map(|uid| uid.to_string()).join("\t")]);
     assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000000"]);
     assert_eq!(fs::metadata(weir.socket()).unwrap().uid(), nobody.as_raw());
-    // It is still root's to command.
+    // Root can still control it.
     assert!(run_ok(&scratch, &["status", "--interval", "0"]).contains("a "));
     assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{}\n", weir.pid()));
     weir.stop();
-    // The directory is root's: it cannot be removed, and names nobody.
+    // Only root may remove the file from its directory, so it is truncated.
     assert_eq!(fs::read_to_string(&pid_file).unwrap(), "");
 }
 

@@ -1,5 +1,5 @@
-//! Signals: what was acknowledged is in the file, what is in flight is finished, and a second
-//! signal does not wait.
+//! Signals: acknowledged writes are in the file, requests in flight complete, and a second signal
+//! ends the daemon at once.
 
 use std::{fs, os::unix::process::ExitStatusExt as _};
 
@@ -21,7 +21,7 @@ fn writes_acknowledged_before_sigterm_are_in_the_file() {
         let block = |number: u64| vec![(number % 255 + 1) as u8; BLOCK as usize];
         let mut acknowledged = Vec::new();
         let mut sent = 0;
-        // Sixteen in flight, until the daemon hangs up; the signal comes in the middle.
+        // Sixteen in flight, until the daemon disconnects; the signal arrives in between.
         loop {
             let more = sent < 16 + acknowledged.len() as u64 && sent < 4096;
             let taken = more && {
@@ -52,12 +52,12 @@ fn writes_acknowledged_before_sigterm_are_in_the_file() {
     }
 }
 
-/// A client whose write has been taken in by a daemon that delays it.
+/// A client whose write the daemon has received, and delays.
 #[track_caller]
 fn writing(weir: &Weir) -> RawNbdClient {
     let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "memory");
     client.request(RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
-    // Answered at once, so the write before it has been taken in.
+    // The reply to this read proves that the write before it was received.
     client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 4 }, &[]);
     assert_eq!(client.simple_reply(), (0, 2));
     assert_eq!(client.receive::<4>(), [0; 4]);
@@ -74,12 +74,12 @@ fn requests_in_flight_complete_before_the_end() {
     assert!(weir.wait().0.success());
 }
 
-/// As `timeout` of coreutils does: it signals its child and then its process group.
+/// As coreutils' `timeout` does: it signals its child and then its process group.
 #[test]
 fn two_simultaneous_signals_count_once() {
     let weir = Serve::with_own_scratch().args(["memory:1M", "--delay", "write=1s"]).start();
     let mut client = writing(&weir);
-    // Two different ones: of one kind a second could be lost before the first is heard.
+    // Different signals: a second one of the same kind could be coalesced.
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCONT] {
         weir.signal(signal);
     }
@@ -96,9 +96,9 @@ fn a_second_signal_does_not_wait() {
         let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1000s"]).start();
         let _client = writing(&weir);
         weir.signal(Signal::SIGTERM);
-        // It says that it is ending, and does not end, because of the write.
+        // The shutdown has begun, and waits for the write.
         weir.wait_for_log("SIGTERM");
-        // What comes within a second of the first repeats it: somebody who means it does so again.
+        // A signal within a second of the first is ignored, so it is repeated.
         let (status, log) = weir.wait_signalling(second);
         assert_eq!(status.code(), Some(1), "{log}");
         assert_contains(&log, &[&format!("weir: {second}: ended at once after a second request")]);
@@ -146,7 +146,7 @@ fn client_that_does_not_read_does_not_delay_the_end() {
     let (mut deaf, _) = RawNbdClient::negotiated(weir.socket(), "memory");
     deaf.limit_writing();
     let read = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
-    // More than the daemon takes in, so that it has requests left when it is told to stop.
+    // More requests than the daemon receives, so that some are pending when it is stopped.
     while deaf.try_send(&read) {}
     weir.stop();
 }

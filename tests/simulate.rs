@@ -1,5 +1,5 @@
-//! `weir simulate` against `weir serve`: the same requests, the same limits, the same instants; and
-//! what the command prints and refuses.
+//! `weir simulate` against `weir serve`: the same requests and limits yield the same times; and the
+//! command's output and errors.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +25,7 @@ struct TimedRequest {
     length: u32,
 }
 
-/// 300 requests in two seconds, in bursts; each lies away from all others, so none are merged.
+/// 300 requests in two seconds, in bursts, with gaps between them, so that none are merged.
 fn requests() -> Vec<TimedRequest> {
     let mut random = fastrand::Rng::with_seed(42);
     let mut at = Duration::ZERO;
@@ -49,7 +49,7 @@ fn csv(requests: &[TimedRequest]) -> String {
     csv
 }
 
-/// When each request is done by the simulation, in the order of the trace.
+/// Completion time of each request in the simulation, in the order of the trace.
 fn simulated(scratch: &Scratch, requests: &[TimedRequest], limits: &[&str]) -> Vec<Duration> {
     let trace = scratch.file("trace.csv", csv(requests));
     let events = scratch.path("events.csv");
@@ -65,7 +65,7 @@ fn simulated(scratch: &Scratch, requests: &[TimedRequest], limits: &[&str]) -> V
     done
 }
 
-/// When each request was answered that was sent at its time, whatever had become of the others.
+/// Sends each request at its time, regardless of earlier completions; returns the completion times.
 fn replayed(socket: &Path, requests: &[TimedRequest]) -> Vec<Duration> {
     let mut stream = connected(socket);
     let mut answers = stream.try_clone().unwrap();
@@ -86,7 +86,7 @@ fn replayed(socket: &Path, requests: &[TimedRequest]) -> Vec<Duration> {
             }
             done
         });
-        // The first is on time: a bucket's clock begins with it.
+        // The first one is exactly on time: the bucket's clock starts with it.
         let began = Instant::now();
         for (number, request) in (0..).zip(requests) {
             let TimedRequest { at, write, offset, length } = *request;
@@ -99,7 +99,7 @@ fn replayed(socket: &Path, requests: &[TimedRequest]) -> Vec<Duration> {
             };
             let mut bytes = header.compact();
             bytes.resize(bytes.len() + if write { length as usize } else { 0 }, 0);
-            // Asleep for most of it: what is awaited is the clock.
+            // Sleep for most of it, then spin: the time of sending must be exact.
             while let Some(rest) = at.checked_sub(began.elapsed()).filter(|rest| !rest.is_zero()) {
                 if rest > Duration::from_millis(1) {
                     thread::sleep(rest - Duration::from_millis(1));
@@ -112,7 +112,7 @@ fn replayed(socket: &Path, requests: &[TimedRequest]) -> Vec<Duration> {
     })
 }
 
-/// A connection on which a flush has been answered: the daemon is ready, and no limit has noticed.
+/// A connection on which a flush was answered: the daemon is ready, and no limit was charged.
 fn connected(socket: &Path) -> UnixStream {
     let (mut wire, _) = RawNbdClient::negotiated(socket, "null");
     wire.request(RawNbdRequest { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 }, &[]);
@@ -120,14 +120,14 @@ fn connected(socket: &Path) -> UnixStream {
     wire.into_stream()
 }
 
-/// What is sent late, or answered late, is done later and never sooner: so a daemon on a slow
-/// machine is behind the simulation, and on none is it ahead. How far it is behind is a row of
-/// `make bench`, `simulate-agrees`.
+/// A late request or reply is completed later, never earlier: a daemon on a slow host lags behind
+/// the simulation, and on no host is it ahead. The size of the lag is a row of `make bench`,
+/// `simulate-agrees`.
 #[test]
 fn a_daemon_is_never_ahead_of_what_was_simulated() {
     let scratch = Scratch::new();
     let requests = requests();
-    // Apart: where they share a limit, whose turn it is depends on a microsecond.
+    // One limit at a time: with a shared limit the order could depend on a microsecond.
     let limits = [
         ["--iops-read", "60"],
         ["--iops-read-max", "80"],
@@ -268,7 +268,7 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
         &printed,
         &["AT ETCD, A SECOND", "all hosts", "unused while a host waits", "the leader dies"],
     );
-    // What has no figure says why.
+    // A missing figure is explained.
     let printed = cluster(&["hosts=5,disks=1,seconds=4,busy=0"]).succeeds();
     assert_contains(
         &printed,

@@ -1,7 +1,6 @@
-//! How a daemon starts, and what is said when it cannot: the image, the address, the command line,
-//! the config file.
+//! Start of a daemon and its errors: the image, the address, the command line, the config file.
 //!
-//! Each message names what is wrong, why, and what to do.
+//! Each message names the error, its reason, and a remedy.
 
 use std::{
     fs,
@@ -42,7 +41,7 @@ fn permissions_are_named() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     fs::set_permissions(&image, fs::Permissions::from_mode(0o400)).unwrap();
-    // Root is not asked for permission, unless it gives up the capabilities that say so.
+    // Root passes permission checks, unless it drops these capabilities.
     let given_up = "-dac_override,-dac_read_search";
     let without = ["setpriv", "--bounding-set", given_up, "--inh-caps", given_up];
     let root = nix::unistd::geteuid().is_root();
@@ -100,7 +99,7 @@ fn usage_errors_have_status_2() {
     }
     let nothing = weir(&[]).run();
     assert_eq!(nothing.code(), 2);
-    // What there is, without what weir runs by itself.
+    // The list of commands, without those that weir runs internally.
     assert_contains(&nothing.stderr(), &["Usage: weir <COMMAND>", "\n  serve ", "\n  status "]);
     assert!(!nothing.stderr().contains("attach-keeper"), "{}", nothing.stderr());
     let version = weir(&["--version"]).succeeds();
@@ -193,7 +192,7 @@ description = "scratch space"
 #[test]
 fn paths_in_a_config_are_relative_to_it() {
     let scratch = Scratch::new();
-    // Beside the sockets, whose paths are short.
+    // Beside the sockets, in a directory with a short path.
     let [config, image] = ["weir.toml", "vm1.raw"].map(|name| scratch.socket(name));
     fs::write(image, [7; 4096]).unwrap();
     let two = "export = [{ type = \"nbd\", listen = \"unix:two\" }]";
@@ -212,7 +211,7 @@ fn socket_activation_and_readiness() {
     let control = format!("unix:{}", text(&scratch.socket("control")));
     let listener = UnixListener::bind(&path).unwrap();
     let manager = UnixDatagram::bind(&notify).unwrap();
-    // The shell moves the socket to where the protocol wants it, as a service manager does.
+    // The shell moves the socket to descriptor 3, as a service manager does.
     let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
     let weir = Serve::new(&scratch)
         .at_given_addresses()
@@ -271,7 +270,7 @@ os.execv(program[0], program)
         let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
         Serve::new(&scratch).at_given_addresses().wrapped_by(manager).arg("--config").arg(config)
     };
-    // By its number too; the other one is left to NBD's clients.
+    // Also by number; the remaining socket is used for NBD.
     for name in ["vm1", "4"] {
         let weir = start(name).start();
         bench_json("-c 1", format!("vhost-user:{}", text(&machine)));
@@ -279,7 +278,7 @@ os.execv(program[0], program)
         weir.stop();
         assert!(machine.exists(), "the socket is its maker's");
     }
-    // One disk has both by their names, and so has whoever takes over.
+    // One disk uses both sockets by name, also after an upgrade.
     for path in [&clients, &machine] {
         fs::remove_file(path).unwrap();
     }
@@ -371,10 +370,10 @@ fn a_pid_file_belongs_to_one_daemon() {
     fs::write(&file, "4000000000\n").unwrap();
     let weir = Serve::new(&scratch).arg("memory:1M").arg("--pid-file").arg(&file).start();
     let number = weir.pid().to_string();
-    assert_eq!(fs::read_to_string(&file).unwrap().trim(), number, "one that was left behind is taken over");
+    assert_eq!(fs::read_to_string(&file).unwrap().trim(), number, "a stale file is replaced");
     assert_contains(&second().fails(), &[&format!("is the pid file of process {number}, which runs")]);
     assert_eq!(fs::read_to_string(&file).unwrap().trim(), number);
-    // A crash leaves it behind.
+    // A crash leaves the file behind.
     weir.crash();
     assert!(file.exists());
     second().start().stop();
@@ -461,12 +460,12 @@ fn errors_are_complete_and_without_errno() {
         let mut parts: Vec<_> = first.split([':', '(', ')']).map(str::trim).collect();
         parts.retain(|part| !part.is_empty());
         parts.sort_unstable();
-        assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{words:?} says a thing twice: {said}");
+        assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{words:?} repeats a text: {said}");
     }
 }
 
-/// All of an image's bits are counted, for a guest may mark all of them; the image is refused, and
-/// keeps its bitmap.
+/// The memory of bitmaps is counted in full, because a guest may mark every bit; the image is
+/// refused and its bitmap is unchanged.
 #[test]
 fn bitmaps_that_do_not_fit_into_memory_are_refused() {
     let scratch = Scratch::new();

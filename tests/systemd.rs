@@ -1,5 +1,4 @@
-//! What `weir serve` says to systemd: that it is ready, that it lives, and its log, as the journal
-//! reads it.
+//! Messages of `weir serve` to systemd: readiness, the watchdog, and log lines with priorities.
 
 use std::{
     fs::{self, File},
@@ -14,7 +13,7 @@ use nix::{
 
 use crate::harness::{DEADLINE, Scratch, WEIR, text};
 
-/// A program whose standard error is this file, and the service manager says so.
+/// A command whose standard error is this file, announced as the journal by `JOURNAL_STREAM`.
 fn logging_to(log: &File) -> Command {
     let about = log.metadata().expect("it is a file of ours");
     let mut command = Command::new(WEIR);
@@ -67,7 +66,7 @@ fn error_priority_is_only_in_the_journal() {
     assert!(!weir.status().unwrap().success());
     let said = fs::read_to_string(&log).unwrap();
     assert!(said.starts_with("<3>weir: "), "{said}");
-    // A service's child has the variable too, and another standard error.
+    // A child of a service inherits the variable, but may have a different standard error.
     let output = weir.stderr(Stdio::piped()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.starts_with("weir: "), "{said}");

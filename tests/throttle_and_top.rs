@@ -1,4 +1,4 @@
-//! Changing and watching what runs: `weir status`, `weir throttle` and `weir top` against a daemon.
+//! Changing and watching a running daemon: `weir status`, `weir throttle` and `weir top`.
 
 use std::{fs, thread, time::Instant};
 
@@ -11,7 +11,8 @@ use crate::harness::{
     text,
 };
 
-/// What a disk did in half a second, at most its limit and a tenth of a second's worth at once.
+/// The rates of a disk over half a second; asserts at most the limit plus a tenth of a second's
+/// worth.
 #[track_caller]
 fn assert_limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
     let began = Instant::now();
@@ -21,7 +22,7 @@ fn assert_limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
     let interval = rate["interval-ns"].as_f64().expect("a time") / 1e9;
     let passed = rate["reads"]["iops"].as_f64().expect("a rate") * interval;
     let most = limit * seconds + limit / 10.0 + 1.0;
-    assert!(passed <= most, "{passed} reads in {seconds} s, where {most} may be: {status:#}");
+    assert!(passed <= most, "{passed} reads in {seconds} s, {most} permitted: {status:#}");
     let share = rate["limited"].as_f64().expect("a share");
     assert!((0.0..=1.0).contains(&share), "{status:#}");
     status
@@ -40,7 +41,7 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
         let load = scope.spawn(|| load.run());
         wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["throttle-cause"] == "iops-total");
         while !run_ok(&scratch, &["status"]).contains("iops-total\n") {
-            assert!(!load.is_finished(), "what binds is not said as long as the load runs");
+            assert!(!load.is_finished(), "the throttle cause is missing under load");
         }
         let status = assert_limited(&scratch, "a", 500.0);
         let disk = find(&status, "disks", "a");
@@ -62,13 +63,14 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
         let said = run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
         assert_eq!(said, "a: iops-total: 500 → 1500\n");
         assert_limited(&scratch, "a", 1500.0);
-        // As good as stopped, and as good as free: what waits is held at once, and let go at once.
+        // A rate close to zero and one close to unlimited: requests are throttled at once, and
+        // admitted at once.
         run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1"]);
         let reads = |status: &Value| find(status, "disks", "a")["throttle"]["reads"]["requests"].as_u64();
         wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["waiting"]["reads"] == 64);
         let held = reads(&operator::status(&scratch, "0"));
         run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1000000"]);
-        // Of which a second each would have been due.
+        // At the old rate each would have waited for a second.
         wait_until(&scratch, |status| reads(status) > held.map(|held| held + 1000));
         weir.stop();
     });
@@ -150,7 +152,7 @@ fn change_that_cannot_be_saved_is_not_applied() {
     let said =
         run_failing(&scratch, &["throttle", "gold", "--iops-total", "9", "--save", "--config", text(&other)]);
     assert_contains(&said, &["other.toml: has no [group.gold]"]);
-    // Refused by the daemon alone, after the file was made ready.
+    // Rejected by the daemon only, after the new file was prepared.
     let said = run_failing(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
     assert_contains(&said, &["group"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), config(&scratch));

@@ -12,7 +12,7 @@ use crate::harness::{
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD, option_header},
 };
 
-/// Vouches for a server and a client, in the layout that QEMU and libnbd share.
+/// A certificate authority for a server and a client, in the directory layout of QEMU and libnbd.
 pub(crate) struct CertificateAuthority(PathBuf);
 
 impl CertificateAuthority {
@@ -47,7 +47,7 @@ impl CertificateAuthority {
         self.sign(who, &format!("/CN={who}"), extensions);
     }
 
-    /// The client is another one.
+    /// Issues a client certificate with this subject.
     pub(crate) fn issue_client(&self, who: &str, subject: &str) {
         self.sign(who, subject, "extendedKeyUsage=clientAuth\n");
     }
@@ -67,7 +67,7 @@ impl CertificateAuthority {
             .succeeds();
     }
 
-    /// The same, as a client has it who cannot prove who it is.
+    /// A directory with the authority's certificate only, for a client without a certificate.
     pub(crate) fn without_client(&self, scratch: &Scratch, name: &str) -> PathBuf {
         let directory = scratch.path(name);
         fs::create_dir(&directory).unwrap();
@@ -88,7 +88,7 @@ fn uri_with_certificates(weir: &Weir, directory: &Path) -> String {
     format!("nbds://localhost:{}/disk?tls-certificates={}", weir.port(), text(directory))
 }
 
-/// Copies data there by the one URI, and back by the other.
+/// Copies data to the server by one URI, and back by another.
 #[track_caller]
 fn assert_round_trip(scratch: &Scratch, there: &str, back: &str) {
     let original = scratch.filled("original", 4 * MIB);
@@ -159,14 +159,14 @@ fn a_client_of_another_authority_is_refused() {
     let ours = CertificateAuthority::new(&scratch, "ours");
     let theirs = CertificateAuthority::new(&scratch, "theirs");
     let weir = ours.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
-    // Trusts our server, and shows what another authority signed.
+    // Trusts weir's server, and presents a certificate of another authority.
     let impostor = ours.without_client(&scratch, "impostor");
     for name in ["client-cert.pem", "client-key.pem"] {
         fs::copy(theirs.file(name), impostor.join(name)).unwrap();
     }
     size(&uri_with_certificates(&weir, &impostor)).fails();
     weir.wait_for_log("certificate");
-    // And a client that does not trust our authority refuses the server.
+    // A client that does not trust this authority rejects the server.
     size(&uri_with_certificates(&weir, &theirs.0)).fails();
     size(&uri_with_certificates(&weir, &ours.0)).succeeds();
 }
@@ -193,7 +193,7 @@ fn no_information_before_tls() {
     let replies = client.option(OPT_LIST, &[]);
     assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [REP_ERR_TLS_REQD]);
     assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
-    // What follows must be TLS.
+    // The next bytes must be TLS.
     client.send(b"this is no TLS record, it is plain text\r\n\r\n");
     client.wait_for_close();
     let unix =
@@ -209,7 +209,7 @@ fn handshake_waits_for_memory() {
         .args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path()])
         .args(["--memory", "128M", "--max-connections", "0"])
         .start();
-    // Handshakes that do not continue hold the memory of TLS.
+    // Unfinished handshakes hold the memory of TLS.
     let mut silent = Vec::new();
     while !weir.log_text().contains("memory is used up") {
         let mut client = RawNbdClient::greet(weir.socket());
@@ -219,7 +219,7 @@ fn handshake_waits_for_memory() {
     let unix =
         format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
     let client = thread::spawn(move || size(&unix).succeeds());
-    // It is refused at once, or waits until memory is free.
+    // It must be rejected, or wait until memory is free.
     for _ in 0..100 {
         if client.is_finished() {
             break;
@@ -231,7 +231,7 @@ fn handshake_waits_for_memory() {
     weir.stop();
 }
 
-/// Clients that wait for memory occupy no worker: the only one serves the others.
+/// Clients that wait for memory do not block a worker: the only worker serves connected clients.
 #[test]
 fn waiting_handshakes_block_no_worker() {
     let scratch = Scratch::new();
@@ -247,13 +247,13 @@ fn waiting_handshakes_block_no_worker() {
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
         silent.push(client);
     }
-    // These wait for memory, and stay silent too.
+    // These wait for memory and stay silent as well.
     for _ in 0..3 {
         let mut client = RawNbdClient::greet(weir.socket());
         client.send(&option_header(OPT_STARTTLS, 0));
         silent.push(client);
     }
-    // Several times as long as a client may take for its handshake while others wait.
+    // Several times the time that a handshake may take while other clients wait.
     let until = Instant::now() + Duration::from_secs(4);
     while Instant::now() < until {
         served.read(0, 4096).expect("memory");
@@ -295,7 +295,7 @@ fn pre_shared_keys_suffice() {
     let info = qemu_img(["info"]).args(qemu(&weir, &credentials)).succeeds();
     assert_contains(&info, &["virtual size: 4 MiB"]);
 
-    // A key of one's own making is not one that the server knows, whatever the name.
+    // A self-made key is rejected for any name.
     let forged = scratch.path("forged.psk");
     for user in ["alice", "mallory"] {
         TestClient::new("psktool").args(["-u", user, "-p", text(&forged)]).succeeds();
@@ -327,7 +327,7 @@ fn reload_reads_renewed_credentials_and_keeps_connections() {
     size(&by_old).succeeds();
     size(&by_new).fails();
     let reload = || TestClient::new(WEIR).args(["reload", "--qmp", &control]);
-    // A client that is there stays, whatever becomes of the certificate that let it in.
+    // A connection survives the replacement of the certificate that admitted it.
     let script = format!(
         "import subprocess\nh.set_uri_allow_local_file(True)\nh.connect_uri('{by_old}')\nh.pwrite(b'a' * 512, 0)\n\
          for name in ['ca-cert', 'server-cert', 'server-key']:\n    \
@@ -341,10 +341,10 @@ fn reload_reads_renewed_credentials_and_keeps_connections() {
     fs::copy(scratch.path("ca-cert.pem"), new.file("ca-cert.pem")).unwrap();
     size(&by_new).succeeds();
     size(&by_old).fails();
-    // Half of a pair is refused, and what there was holds on.
+    // A key that does not match is rejected, and the previous pair stays in force.
     fs::copy(new.file("client-key.pem"), old.file("server-key.pem")).unwrap();
     assert_contains(&reload().fails(), &["server-key.pem: not the key of", "server-cert.pem"]);
-    // Nor is it waited for who would write it.
+    // A named pipe is rejected instead of waiting for its writer.
     fs::remove_file(old.file("server-key.pem")).unwrap();
     TestClient::new("mkfifo").args([text(&old.file("server-key.pem"))]).succeeds();
     assert_contains(&reload().fails(), &["server-key.pem: is a named pipe, not a file"]);

@@ -1,14 +1,14 @@
 //! The tour as a reader takes it: typed into an interactive shell on a terminal.
 //!
-//! `documents.rs` runs the same commands from a script, without a terminal: there nothing is drawn,
-//! and no job is in the background of one.
+//! `documents.rs` runs the same commands from a script without a terminal, where no progress is
+//! drawn and no job is in the background of a terminal.
 
 use std::{fs, path::Path};
 
 use crate::harness::{TestClient, Scratch, WEIR, need, text};
 
 /// A shell that leads the session of a pseudo-terminal. `enter` types lines and waits until all of
-/// them have run; `told` is everything that the terminal has shown.
+/// them have run; `told` is the complete output of the terminal.
 const SHELL: &str = r##"
 import fcntl, os, pty, re, select, struct, sys, termios, time
 
@@ -105,7 +105,7 @@ fn a_job_in_the_background_draws_nothing_before_it_is_in_the_foreground() {
 enter("weir serve memory:16M --nbd unix:n --iops-total 1000 2> log &")
 ready("log")
 enter("weir bench --random --runtime 1h 'nbd+unix:///?socket=n' &")
-# Another load beside it for as long as its bar would have been drawn many times.
+# A second load, long enough that its bar would have been drawn many times.
 enter("weir bench --random --runtime 3s 'nbd+unix:///?socket=n' > other 2>&1")
 expect("IOPS" not in told, "a job in the background has drawn")
 press("fg\n")

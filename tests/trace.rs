@@ -1,4 +1,4 @@
-//! `weir trace convert`: every format that is written is read again, by weir and by whom it is for.
+//! `weir trace convert`: every written format is read by weir and by the program that defines it.
 
 use std::fs;
 
@@ -26,8 +26,8 @@ fn every_format_survives_a_round_trip() {
         convert(&scratch, "own.csv", &made).succeeds();
         convert(&scratch, &made, "again.csv").succeeds();
         let again = fs::read_to_string(scratch.path("again.csv")).unwrap();
-        // Without the names of disks, which blkparse writes as "8,0", and what a recording tells
-        // beyond the five columns.
+        // Except names of disks, which blkparse writes as "8,0", and the columns beyond the first
+        // five.
         let requests = |csv: &str| -> Vec<[String; 4]> {
             let of_line = |line: &str| {
                 let line = line.replace("8,", "8:");
@@ -85,7 +85,7 @@ fn unrepresentable_requests_are_counted() {
     fs::write(scratch.path("timed.csv"), timed).unwrap();
     let lost = "weir: left out: how long 1 request waited and took (weir's own CSV and recordings keep it)";
     assert_contains(&convert(&scratch, "timed.csv", "out.msr").run().stderr(), &[lost]);
-    // Nothing is left out where nothing was told.
+    // No warning about lost columns for a trace that has none.
     let plain = convert(&scratch, "own.csv", "plain.recording").run();
     assert!(!plain.stderr().contains("waited"), "{}", plain.stderr());
     fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
@@ -137,7 +137,7 @@ fn numeric_disk_names_are_kept_in_numeric_formats() {
     ] {
         let said = convert(&scratch, "own.csv", &format!("out.{format}")).run();
         assert_eq!((said.code(), said.stderr()), (0, format!("weir: {format} {told}\n")));
-        // Once they are all fit, nothing becomes of them.
+        // Sizes that are already aligned are unchanged.
         let again = convert(&scratch, &format!("out.{format}"), &format!("again.{format}")).run();
         assert_eq!((again.code(), again.stderr()), (0, String::new()));
     }
@@ -160,7 +160,7 @@ fn discards_and_zeroes_are_summed() {
     assert_eq!(counts, [5, 0, 1, 1, 2, 1], "{told:#}");
     let bytes = ["read-bytes", "written-bytes", "discarded-bytes", "zeroed-bytes"].map(number);
     assert_eq!(bytes, [0, 4096, 1 << 20, 128 << 10], "{told:#}");
-    // As many as a simulation counts.
+    // The same number as in a simulation.
     let simulated = weir(&["simulate", text(&path), "--iops-total", "1000", "--json"]).json();
     assert_eq!(simulated["disks"][0]["after"]["bytes"].as_u64(), Some(bytes.iter().sum()), "{simulated:#}");
     let printed = weir(&["trace", "info", text(&path)]).succeeds();
@@ -208,7 +208,7 @@ fn conversion_keeps_absolute_times() {
     let path = |name: &str, ending: &str| scratch.path(&format!("{name}.{ending}"));
     let times = |paths: [&std::path::Path; 2], absolute: &str| {
         let told = weir(&["trace", "info", "--json", absolute, text(paths[0]), text(paths[1])]).json();
-        // Disks are called otherwise in some formats.
+        // Some formats rename the disks.
         let of = |name: &str| -> Vec<u64> {
             let disks = told["disks"].as_object().expect("disks").values();
             disks.map(|disk| disk[name].as_u64().expect("a time")).collect()
@@ -236,10 +236,10 @@ fn conversion_keeps_absolute_times() {
     let times: Vec<u64> =
         csv.lines().skip(1).map(|line| line.split(',').next().unwrap().parse().unwrap()).collect();
     assert_eq!(times, [AT_NS, AT_NS + APART_NS]);
-    // Who wants none of it gets none.
+    // The option can be switched off.
     weir(&["trace", "convert", "--absolute-time=false", text(&a), text(&both)]).succeeds();
     assert!(fs::read_to_string(&both).unwrap().contains("\n0,vm1.0,read,0,4096\n"));
-    // Of another clock there is nothing to make of.
+    // Times relative to the beginning cannot be made absolute.
     let plain = scratch.path("plain.fio-v3");
     fs::write(&plain, "fio version 3 iolog\n5 /f read 0 512\n").unwrap();
     let said = weir(&["trace", "info", "--absolute-time", text(&plain)]).fails();
@@ -302,7 +302,7 @@ fn waits_and_latencies_are_kept() {
         assert_eq!(told["a,b"]["unmeasured"], Value::Null, "{name}: {told:#}");
     }
 
-    // Hours of a recording become one.
+    // Several recordings are joined into one.
     let path = |name: &str| scratch.path(name);
     let both = [path("a.recording"), path("b.recording")];
     for to in ["day.recording", "day.csv"] {

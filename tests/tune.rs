@@ -1,4 +1,5 @@
-//! `weir tune`: recommends what other programs take, and leaves nothing behind. Some need root.
+//! `weir tune`: recommends settings in forms that other programs accept, and leaves no files
+//! behind. Some tests need root.
 
 use std::{
     fs,
@@ -19,9 +20,9 @@ use crate::harness::{
     text, wait_for_programs, weir,
 };
 
-/// No run gets to the end of it here: each is interrupted, or fails. It decides the slices of time.
+/// A time budget that no test uses up: each run is interrupted, or fails. It determines the slices.
 const NEVER_SPENT: &str = "3m";
-/// A run is at its second round once every configuration has been measured in the first.
+/// A run reaches its second round once every configuration was measured in the first.
 const ALL_MEASURED: &str = "round 2 ";
 
 fn directory(scratch: &Scratch) -> PathBuf {
@@ -45,7 +46,7 @@ fn most_samples(result: &Value) -> usize {
     measures.iter().map(|measure| measure["samples"].as_array().unwrap().len()).max().unwrap_or(0)
 }
 
-/// What a run prints that is interrupted as soon as there is something to tell.
+/// Output of a run that is interrupted as soon as it has results.
 #[track_caller]
 fn tuned(arguments: &[&str]) -> String {
     let arguments = [arguments, &["--budget", NEVER_SPENT]].concat();
@@ -74,6 +75,7 @@ fn recommendations_are_accepted_by_other_programs() {
     assert_eq!(result["partial"], "it was interrupted");
     assert!(most_samples(&result) >= 1);
 
+    // Each recommended line is run by the program that it is for.
     let tables = result["findings"]["tables"].as_array().unwrap();
     let integrity = tables.iter().find(|table| table["title"].as_str().unwrap().starts_with("For integrity"));
     let rows = integrity.unwrap()["rows"].as_array().unwrap();
@@ -103,7 +105,7 @@ assert int(driver.find('metadata_cache/max_size').text) > 0
     );
 }
 
-/// Sends SIGINT once a line of progress contains `mark`; the exit status and what was printed.
+/// Sends SIGINT once a line of progress contains `mark`; returns the exit status and the output.
 fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
     let mut child = Command::new(WEIR)
         .arg("tune")
@@ -118,6 +120,7 @@ fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
         before.push(said.next().unwrap_or_else(|| panic!("{mark:?} never came: {before:#?}")));
     }
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
+    // Both pipes are read to their ends before the wait: a full pipe would block the child.
     let rest: Vec<_> = said.collect();
     let mut printed = String::new();
     child.stdout.take().expect("it is a pipe").read_to_string(&mut printed).unwrap();
@@ -141,10 +144,13 @@ fn interrupted_run_leaves_no_image_and_can_be_resumed() {
     let again = [&resume[..], &["--budget", NEVER_SPENT]].concat();
     let (status, printed) = interrupted_at("round 3 ", &again);
     assert_eq!(status, 1, "{printed}");
-    assert!(most_samples(&json(&kept)) > most_samples(&first), "it went on with the samples of the first");
+    assert!(
+        most_samples(&json(&kept)) > most_samples(&first),
+        "it continued with the samples of the first run"
+    );
     is_empty(&directory);
 
-    // Whatever a second is enough for: there are samples of it all already.
+    // A second suffices, because every configuration has samples already.
     let printed = weir(&["tune"]).args(resume).args(["--budget", "1s"]).succeeds();
     assert_contains(&printed, &["\nFor balanced: "]);
     assert_eq!(json(&kept)["partial"], Value::Null);
@@ -162,7 +168,7 @@ fn interrupt_while_writing_images_leaves_none() {
     is_empty(&directory);
 }
 
-/// Tunes a tmpfs of 200 MiB at `$0`, which others fill once the first image is written to.
+/// Tunes a tmpfs of 200 MiB at `$0`, which is filled up once the first image is being written.
 const ON_A_DISK_THAT_FILLS_UP: &str = r#"
 mount -t tmpfs -o size=200M tmpfs "$0" || exit 9
 "$1" tune "$0" --size 16M --budget 5m --result "$2" 2>&1 >/dev/null | { read line; head -c 1G /dev/zero >"$0/others"; cat; }
@@ -180,6 +186,7 @@ fn full_disk_is_reported_and_images_removed() {
         .run()
         .stdout();
     assert_contains(&printed, &["cannot be measured to the end", "No space left on device"]);
+    // Only the test's own file is left.
     assert_eq!(printed.lines().last(), Some("others"), "{printed}");
     assert_contains(json(&kept)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
 }
@@ -206,6 +213,7 @@ fn device_in_use_is_rejected() {
     assert_contains(&printed, &["--format raw --cache ", "Not measured: writes: they would destroy"]);
     assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
 
+    // An exclusive open, as by a mounted file system.
     let user = fs::OpenOptions::new()
         .read(true)
         .write(true)
@@ -215,6 +223,7 @@ fn device_in_use_is_rejected() {
     let refused = weir(&["tune", text(device.path()), "--budget", "3s"]).fails();
     assert_contains(&refused, &["the system holds it"]);
     drop(user);
+    // Children of parallel tests hold the device open until they call exec.
     wait_for_programs();
     assert_contains(&tuned(&[text(device.path()), "--write", "--force"]), &["--format raw --cache "]);
     assert!(fs::read(&file).unwrap() != before, "it was written to");
@@ -225,6 +234,7 @@ fn image_is_read_and_unchanged() {
     let scratch = Scratch::new();
     let image = scratch.path("vm.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-o", "cluster_size=128K", text(&image), "32M"]).succeeds();
+    // Holes say nothing about the speed of a disk.
     let refused = weir(&["tune", text(&image), "--format", "qcow2", "--budget", "3s"]).fails();
     assert_contains(&refused, &["0 % of it hold data, and the rest are holes"]);
     let full = scratch.filled("full", 32 * MIB);
@@ -234,7 +244,7 @@ fn image_is_read_and_unchanged() {
     let before = fs::read(&image).unwrap();
     let printed = tuned(&[text(&image), "--format", "qcow2"]);
     assert_contains(&printed, &["writeback, 128K", "Not measured: writes and cluster sizes"]);
-    assert!(!printed.contains("qemu-img create"), "it would empty the image: {printed}");
+    assert!(!printed.contains("qemu-img create"), "it would overwrite the image: {printed}");
     assert!(fs::read(&image).unwrap() == before);
 }
 

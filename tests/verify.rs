@@ -1,4 +1,4 @@
-//! `weir verify`: whether what was promised held, of a daemon with real clients.
+//! `weir verify`: checks of limits and reservations of a daemon with real clients.
 
 use std::{
     fs,
@@ -18,11 +18,11 @@ use crate::{
     },
 };
 
-/// Reads until it is dropped.
+/// A client that reads until it is dropped.
 struct RandomReadLoad(Child);
 
 impl RandomReadLoad {
-    /// So many at a time, at random places.
+    /// Random reads with `depth` in flight.
     fn on(weir: &Weir, disk: &str, depth: u32) -> Self {
         need("fio");
         let mut command = Command::new("fio");
@@ -67,8 +67,8 @@ fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     let weir = start(&scratch, &group);
     let qmp = socket(&scratch);
     TestClient::new(WEIR).args(["throttle", "b", "--weight", "100", "--qmp", &qmp]).succeeds();
-    // So many at a time that both have some waiting also where their clients are kept from running
-    // for most of a second.
+    // Enough in flight that both have requests waiting, even if their clients do not run for most
+    // of a second.
     let loads = ["a", "b"].map(|disk| RandomReadLoad::on(&weir, disk, 64));
     let end = Instant::now() + DEADLINE;
     while ["a", "b"].iter().any(|disk| !waits(&scratch, disk)) {
@@ -91,13 +91,13 @@ fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     assert_eq!(outcome.status(), Some(1));
     assert_contains(&outcome.stderr(), &["1 of ", " guarantees did not hold"]);
     assert!(!outcome.stdout().contains("gold"), "{}", outcome.stdout());
-    // 64 at a time at 75 a second: none is answered in a millisecond, and all are in a minute.
+    // 64 in flight at 75 a second: no reply within a millisecond, all within a minute.
     for (most, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
         let outcome = verify(&scratch, &["a", "--for", "2s", "--latency-p99", most, "--json"]);
         assert_eq!(outcome.status(), Some(status), "{}", outcome.stdout());
         assert!(verdicts(&outcome).contains(&["latency-p99", "a", verdict].map(str::to_owned)));
     }
-    // With a promise to one of them, nobody knows what weights should have left to each.
+    // With a reservation for one disk, the shares by weight are undetermined.
     TestClient::new(WEIR).args(["throttle", "b", "--iops-reservation", "50", "--qmp", &qmp]).succeeds();
     let outcome = verify(&scratch, &["gold", "--for", "3s"]);
     assert!(outcome.stdout().contains("not judged: a disk of its group has a reservation"));
@@ -144,14 +144,14 @@ fn deviations_of_a_disk_are_listed_line_by_line() {
     };
     let of_disk = "cache = \"writeback\"\nformat = \"raw\"\ngroup = \"gold\"\n";
     let config = scratch.file("weir.toml", written("", of_disk));
-    // By a path that means nothing elsewhere.
+    // Started with a path that is relative to its working directory.
     let inside = ["env", "--chdir", text(config.parent().expect("it is in a directory"))];
     let serve = Serve::new(&scratch).at_given_addresses().wrapped_by(inside);
     let weir = serve.args(["--config", "weir.toml", "--qmp", &socket(&scratch)]).start();
     let compare = || verify(&scratch, &["--for", "1s", "--config", text(&config), "--json"]);
     assert_eq!(verdicts(&compare())[1], ["config", "vm1", "held"].map(str::to_owned));
     let link = scratch.path("link.raw");
-    std::os::unix::fs::symlink(&image, &link).expect("nobody else has it");
+    std::os::unix::fs::symlink(&image, &link).expect("the path is unused");
     let other = "cache = \"writeback\"\nimage = \"link.raw\"\ngroup = \"gold\"\n";
     fs::write(&config, written("", other).replace("image = \"vm1.raw\"\n", "")).expect("it is ours");
     assert_eq!(verdicts(&compare())[1], ["config", "vm1", "held"].map(str::to_owned), "it is one file");
@@ -196,7 +196,7 @@ fn interrupted_run_prints_its_results() {
     weir.stop();
 }
 
-/// Whether it awaits a signal, so that it is not ended by it.
+/// True if the process blocks the signal to wait for it, so that it would not be killed by it.
 fn blocks_signal(child: &Child, signal: Signal) -> bool {
     let status = fs::read_to_string(format!("/proc/{}/status", child.id())).expect("it runs");
     let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a line");

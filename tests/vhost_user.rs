@@ -1,5 +1,5 @@
-//! Exports to virtual machines, as their operators meet them: options, config, the control socket,
-//! sockets and their files. What machines do with them is `tests/guest/virtual-machines`.
+//! Exports to virtual machines as operators configure them: options, config, the control socket,
+//! sockets and their files. `tests/guest/virtual-machines` tests them with guests.
 
 use std::{
     cell::RefCell,
@@ -26,12 +26,12 @@ use crate::{
     },
 };
 
-/// `VHOST_USER_GET_FEATURES`, and what is answered.
+/// Sends `VHOST_USER_GET_FEATURES`; returns the features.
 pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
     number(front_end, 1)
 }
 
-/// What is answered to a request that has nothing with it.
+/// Sends a request without payload; returns the 64-bit payload of the reply.
 fn number(front_end: &mut UnixStream, code: u32) -> u64 {
     front_end.write_all(&[code, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
     let mut answer = [0; 20];
@@ -40,7 +40,7 @@ fn number(front_end: &mut UnixStream, code: u32) -> u64 {
     u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
 }
 
-/// Sends numbers, and a file beside them.
+/// Sends a message with numbers as its payload, and a file descriptor.
 pub(crate) fn send_with_descriptor(front_end: &UnixStream, code: u32, numbers: &[u64], file: &File) -> nix::Result<()> {
     let payload: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
     let message = [[code, 1, payload.len() as u32].map(u32::to_le_bytes).concat(), payload].concat();
@@ -58,15 +58,15 @@ pub(crate) fn front_end(path: &Path) -> UnixStream {
     stream
 }
 
-/// Whether the next machine is answered.
+/// True if the next front end receives a reply.
 fn is_accepted(path: &Path) -> bool {
     let mut machine = front_end(path);
-    // It may be closed before.
+    // The connection may be closed already.
     let _ = machine.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat());
     matches!(machine.read(&mut [0]), Ok(1..))
 }
 
-/// Whether the other side has hung up.
+/// True if the daemon has closed the connection.
 fn is_rejected(mut front_end: UnixStream) -> bool {
     matches!(front_end.read(&mut [0]), Ok(0) | Err(_))
 }
@@ -76,7 +76,7 @@ fn exports(qmp: &mut Qmp) -> Vec<Value> {
     status["exports"].as_array().expect("a list").clone()
 }
 
-/// A daemon with a disk, and its control socket.
+/// A daemon with a disk, and a client of its control socket.
 fn controlled(scratch: &Scratch) -> (Weir, Qmp) {
     let control = scratch.path("qmp");
     let weir = Serve::new(scratch)
@@ -87,7 +87,7 @@ fn controlled(scratch: &Scratch) -> (Weir, Qmp) {
     (weir, qmp)
 }
 
-/// Bytes of the device's configuration, from `offset` on.
+/// Bytes of the device's configuration space, starting at `offset`.
 fn configuration(front_end: &mut UnixStream, offset: u32, count: u32) -> Vec<u8> {
     // VHOST_USER_SET_PROTOCOL_FEATURES, with CONFIG; then VHOST_USER_GET_CONFIG.
     let ask = [16_u32.to_le_bytes(), 1_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat();
@@ -136,7 +136,7 @@ fn export_options_over_qmp_reach_the_front_end() {
     assert_contains(&said, &["logical-block-size", "512, 1024, 2048 or 4096"]);
     let (_, said) = qmp.command_error("block-export-add", add(json!({"iothread": "io0"})));
     assert_contains(&said, &["iothread \"io0\" not found", "--workers"]);
-    // One that listens itself is called, which this sandbox does not let it.
+    // `client` makes weir connect to the front end, which this sandbox does not permit.
     let (_, said) = qmp.command_error("block-export-add", add(json!({"client": true})));
     assert_contains(&said, &["does not let this daemon call a virtual machine"]);
     weir.stop();
@@ -146,7 +146,7 @@ fn export_options_over_qmp_reach_the_front_end() {
 fn a_machine_is_served_beside_other_clients() {
     let scratch = Scratch::new();
     let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
-    // One that a killed daemon left behind.
+    // A stale socket of a killed daemon.
     drop(UnixListener::bind(&socket).expect("the directory is ours"));
     let machine = format!("unix:{},queues=2,discard=off,serial=one", text(&socket));
     let weir = Serve::new(&scratch)
@@ -174,7 +174,7 @@ fn a_machine_is_served_beside_other_clients() {
     assert_contains(&weir.wait_for_log("a front end has connected"), &["export=disk@unix:", &process]);
     drop(first);
     assert_contains(&weir.wait_for_log("the front end has disconnected"), &["export=disk@unix:", &process]);
-    // Until it has been seen to go, others may be turned away.
+    // Until the daemon has noticed the disconnect, new front ends may be rejected.
     while !is_accepted(&socket) {}
     weir.stop();
     assert!(!socket.exists(), "the socket's file goes with the daemon");
@@ -283,7 +283,7 @@ fn front_end_connections_are_events_with_processes() {
     };
     let kinds = |events: &[Value]| events.iter().map(|event| event["kind"].clone()).collect::<Vec<_>>();
 
-    // However short they are there.
+    // Connections are reported however short they are.
     for _ in 0..2 {
         bench("-c 10 -s 4K", format!("vhost-user:{}", text(&socket))).succeeds();
     }
@@ -297,7 +297,7 @@ fn front_end_connections_are_events_with_processes() {
     }
     assert_ne!(events[0]["data"]["front-end"]["pid"], events[2]["data"]["front-end"]["pid"]);
 
-    // One that has no ring does not use the disk, whatever it says.
+    // A front end without a running ring does not count as a user of the disk.
     let mut first = front_end(&socket);
     features(&mut first);
     assert!(is_rejected(front_end(&socket)));
@@ -446,10 +446,10 @@ fn weir_connects_to_a_listening_front_end() {
     assert_contains(weir.ready_line(), &[",client"]);
     let said = weir.wait_for_log("cannot connect to a front end");
     assert_contains(&said, &["export=disk", text(&socket), "No such file or directory"]);
-    // A reason that is another one is told, once.
+    // A different error is logged, once.
     drop(UnixListener::bind(&socket).expect("the directory is ours"));
     assert_contains(&weir.wait_for_log("Connection refused"), &["export=disk"]);
-    // It is there later, and again after it has gone.
+    // The front end's socket appears later, and again after it was removed.
     for _ in 0..2 {
         let _ = fs::remove_file(&socket);
         let listener = UnixListener::bind(&socket).expect("the directory is ours");
@@ -497,7 +497,7 @@ fn nbd_and_vhost_user_confusion_is_reported() {
         .at_given_addresses()
         .args(["memory:1M", "--vhost-user-blk", &at(&machine), "--nbd", &at(&nbd)])
         .start();
-    // A client of NBD waits until it is greeted.
+    // A client of NBD waits for the server's greeting.
     let client = UnixStream::connect(&machine).expect("it listens");
     let said = weir.wait_for_log("has sent nothing for 10 s");
     let process = format!("process={}", std::process::id());
@@ -513,7 +513,7 @@ fn nbd_and_vhost_user_confusion_is_reported() {
 fn front_end_cannot_use_all_descriptors() {
     let scratch = Scratch::new();
     let socket = scratch.socket("machine");
-    // More than one machine may have, less what is kept.
+    // 640 exceeds the maximum of one front end, but the reserve for other clients lowers its share.
     let weir = Serve::new(&scratch)
         .wrapped_by(["prlimit", "--nofile=640"])
         .arg(scratch.sparse("disk.raw", MIB))
@@ -522,7 +522,7 @@ fn front_end_cannot_use_all_descriptors() {
     let memory = tempfile::tempfile_in("/dev/shm").expect("a file in memory");
     memory.set_len(509 * 4096).expect("its length");
     let greedy = front_end(&socket);
-    // VHOST_USER_ADD_MEM_REG; it may be closed before the last.
+    // VHOST_USER_ADD_MEM_REG; the connection may be closed before the last message.
     for at in (0..509).map(|number| number * 4096) {
         if send_with_descriptor(&greedy, 37, &[0, at, 4096, (1 << 32) + at, at], &memory).is_err() {
             break;

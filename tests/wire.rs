@@ -1,5 +1,5 @@
-//! Extended headers (64-bit lengths), which Debian's libnbd does not have: "Extended headers" and
-//! "Request message" of the specification.
+//! Extended headers (64-bit lengths), which Debian's libnbd lacks: "Extended headers" and "Request
+//! message" of the specification.
 
 use crate::harness::{
     MIB, Scratch, Serve, Weir, RawNbdClient, pattern, text,
@@ -97,15 +97,15 @@ fn wrong_requests_are_refused_in_extended_chunks() {
     ask(&mut wire, 0, CMD_READ, size - 1, 2);
     assert_eq!(error(&mut wire), (EINVAL, "the range ends beyond the export".to_owned()));
     ask(&mut wire, 0, CMD_TRIM, 1, u64::MAX);
-    assert_eq!(error(&mut wire).0, EINVAL, "a sum that does not fit is past the end");
+    assert_eq!(error(&mut wire).0, EINVAL, "an overflowing sum is beyond the end");
     ask(&mut wire, 0, 99, 0, 512);
     assert_eq!(error(&mut wire), (EINVAL, "unknown command".to_owned()));
-    // None of them carried a payload, so the stream is in step.
+    // None of them had a payload, so the stream is in step.
     ask(&mut wire, 0, CMD_READ, 0, 1);
     assert_eq!(wire.chunk().payload.len(), 9);
 }
 
-/// QEMU's client agrees on extended headers, and leaves the flag out.
+/// QEMU's client negotiates extended headers and omits the flag.
 #[test]
 fn a_write_without_the_flag_for_its_payload_is_carried_out() {
     let weir = disk();
@@ -116,7 +116,7 @@ fn a_write_without_the_flag_for_its_payload_is_carried_out() {
     ask(&mut wire, 0, CMD_READ, 1000, 5);
     assert_eq!(wire.chunk().payload[8..], *b"hello");
 
-    // What a refused one carries is no request, whatever it looks like.
+    // The payload of a rejected request is skipped, even if it looks like a request.
     let zeroes = RawNbdRequest { flags: 0, kind: CMD_WRITE_ZEROES, cookie: 78, offset: 0, length: size };
     let payload = zeroes.extended();
     ask(&mut wire, 0, CMD_WRITE, size, payload.len() as u64);
@@ -126,7 +126,7 @@ fn a_write_without_the_flag_for_its_payload_is_carried_out() {
     assert_eq!(wire.chunk().payload[8..], *b"hello");
 }
 
-/// Beside a door that may write.
+/// A read-only export beside a writable one.
 #[test]
 fn export_may_be_read_only() {
     let scratch = Scratch::new();

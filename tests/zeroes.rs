@@ -1,4 +1,4 @@
-//! Writes of nothing but zeroes, where they are looked for.
+//! Writes of zeroes, with detection of zeroes enabled.
 
 use std::{fs, os::unix::fs::MetadataExt as _, path::Path};
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{MIB, Qmp, Scratch, Serve, qemu_img, text};
 
-/// Zeroes over a part of what was there, a megabyte of data with one of them, and a flush.
+/// Overwrites data with zeroes, writes a megabyte of zeroes with one byte of data, and flushes.
 const SCRIPT: &str = "
 h.pwrite(bytes(2 << 20), 2 << 20)
 h.pwrite(b'x' + bytes((1 << 20) - 1), 5 << 20)
@@ -18,13 +18,13 @@ fn allocated(file: &Path) -> u64 {
     fs::metadata(file).unwrap().blocks() * 512
 }
 
-/// That a disk reads as [`SCRIPT`] leaves it.
+/// Asserts that the disk reads as [`SCRIPT`] leaves it.
 fn check(before: &[u8], after: &[u8]) {
     let mut expect = before.to_vec();
     expect[2 << 20..4 << 20].fill(0);
     expect[5 << 20..6 << 20].fill(0);
     expect[5 << 20] = b'x';
-    assert!(expect == after, "other bytes than were written");
+    assert!(expect == after, "the data differs from the writes");
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn zeroes_free_space_of_a_raw_image_on_request() {
     }
 }
 
-/// What of an image is said to be zeroes without data, by QEMU.
+/// The extents of an image that are zero and have no data, according to QEMU.
 fn zeroes(image: &Path) -> Vec<(u64, u64)> {
     let map = qemu_img(["map", "--output=json", text(image)]).json();
     let of = |extent: &Value| (extent["start"].as_u64().unwrap(), extent["length"].as_u64().unwrap());

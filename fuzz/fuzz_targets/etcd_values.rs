@@ -1,5 +1,5 @@
-//! What stands in etcd, or a line of a watch: no report makes a leader give more than there is, no
-//! grant a host take more than all may have.
+//! Values in etcd, or a line of a watch: no report makes a leader grant more than the limit, and no
+//! grant makes a host use more than the limit.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

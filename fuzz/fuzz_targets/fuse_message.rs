@@ -1,4 +1,4 @@
-//! What the kernel may say over FUSE: a message is parsed as what it says, or refused.
+//! A message of the kernel over FUSE: it is parsed exactly, or rejected.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

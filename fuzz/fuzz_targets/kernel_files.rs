@@ -1,5 +1,5 @@
-//! A text, read as every file of the kernel that weir reads about cgroups, processes and mounts:
-//! what is accepted is in bounds and consistent.
+//! A text, parsed as every kernel file about cgroups, processes and mounts that weir reads:
+//! accepted values are bounded and consistent.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,9 +1,9 @@
-//! A whole connection: handshake, then requests with their payloads, answered from nothing.
+//! A whole connection: handshake, then requests with their payloads, on storage without data.
 //!
-//! The first byte says how the client begins: with a handshake of one of the three styles, so that
-//! the fuzzer does not have to find one first, or with nothing. The rest is what it sends. Each
-//! request has to get exactly one reply of the negotiated style, with its cookie, whole chunks, and
-//! DONE on the last alone; refused payloads have to be skipped.
+//! The first byte selects the client's beginning: a handshake of one of the three styles, so that
+//! the fuzzer need not find one, or nothing. The rest is the client's input. Each request must get
+//! exactly one reply of the negotiated style, with its cookie, well-formed chunks, and DONE on the
+//! last one only; payloads of rejected requests must be skipped.
 #![no_main]
 
 use export::nbd::proto::{self, opt, reply_flag};
@@ -16,7 +16,7 @@ use libfuzzer_sys::fuzz_target;
 use std::sync::Arc;
 
 const SIZE: u64 = 1 << 20;
-/// Small, so that payloads of an input's length go past it.
+/// Smaller than inputs, so that payloads may exceed it.
 const MAX_PAYLOAD: u32 = 4096;
 
 fn exports() -> ExportTable {
@@ -57,7 +57,7 @@ fn negotiate(input: &mut &[u8]) -> Option<Session> {
     }
 }
 
-/// One reply, in as many chunks as its style has ways.
+/// One reply, in all forms of chunks that its style has.
 fn answer(session: &Session, request: Request, payload: &[u8]) -> Vec<u8> {
     let (replier, tag) = (Replier::new(session), request.tag);
     let mut out = Vec::new();
@@ -97,7 +97,7 @@ fn answer(session: &Session, request: Request, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// One reply and nothing else.
+/// Asserts that the output is exactly one reply.
 fn check(out: &[u8], style: ReplyStyle, cookie: u64, read_bytes: usize) {
     if style == ReplyStyle::Simple {
         assert_eq!(out[..4], proto::SIMPLE_REPLY_MAGIC.to_be_bytes());
@@ -123,7 +123,7 @@ fn check(out: &[u8], style: ReplyStyle, cookie: u64, read_bytes: usize) {
     }
 }
 
-/// How the client begins: client flags, what makes the style, GO with block sizes or without.
+/// The beginning of the client: flags, the options of the style, GO with or without block sizes.
 fn opening(control: u8) -> Vec<u8> {
     let option = |option: u32, data: &[u8]| {
         let length = data.len() as u32;

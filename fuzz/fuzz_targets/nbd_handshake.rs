@@ -1,5 +1,5 @@
-//! The handshake on any bytes: no panic, well-formed answers, and no difference however the input
-//! is split.
+//! The handshake on any bytes: no panic, well-formed replies, and the same result for any split of
+//! the input.
 #![no_main]
 
 use export::nbd::{BlockSizes, Event, ExportInfo, ExportTable, Features, Handshake, TlsPolicy, proto};
@@ -18,7 +18,7 @@ fn exports() -> ExportTable {
     ExportTable::new(vec![export("disk"), export("")])
 }
 
-/// The answers and the last event, the input coming in pieces of `piece` bytes.
+/// The replies and the last event, with the input in pieces of `piece` bytes.
 fn talk(policy: TlsPolicy, input: &[u8], piece: usize) -> (Vec<u8>, Event) {
     let exports = exports();
     let mut out = Vec::new();
@@ -42,7 +42,7 @@ fn talk(policy: TlsPolicy, input: &[u8], piece: usize) -> (Vec<u8>, Event) {
     }
 }
 
-/// The answers are whole option replies, up to what EXPORT_NAME may end them with.
+/// Asserts that the replies are complete, up to the final reply of EXPORT_NAME.
 fn check(out: &[u8], last: Event) {
     let mut rest = &out[18..];
     while rest.starts_with(&proto::OPTION_REPLY_MAGIC.to_be_bytes()) {

@@ -1,8 +1,8 @@
-//! The client on any bytes of a server: everything ends, nothing panics, and what is taken for an
-//! answer has the shape that was asked for.
+//! The client on any bytes of a server: it terminates without a panic, and accepted replies match
+//! the request.
 //!
-//! The first byte says whether the server shakes hands as it should before it sends the rest, and
-//! whether in chunks.
+//! The first byte selects whether the server first completes a handshake, and whether with
+//! structured replies.
 #![no_main]
 
 use reactor::{buffer::Buffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
@@ -36,7 +36,7 @@ fn welcome(structured: bool) -> Vec<u8> {
     bytes
 }
 
-/// Sends `script`, whatever the client does, and closes; returns both ends.
+/// Sends `script` regardless of the client, and closes; returns both ends.
 fn serve(script: Vec<u8>) -> (Pipe, Pipe) {
     let (ours, theirs) = Pipe::pair();
     let (end, theirs_too) = (theirs.clone(), theirs.clone());
@@ -58,7 +58,7 @@ fuzz_target!(|input: &[u8]| {
     sim::run(u64::from(how), async move {
         let (stream, end) = serve(script);
         ask(stream, structured).await;
-        // Who waits at a pipe that nobody closes is never dropped.
+        // A task that waits on a pipe that is never closed would leak.
         end.close();
     });
 });

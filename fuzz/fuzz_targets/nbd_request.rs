@@ -1,4 +1,4 @@
-//! A request header on any session: what is accepted may be carried out without another look.
+//! A request header on any session: an accepted request is valid without further checks.
 #![no_main]
 
 use export::nbd::proto::{self, export_flag};
@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 const SIZE: u64 = 1 << 30;
 const MAX_PAYLOAD: u32 = 1 << 20;
 
-/// What is done to the export: first byte, bytes, whether it writes.
+/// Range of the command in the export: first byte, length, true if it writes.
 fn range(command: Command) -> Option<(u64, u64, bool)> {
     Some(match command {
         Command::Read { offset, length, .. } => (offset, length.into(), false),

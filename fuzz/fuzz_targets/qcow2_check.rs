@@ -1,5 +1,5 @@
-//! An image of any bytes: checking it ends, repairing it ends, and what a repair calls consistent
-//! is.
+//! An image of any bytes: check and repair terminate, and an image that a repair reports as
+//! consistent is consistent.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! An image of any bytes, and requests at their end: what is written is read, and what was
-//! consistent stays so.
+//! An image of any bytes, followed by requests: a read returns written data, and a consistent image
+//! stays consistent.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! An image of any bytes: opening it ends, with its snapshots, bitmaps and LUKS header, and so does
-//! looking at all of its disk.
+//! An image of any bytes: opening it with its snapshots, bitmaps and LUKS header terminates, and so
+//! does a scan of its disk.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

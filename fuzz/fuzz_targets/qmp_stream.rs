@@ -1,5 +1,5 @@
-//! What a QMP client sends, cut in pieces of the length in the first byte: the same values come out
-//! of any cut, and what was understood is understood again.
+//! Input of a QMP client, split into pieces of the length in the first byte: any split yields the
+//! same values, and parsed values parse again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! A guest that writes anything anywhere, also while the device reads it: rings and requests end,
-//! stay inside the disk, and no more chains are out than the ring has.
+//! A guest that writes anything anywhere, concurrently with the device: rings and requests
+//! terminate, stay inside the disk, and no more chains are in use than the ring has.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! A trace, in the format and with the window of the first byte: reading ends, in order and in
-//! bounds, and what was read is read again.
+//! A trace, in the format and with the window of the first byte: reading terminates, in order and
+//! in bounds, and the records survive a round trip.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

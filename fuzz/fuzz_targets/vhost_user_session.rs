@@ -1,4 +1,4 @@
-//! What a vhost-user front end may say: requests are answered once, and rings start and stop in
+//! Messages of a vhost-user front end: each request is answered once, and rings start and stop in
 //! order.
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Attachments whose processes are killed: whoever asks, the keeper, the server, whoever detaches.
-//! Whatever is left is listed, and taken away or gone on with.
+//! Attachments whose processes are killed: the command, the keeper, the server, the command that
+//! detaches. Leftovers are listed, and removed or continued.
 
 use std::{
     fs::{self, File},
@@ -32,8 +32,8 @@ fn killed_attach_leaves_all_or_nothing() {
             .expect("weir can be run");
         asking.kill().expect("it can be killed");
         asking.wait().expect("it has ended");
-        // Whether its keeper has begun, is through, or is undoing it: in the end there is nothing
-        // or all of it, and a new one finds its way.
+        // Its keeper may be starting, finished, or undoing it: the result must be nothing or a
+        // complete attachment, and a new attachment must succeed.
         let attached = Attachment { name: name.clone(), said: Value::Null };
         if let Ok(lock) = File::open(attached.place().join("lock"))
             && attached.place().join("attached.json").exists()
@@ -49,7 +49,7 @@ fn killed_attach_leaves_all_or_nothing() {
 }
 
 impl Attachment {
-    /// Waits for a keeper that nobody heard of.
+    /// Waits for a keeper whose command was killed.
     fn wait_until_gone_or_whole(&self) {
         while let Ok(lock) = File::open(self.place().join("lock")) {
             if self.place().join("attached.json").exists() {
@@ -58,7 +58,7 @@ impl Attachment {
             }
             let _kept = Flock::lock(lock, FlockArg::LockShared);
             if self.place().exists() && !self.place().join("attached.json").exists() {
-                // Killed half way: the next one clears it up.
+                // Killed half-way: the next attachment removes the leftovers.
                 return;
             }
         }
@@ -80,13 +80,13 @@ fn killed_server_ends_the_attachment() {
     again.is_gone();
 }
 
-/// Mounts at this very directory, those that others cover too.
+/// Number of mounts at this very directory, including covered ones.
 fn mounts_at(directory: &Path) -> usize {
     let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
     mounts.lines().filter(|line| line.split(' ').nth(1) == Some(text(directory))).count()
 }
 
-/// What is left of a mount whose server was killed would take what is written to it, and lose it.
+/// A mount whose server was killed would accept writes and lose them.
 #[test]
 fn killed_server_leaves_no_writable_mount() {
     let scratch = Scratch::new();
@@ -122,8 +122,8 @@ fn stale_mount_is_not_covered() {
         kill(process, Signal::SIGKILL).expect("it runs");
     }
     let lock = File::open(attached.place().join("lock")).expect("it is left");
-    drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
-    // As it was: what is left is gone on with.
+    drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
+    // With the same options, the attachment is continued.
     let again =
         Attachment { name: attached.name.clone(), said: command(&attached.name, &image, &options).json() };
     assert_eq!(mounts_at(&directory), 1);
@@ -142,8 +142,8 @@ fn leftovers_of_a_killed_keeper_are_removed() {
     let keeper = attached.said["keeper"].as_i64().expect("it has one");
     kill(Pid::from_raw(keeper as i32), Signal::SIGKILL).expect("it runs");
     let lock = File::open(attached.place().join("lock")).expect("it is left");
-    drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
-    // Its server goes on.
+    drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
+    // Its server is still running.
     File::open(attached.device()).expect("it can be opened");
     let again = command(&attached.name, &image, &["--iops-total", "5"]).fails();
     assert_contains(&again, &["its keeper process was killed", "--recover"]);
@@ -162,26 +162,26 @@ fn leftovers_of_killed_keeper_and_server_are_removed() {
     for process in [Pid::from_raw(keeper as i32), server] {
         kill(process, Signal::SIGKILL).expect("it runs");
     }
-    // As whoever watches the server does soon: then nobody sees what the device lies on.
+    // As a watcher would do shortly: the file below the loop device becomes unreachable.
     TestClient::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
     attached.detach().succeeds();
     attached.is_gone();
     wait_until_removed(&device, &made);
 }
 
-/// How long after the beginning something is killed: from at once to longer than it takes.
+/// Delays after which a process is killed: from zero to longer than the operation takes.
 fn moments(count: u32, last: Duration) -> impl Iterator<Item = Duration> {
     (0..count).map(move |index| last * index / (count - 1))
 }
 
-/// Until so long after an instant. Not by sleeping, which is never so exact.
+/// Spins until an instant; a sleep would not be exact enough.
 fn spin_until(instant: Instant) {
     while Instant::now() < instant {
         std::hint::spin_loop();
     }
 }
 
-/// What a place has, for messages.
+/// Names in a directory, for messages.
 fn left(place: &Path) -> Vec<std::ffi::OsString> {
     fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.file_name()).collect()
 }
@@ -207,7 +207,7 @@ fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
                 break keeper;
             }
             if asking.try_wait().expect("it is ours").is_some() {
-                // It was through before anybody looked.
+                // It was finished before it could be observed.
                 let whole = fs::read(attached.place().join("attached.json")).expect("it has attached");
                 let whole: Value = serde_json::from_slice(&whole).expect("it is JSON");
                 break Pid::from_raw(whole["keeper"].as_i64().expect("it has one") as i32);
@@ -215,11 +215,11 @@ fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
             std::hint::spin_loop();
         };
         spin_until(Instant::now() + after);
-        // It is not reaped before its asker has ended, or it stays: the number is its own.
+        // A child is not reaped before its parent ends, so the PID is not reused.
         kill(keeper, Signal::SIGKILL).expect("it is there");
         asking.wait().expect("it is ours");
         if let Ok(lock) = File::open(attached.place().join("lock")) {
-            drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
+            drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
         }
         let is_there = attached.place().exists();
         let is_whole = attached.place().join("attached.json").exists();
@@ -232,7 +232,7 @@ fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
         }
         attached.is_gone();
         assert!(!is_mounted(&directory), "{after:?}");
-        // Nobody has the image any more.
+        // The image is not locked any more.
         TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 63M 512", text(&image)]).succeeds();
     }
     TestClient::new("e2fsck").args(["-fy", text(&image)]).run();
@@ -254,9 +254,9 @@ fn killed_detach_can_be_repeated() {
             .spawn()
             .expect("weir can be run");
         spin_until(Instant::now() + after);
-        // Who undoes it, or who asked, or both.
+        // Kill the keeper, or the detaching command, or both.
         if index % 3 != 0 {
-            // Where it has ended, there is nothing to kill.
+            // Already ended.
             let _ = kill(Pid::from_raw(keeper as i32), Signal::SIGKILL);
         }
         if index % 3 != 1 {

@@ -1,5 +1,5 @@
-//! Attachments that are hindered: a keeper or a daemon that stands still, no room, no descriptors.
-//! Nobody waits for ever, whoever is in the way is named, and nothing is left half made.
+//! Attachments with obstacles: a stopped keeper or daemon, a full file system, no descriptors. No
+//! command waits forever, messages name the obstacle, and nothing is left half-done.
 
 use std::{
     fs,
@@ -33,7 +33,7 @@ fn stopped_keeper_is_named_and_killed_by_force() {
     attached.is_gone();
 }
 
-/// A search path where losetup(8) stops whoever runs it, as often as there is this file.
+/// A search path with a losetup(8) that stops its parent once, while a marker file exists.
 fn stopping(scratch: &Scratch) -> (String, PathBuf) {
     let directory = scratch.path("stopping");
     fs::create_dir(&directory).expect("it can be made");
@@ -78,7 +78,7 @@ fn unresponsive_daemon_is_named_and_skipped() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
-    // As of a daemon that is stopped: the kernel takes the connection.
+    // As with a stopped daemon: the kernel accepts the connection.
     let socket = scratch.socket("qmp");
     let _listens = UnixListener::bind(&socket).expect("it can listen");
     let address = format!("unix:{}", text(&socket));
@@ -97,14 +97,14 @@ fn unresponsive_daemon_is_named_and_skipped() {
     attached.is_gone();
 }
 
-/// Whatever is the first for which there is no room.
+/// Whichever step is the first to run out of space.
 #[test]
 fn a_full_file_system_is_named_and_nothing_is_left() {
     need_root("a mount namespace of its own");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let script = r#"
-        # Whether it is attached, as it is once there is room.
+        # True if it is attached, which it is once there is space.
         is_done() {
             if said=$("$1" attach --fuse --alone --name full -f raw "$2" 2>&1); then
                 "$1" detach full

@@ -1,4 +1,4 @@
-//! A server of what is attached that ends in order, or that another takes over from.
+//! Attachments whose server ends cleanly or is upgraded.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use super::{Attachment, attach, is_mounted, mountable, name};
 use crate::harness::{TestClient, MIB, Scratch, Serve, assert_contains, need_root, text, weir};
 
-/// More than the kernel writes by itself within a moment, and nobody has flushed it.
+/// More data than the kernel writes back at once; nothing has flushed it.
 fn content() -> Vec<u8> {
     vec![7; 3 << 20]
 }
@@ -52,7 +52,7 @@ fn attachment_survives_an_upgrade_of_the_daemon() {
     }
     let listed = weir(&["attach", "--list"]).succeeds();
     assert_contains(&listed, &[&attached.name, text(&directory)]);
-    // By its image, as nobody else has it; its keeper has not lost sight of it.
+    // By its image, which must be identified as before; the keeper still watches the new process.
     weir(&["detach", text(&image)]).succeeds();
     attached.is_gone();
     daemon.stop();

@@ -1,4 +1,4 @@
-//! Who asks etcd, and who answers: passwords and certificates that are changed while weir runs.
+//! Authentication with etcd: passwords and certificates that are changed while weir runs.
 
 use std::{fs, path::Path};
 
@@ -45,7 +45,7 @@ fn changed_password_is_reported_and_reloaded() {
     let weir = Some(ClusterTestHost::serve(&place, &file, &socket).start());
     let host = ClusterTestHost { scratch: place, weir, control: socket };
     until("it has joined", || host.cluster()["joined"] == true);
-    // It hears of another reason first: etcd has gone.
+    // The first error is different: etcd is unreachable.
     host.weir().signal(Signal::SIGSTOP);
     change(&etcd, "second\n");
     etcd.kill();
@@ -57,8 +57,8 @@ fn changed_password_is_reported_and_reloaded() {
     until("it is shown", || {
         host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(said))
     });
-    assert_eq!(host.weir().log_text().matches(said).count(), 1, "it is asked again and again, and told once");
-    // The file is read again when it is told to, and no change of anything else is needed.
+    assert_eq!(host.weir().log_text().matches(said).count(), 1, "it is retried, and log_text once");
+    // A reload reads the file again, although nothing else has changed.
     replace_file(&password, "second\n");
     assert_eq!(host.run(&["reload"]).succeeds(), "nothing has changed\n");
     until("it has joined again", || host.cluster()["joined"] == true);
@@ -88,7 +88,7 @@ fn members_of_two_etcd_clusters_are_rejected() {
     assert_ne!(host.cluster()["joined"], true);
 }
 
-/// As programs do that renew it: another file by its name.
+/// Replaces a file by renaming a new one, as programs that renew credentials do.
 fn replace_file(file: &Path, text: &str) {
     let beside = file.with_extension("new");
     fs::write(&beside, text).unwrap();

@@ -1,4 +1,5 @@
-//! What hosts promise of one limit: no more than there is of it, whoever starts, stops or raises.
+//! Reservations of all hosts on one cluster-wide limit: their sum never exceeds it, whichever host
+//! starts, stops or raises one.
 
 use std::{fs, iter, thread};
 
@@ -14,21 +15,21 @@ fn reservations_of_all_hosts_fit_the_limit() {
     let hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    until("both know it", || hosts.iter().all(|host| host.quota() < 3000));
+    until("both hosts have the group", || hosts.iter().all(|host| host.quota() < 3000));
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
     let promised = |host: &ClusterTestHost| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
-    until("the other knows of it", || promised(&hosts[1]) == Some(2000));
-    until("and of what is left", || {
+    until("the second host has the reservation", || promised(&hosts[1]) == Some(2000));
+    until("and for the remaining quota", || {
         let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
         said.status() == Some(1)
             && said.stderr().contains("more than the 1000 that the reservations of other hosts leave")
     });
     hosts[1].run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
-    until("all is told", || promised(&hosts[0]) == Some(3000));
-    // Nor can the limit be lowered below.
+    until("all reservations are published", || promised(&hosts[0]) == Some(3000));
+    // The limit cannot be lowered below the sum.
     let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
     assert!(said.contains("3000 is reserved on its hosts"), "{said}");
-    // Of two that promise at once one is refused.
+    // Of two concurrent reservations one is rejected.
     let promise = |host: &ClusterTestHost, iops: &str| {
         host.run(&["throttle", "vm", "--iops-reservation", iops]).run().status() == Some(0)
     };
@@ -36,18 +37,18 @@ fn reservations_of_all_hosts_fit_the_limit() {
         for host in &hosts {
             assert!(promise(host, "0"));
         }
-        until("nothing is promised", || hosts.iter().all(|host| promised(host).is_none()));
+        until("no reservation is published", || hosts.iter().all(|host| promised(host).is_none()));
         let done: Vec<_> = thread::scope(|scope| {
             let both: Vec<_> = hosts.iter().map(|host| scope.spawn(move || promise(host, "2900"))).collect();
             both.into_iter().map(|one| one.join().unwrap()).collect()
         });
         assert!(done[0] != done[1], "round {round}: {done:?}");
-        until("one is told", || hosts.iter().all(|host| promised(host) == Some(2900)));
+        until("one reservation is published", || hosts.iter().all(|host| promised(host) == Some(2900)));
     }
-    // Whatever promises is known to all before it is done.
+    // A reservation is published in etcd before it is in force.
     assert!(hosts.iter().all(|host| promise(host, "0")));
     let at_etcd = || etcd.control(&["get", "--print-value-only", "/weir/v1/lab/all/promise/b"]).succeeds();
-    until("nothing is promised", || {
+    until("no reservation is published", || {
         !at_etcd().contains("2900") && hosts.iter().all(|host| promised(host).is_none())
     });
     let mut qmp = Qmp::negotiated(&hosts[1].control);
@@ -65,7 +66,7 @@ fn reservations_of_all_hosts_fit_the_limit() {
     assert!(at_etcd().contains("[2900,0]"), "{}", at_etcd());
     let said = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
     assert!(said.contains("host b: it is there"), "{said}");
-    // What is too much all the same is told by who leads.
+    // The leader logs a sum that exceeds the limit nevertheless.
     let ghost = "{\"version\":1,\"groups\":{\"gold\":[600,0]},\"capacity\":[0,0]}";
     etcd.control(&["put", "/weir/v1/lab/all/promise/ghost", ghost]).succeeds();
     let leader = leader_of(&hosts[0]).unwrap();
@@ -77,13 +78,13 @@ fn reservations_of_all_hosts_fit_the_limit() {
     assert!(said.contains("500 IOPS more than available"), "{said}");
 }
 
-/// What a host's disk is promised, and what is left out of that.
+/// The reservation of a host's disk in force, and the part that does not fit.
 fn reservation_of(host: &ClusterTestHost) -> (Option<u64>, Option<u64>) {
     let disk = host.status()["disks"][0].clone();
     (disk["iops-reservation"].as_u64(), disk["unmet-reservation"]["iops-reservation"].as_u64())
 }
 
-/// A host whose config file promises so much to its disk.
+/// A host whose config file has this reservation for its disk.
 fn host_with_reservation(name: &str, etcd: &EtcdServer, iops: u64) -> ClusterTestHost {
     let scratch = Scratch::new();
     ClusterTestHost::config(&scratch, name, &etcd.url(), "");
@@ -113,8 +114,8 @@ fn start_succeeds_with_an_unmet_reservation() {
         let key = format!("/weir/v1/lab/all/promise/{host}");
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
-    until("it is promised", || at_etcd("a").contains("[2000,0]"));
-    // Its disk comes up, and says what it does without, and why.
+    until("the reservation is published", || at_etcd("a").contains("[2000,0]"));
+    // Its disk is served, and the log names the unmet reservation and the reason.
     b.restart();
     assert_eq!(reservation_of(&b), (None, Some(1500)));
     let expect = ["vm: served without its iops-reservation 1500", "on other hosts: a 2000 IOPS"];
@@ -122,22 +123,22 @@ fn start_succeeds_with_an_unmet_reservation() {
         b.weir().wait_for_log(expect);
     }
     assert_contains(&b.run(&["status"]).succeeds(), &["UNMET RESERVATION", "iops 1500", "a 2000 IOPS"]);
-    until("both are known", || b.cluster()["groups"][0]["reserved-by"]["a"]["iops"] == 2000);
+    until("both are listed", || b.cluster()["groups"][0]["reserved-by"]["a"]["iops"] == 2000);
     assert_contains(&a.run(&["cluster", "status"]).succeeds(), &["reserved 2000 IOPS (a 2000 IOPS)"]);
-    // A reload that asks for the same goes on; one that asks for more is refused.
+    // A reload with the same reservation succeeds; one with a larger one is rejected.
     b.run(&["reload"]).succeeds();
     assert_eq!(reservation_of(&b), (None, Some(1500)));
     write_reservation(&b, 1600);
     assert_contains(&b.run(&["reload"]).fails(), &["disk vm", "iops-reservation: 1600"]);
     write_reservation(&b, 1500);
-    // There is room: it is promised by itself.
+    // Once there is room, the reservation comes into force without a command.
     let mut events = Qmp::negotiated(&b.control);
     a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
     let made = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "reservation_in_force");
     assert_eq!(made.unwrap()["data"]["iops-reservation"], 1500);
     assert_eq!(reservation_of(&b), (Some(1500), None));
     assert!(at_etcd("b").contains("[1500,0]"));
-    // What a command says holds.
+    // A reservation that was set by a command is kept.
     b.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
     b.weir.take().unwrap().stop();
     write_reservation(&b, 2500);
@@ -157,7 +158,7 @@ fn reservation_of_a_stopped_host_is_kept() {
     until("both have joined", || [&a, &b].iter().all(|host| host.cluster()["joined"] == true));
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let by = |host: &ClusterTestHost, name: &str| host.cluster()["groups"][0]["reserved-by"][name]["iops"].as_u64();
-    until("both are promised", || by(&b, "a") == Some(2000) && by(&a, "b") == Some(500));
+    until("both reservations are published", || by(&b, "a") == Some(2000) && by(&a, "b") == Some(500));
     let raise = |host: &ClusterTestHost, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
     for is_crash in [false, true] {
         let weir = a.weir.take().unwrap();
@@ -172,7 +173,8 @@ fn reservation_of_a_stopped_host_is_kept() {
         assert_eq!(reservation_of(&a), (Some(2000), None));
         until("it has joined", || a.cluster()["joined"] == true);
     }
-    // Of one that will not come back it can be had, and then that host finds no room.
+    // The reservation of a host that will not return can be released; when it does return, its own
+    // does not fit.
     a.weir.take().unwrap().stop();
     until("its name is free", || {
         let name = etcd.control(&["get", "--print-value-only", "/weir/v1/lab/host/a/name"]);
@@ -183,17 +185,18 @@ fn reservation_of_a_stopped_host_is_kept() {
     raise(&b, "1500").succeeds();
     a.restart();
     assert_eq!(reservation_of(&a), (None, Some(2000)));
-    // Without etcd nobody is asked. Once it is back it is, and whoever was first has it.
+    // Without etcd the reservation is in force without a check. After the reconnection it is
+    // checked, and the earlier one wins.
     a.weir.take().unwrap().stop();
     etcd.kill();
     a.restart();
     assert_eq!(reservation_of(&a), (Some(2000), None));
     etcd.restart();
-    until("it finds no room", || reservation_of(&a) == (None, Some(2000)));
+    until("its reservation does not fit", || reservation_of(&a) == (None, Some(2000)));
     a.weir().wait_for_log(
         "2000 would be reserved on a, but only 1500 is available; reserved in group gold on other hosts: b 1500 IOPS",
     );
     assert_eq!(reservation_of(&b), (Some(1500), None));
-    until("it is so in etcd", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
+    until("etcd has the value", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
     assert!(b.cluster()["groups"][0]["overcommitted"].as_object().unwrap().is_empty());
 }

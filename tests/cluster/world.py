@@ -1,7 +1,7 @@
-"""A Ceph cluster of the test's own, and `weir serve` on images in it.
+"""A Ceph cluster for the tests, and `weir serve` on images in it.
 
-Everything is started here and ended here, by its number. What is waited for is an event (a line of
-the log, an answer, the end of a process), never a time.
+All processes are started here and ended by their PID. The tests wait for events (a log line, an
+answer, the end of a process), never for a fixed time.
 """
 
 import json
@@ -16,22 +16,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CEPH = ROOT / "scripts" / "ceph"
-# A machine that has other work may take long; nothing is judged by it.
+# A busy host may be slow; no test asserts a duration.
 PATIENCE_S = 120
 
 
 class Failed(Exception):
-    """A case does not hold: what was asked, and what was seen."""
+    """A failed check: the expected fact and the observed output."""
 
 
 def check(holds, what, seen=""):
-    """One fact of a case."""
+    """Raises Failed with `what` unless `holds`."""
     if not holds:
         raise Failed(f"{what}\n      seen: {str(seen)[-1500:]}")
 
 
 def run(*command, ok=True, env=None, text=None):
-    """Runs a command to its end; its output and errors together."""
+    """Runs a command to its end; returns stdout and stderr together."""
     command = [str(word) for word in command]
     done = subprocess.run(
         command, env=env, input=text, text=True, timeout=PATIENCE_S,
@@ -42,7 +42,8 @@ def run(*command, ok=True, env=None, text=None):
 
 
 class Cluster:
-    """One monitor and one OSD. In memory it is up sooner, and loses all when its OSD dies."""
+    """A cluster with one monitor and one OSD. With memstore it starts faster, and loses its data
+    with the OSD."""
 
     def __init__(self, directory, auth=False, store="memstore"):
         self.directory = Path(directory)
@@ -58,12 +59,12 @@ class Cluster:
         return run(*command, ok=ok, env=self.env, text=text)
 
     def image(self, name, size="32M", *options):
-        """A new image; as weir is told of it."""
+        """Creates an image; returns the argument for weir."""
         self("rbd", "create", "--size", size, *options, f"rbd/{name}")
         return f"rbd:rbd/{name}"
 
     def osd(self):
-        """The number of its process."""
+        """PID of the OSD."""
         return int((self.directory / "run" / "osd.0.pid").read_text())
 
     def freeze(self):
@@ -73,7 +74,7 @@ class Cluster:
         os.kill(self.osd(), signal.SIGCONT)
 
     def kill(self):
-        """Its OSD dies, and what it had in memory with it."""
+        """Kills the OSD; with memstore its data is lost."""
         number = self.osd()
         descriptor = os.pidfd_open(number)
         os.kill(number, signal.SIGKILL)
@@ -84,7 +85,7 @@ class Cluster:
 
 
 def wait_for_end(descriptor):
-    """Of a process that is not ours to wait for."""
+    """Waits for the end of a process that is not a child."""
     import select
 
     ready, _, _ = select.select([descriptor], [], [], PATIENCE_S)
@@ -129,7 +130,7 @@ class Weir:
         self.lines.put(None)
 
     def wait_for(self, pattern, since=0):
-        """A line of the log, perhaps one that was there already, behind so many."""
+        """Waits for a matching log line; earlier lines count from index `since` on."""
         for line in self.log[since:]:
             if re.search(pattern, line):
                 return line
@@ -161,7 +162,7 @@ class Weir:
 
     @classmethod
     def end_all(cls):
-        """Those that a case has left behind."""
+        """Kills the daemons that a case has left behind."""
         for process in cls.started:
             if process.poll() is None:
                 process.kill()
@@ -174,7 +175,7 @@ class Weir:
         self.process.wait()
 
     def ended(self):
-        """Its status and its log, once it has ended by itself."""
+        """Waits for the exit of the daemon; returns its status and its log."""
         self.has_ended = True
         self.process.wait(timeout=PATIENCE_S)
         while (line := self.lines.get(timeout=PATIENCE_S)) is not None:
@@ -182,7 +183,7 @@ class Weir:
         return self.process.returncode, "".join(self.log)
 
     def take_over(self, **changed):
-        """The daemon that goes on in its place, and how long nobody was served, in ms."""
+        """Upgrades; returns the new daemon and the length of the pause in ms."""
         new = self.taker("--takeover", **changed)
         new.wait_for(r"INFO .* ready ")
         status, log = self.ended()
@@ -192,10 +193,10 @@ class Weir:
         return new, int(pause.group(1)) / 1000
 
     def refuses(self, **changed):
-        """What a newcomer says that does not get it."""
+        """Asserts that an upgrade fails; returns the messages of the new process."""
         since = len(self.log)
         status, said = self.taker("--takeover", **changed).ended()
-        check(status == 1, "the newcomer fails", said)
+        check(status == 1, "the new process fails", said)
         self.wait_for(GOES_ON, since)
         return said
 
@@ -210,7 +211,7 @@ class Weir:
             self.process.wait()
 
     def ask(self, command, **arguments):
-        """The answer of one QMP command, or the error as {"error": …}."""
+        """The reply to one QMP command, or an error as {"error": …}."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(PATIENCE_S)
             connection.connect(str(self.qmp))
@@ -225,11 +226,11 @@ class Weir:
             return answer.get("return", answer)
 
     def disk(self, name):
-        """What `weir status --json` has of a disk."""
+        """The entry of a disk in `weir status --json`."""
         return next(disk for disk in self.ask("x-weir-query-status")["disks"] if disk["name"] == name)
 
     def io(self, *commands, name="", ok=True, options=()):
-        """qemu-io on an export; its output, and where it may fail its status too."""
+        """Runs qemu-io on an export; returns its output, and with ok=False its status as well."""
         words = [word for command in commands for word in ("-c", command)]
         result = run("qemu-io", "-f", "raw", *options, *words, self.uri(name), ok=False)
         status, output = result
@@ -242,11 +243,11 @@ GOES_ON = "the upgrade failed, this process continues"
 
 
 class Between:
-    """Between a newcomer and the daemon that it takes over from: what both say passes here, so that
-    it can be known where they are, and the newcomer killed there. Knows no message, only where one
-    ends, and that of the daemon's first what there is comes, then how all stands."""
+    """A proxy between a new process and the daemon that it replaces. It forwards message by
+    message, so that the new process can be killed at a known step. It parses only the framing; it
+    relies on the order: the daemon's first message is the offer, the second the state."""
 
-    # As many descriptors come beside one byte at most.
+    # Maximum number of descriptors that accompany one byte.
     AT_ONCE = 250
 
     def __init__(self, weir, place):
@@ -261,7 +262,7 @@ class Between:
         with connection:
             connection.settimeout(PATIENCE_S)
             connection.sendall(b'{"QMP": {}}\n')
-            # Not more than the line: descriptors come with the next.
+            # Only up to the end of the line: the descriptors accompany the next bytes.
             while self.exactly(connection, 1) != b"\n":
                 pass
             connection.sendall(b'{"return": {}}\n')
@@ -311,11 +312,11 @@ class Between:
                 os.close(descriptor)
 
     def offered(self):
-        """It knows what there is."""
+        """The new process has received the offer."""
         self.say(self.its, self.hear(self.daemons))
 
     def prepared(self):
-        """It has everything open, and the daemon knows no more than that it opens it."""
+        """The new process has opened everything; the daemon only knows that it is opening."""
         self.offered()
         self.told = self.hear(self.its)
         while self.told[0][24:].startswith(b'{"opens-as"'):
@@ -324,24 +325,24 @@ class Between:
         check(self.told[0][24:] == b'"prepared"', "all is open", self.told)
 
     def stands_still(self):
-        """The daemon has given everything up, and the newcomer does not know."""
+        """The daemon is suspended; its message is not delivered."""
         self.prepared()
         self.say(self.daemons, self.told)
         self.told = self.hear(self.daemons)
 
     def state(self):
-        """The newcomer takes it."""
+        """The new process receives the state."""
         self.stands_still()
         self.say(self.its, self.told)
 
     def ready(self):
-        """It has everything, and the daemon does not know."""
+        """The new process is ready; its message is not delivered."""
         self.state()
         self.told = self.hear(self.its)
-        check(self.told[0][24:] == b'"ready"', "it could serve", self.told)
+        check(self.told[0][24:] == b'"ready"', "the new process is ready", self.told)
 
     def end(self):
-        """The newcomer is killed, and the daemon hears of it."""
+        """Kills the new process, and closes the connection to the daemon."""
         self.newcomer.kill()
         self.its.close()
         self.daemons.close()
@@ -349,7 +350,7 @@ class Between:
 
 STEPS = ["offered", "prepared", "stands_still", "state", "ready"]
 
-# A client that takes an image's lock and keeps it, until its input ends.
+# A client that acquires the lock of an image and holds it until its input ends.
 KEEPER = """
 import ctypes, sys
 rbd, cluster, pool, image = ctypes.CDLL("librbd.so.1"), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -369,7 +370,7 @@ assert rbd.rbd_close(image) == 0
 
 
 class Keeper:
-    """Of an image's lock."""
+    """A process that holds the lock of an image."""
 
     def __init__(self, cluster, image):
         self.process = subprocess.Popen(
@@ -384,7 +385,7 @@ class Keeper:
 
 
 def refused(weir, cluster, *words, config=True):
-    """What `weir serve` says as it refuses."""
+    """Messages of a `weir serve` that fails."""
     command = [weir, "serve", *words, "--qmp", "none", "--nbd", "unix:/tmp/never.sock"]
     if config:
         command += ["--rbd-config", cluster.config]

@@ -39,7 +39,7 @@ class Mismatch(Exception):
 
 
 class Exercise:
-    # Operation and how often it is drawn.
+    # Operations and their relative frequency.
     OPERATIONS = [
         ("read", 20), ("write", 22), ("append", 4), ("map_read", 7), ("map_write", 7), ("truncate", 14),
         ("reserve", 4), ("reserve_keeping_size", 3), ("punch", 7), ("zero", 4), ("zero_keeping_size", 4),
@@ -79,18 +79,18 @@ class Exercise:
                 self.check_all()
         self.check_all()
 
-    # What an operation works on.
+    # Choice of operands.
 
     def said(self, *what):
         self.log.append(what)
 
     def length(self):
-        """Short, of some sectors, or long."""
+        """A length: short, of some sectors, or long."""
         most = self.random.choice([16, 600, 5000, 5000, 70_000])
         return self.random.randint(1, min(most, self.largest))
 
     def place(self, within):
-        """Anywhere up to there, often at or beside a boundary."""
+        """An offset up to `within`, often at or beside a boundary."""
         place = self.random.randint(0, within)
         match self.random.randrange(6):
             case 0:
@@ -102,7 +102,7 @@ class Exercise:
         return place
 
     def inside(self):
-        """A range that is not empty, or nothing where the file is empty."""
+        """A non-empty range inside the file; None if the file is empty."""
         if not self.model:
             return None
         start = self.place(len(self.model) - 1)
@@ -167,7 +167,7 @@ class Exercise:
             self.model.extend(data)
 
     def mapped(self, what):
-        """A range, and the pages around it as memory; nothing where nothing can be mapped."""
+        """A range, and a mapping of its pages; None if the file cannot be mapped."""
         inside = self.inside()
         if inside is None or not self.maps:
             return None
@@ -177,7 +177,7 @@ class Exercise:
         try:
             return start, length, mmap.mmap(self.fd, start + length - first, offset=first), start - first
         except OSError as error:
-            # Shared mappings of a file that is open for direct I/O came with Linux 6.6.
+            # Shared mappings of a file opened for direct I/O need Linux 6.6 or newer.
             if error.errno != errno.ENODEV:
                 raise
             self.maps = False

@@ -1,14 +1,14 @@
-"""A virtual machine with a Linux that has cgroup v2, an NBD client and virtio's disks, and that
-does what scripts say.
+"""A virtual machine with a Linux that has cgroup v2, an NBD client and virtio disks, and that runs
+scripts.
 
-Why its clock can be its own: with QEMU's `-icount`, an instruction of the guest takes two of its
-nanoseconds, and when it only waits, its clock goes at once to what it waits for. What it measures
-is then the same on a machine that is busy, slow or stands still, and a minute of waiting costs
-nothing. For that, nothing outside may answer it in its own time: its disks are its own too
-(null_blk, in its memory), and one script holds all that depends on an instant, as between two
-scripts its clock runs on. A guest that talks to a server outside has the host's clock.
+Its clock is independent of the host's: with QEMU's `-icount`, an instruction of the guest takes two
+of its nanoseconds, and while it is idle its clock jumps to the next timer. Measurements are
+therefore the same on a busy, slow or stalled host, and a minute of waiting costs nothing. Hence
+nothing outside may answer the guest in real time: its disks are its own (null_blk, in its memory),
+and everything that depends on an instant is in one script, because the clock runs on between
+scripts. A guest that talks to a server outside uses the host's clock.
 
-Never judges what it measures; never leaves the machine running, nor a file behind.
+Never judges measurements; never leaves the machine running, nor a file behind.
 """
 
 import base64
@@ -23,46 +23,45 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# Much longer than either takes, also on a machine that stands still for most of the time. (Twenty
-# kills of a daemon behind the kernel's NBD client, which waits 30 s of the guest's time after each,
-# took more than 400 s beside three builds on two processors.)
+# Much longer than either takes, on stalled hosts as well. (Twenty kills of a daemon behind the
+# kernel's NBD client, which waits 30 s of the guest's time after each, took more than 400 s beside
+# three builds on two processors.)
 BOOT_SECONDS = 400
 SCRIPT_SECONDS = 1200
-# Between the output of a script and its exit status (`serve-scripts` beside this); and what comes
-# instead of both if the script did not arrive as it was sent: the emulated serial line loses a byte
-# at times.
+# Marks between the output of a script and its exit status (`serve-scripts`); and the reply to a
+# script that was corrupted: the emulated serial line loses a byte at times.
 END = b"@END "
 AGAIN = b"@AGAIN"
-# It takes scripts.
+# The guest is ready for scripts.
 READY = b"@READY"
 TRANSMISSIONS = 5
-# One host thread for all of the guest's processors, and no five levels of page tables (LA57): with
-# several threads, or with those, QEMU 7.2 breaks a kernel now and then. No fast string operations
-# (ERMS, FSRM): with those, the kernel copies by single bytes, each of which QEMU emulates.
+# One host thread for all of the guest's processors, and no five-level page tables (LA57): with
+# several threads, or with LA57, QEMU 7.2 crashes a kernel at times. No fast string operations
+# (ERMS, FSRM): with those, the kernel copies single bytes, each of which QEMU emulates.
 ACCELERATOR = "tcg,thread=single"
 PROCESSOR = "max,la57=off,erms=off,fsrm=off"
-# 2¹ ns an instruction, and no waiting in the host's time for what the guest waits for.
+# 2¹ ns per instruction, and no sleeping in the host's time while the guest is idle.
 OWN_CLOCK = ("-icount", "shift=1,sleep=off", "-rtc", "clock=vm")
-# A kernel that is broken ends at once (`oops=panic`, `panic=-1`, and QEMU's -no-reboot), instead of
-# leaving a script without an answer. Whether its timer ticks, it would judge by how far it counts
-# meanwhile: on a busy machine, not far enough, and it hangs.
+# A kernel that crashes ends at once (`oops=panic`, `panic=-1`, and QEMU's -no-reboot), instead of
+# leaving a script without an answer. no_timer_check: the kernel's test of its timer counts loops,
+# which fails on a busy host, and it hangs.
 KERNEL = "console=ttyS0 quiet oops=panic panic=-1 no_timer_check psi=1 delayacct"
 MIB = 1 << 20
 
 
 class GuestFailed(Exception):
-    """The machine did not start, a script in it did not end, or it ended by itself; the text says
-    what was printed.
+    """The machine did not start, a script did not end, or the machine ended on its own; the text
+    contains the output.
     """
 
 
 class ScriptFailed(GuestFailed):
-    """A script in the machine failed, which goes on."""
+    """A script in the machine failed; the machine continues."""
 
 
 @dataclass(frozen=True)
 class OwnDisk:
-    """A disk in the guest's memory, /dev/NAME, with an empty ext4. What is written to it is lost."""
+    """A disk in the guest's memory, /dev/NAME, with an empty ext4. Its data is lost at the end."""
 
     name: str
     mib_per_s: int
@@ -71,35 +70,35 @@ class OwnDisk:
 
     @property
     def bps(self):
-        """What passes in a second of the guest's: of every fiftieth of one, whole requests
-        (null_blk, nullb_bwtimer_fn).
+        """Bytes per second of the guest's time: null_blk admits whole requests in every fiftieth of
+        a second (nullb_bwtimer_fn).
         """
         request = self.request_kib * 1024
         return 50 * (self.mib_per_s * (MIB // 50) // request) * request
 
     def made(self):
-        """The script that makes it."""
+        """Shell code that creates the disk."""
         return f"make_disk {self.name} {self.mib_per_s} {self.request_kib} {self.size_mib}"
 
 
 @dataclass(frozen=True)
 class ExportedDisk:
-    """A disk that is an NBD export outside, with an ext4 that whoever serves it has made; QEMU is
-    the client.
+    """A disk that is an NBD export outside, with an ext4 that its server has created; QEMU is the
+    client.
     """
 
-    name: str  # as in /sys/block: vda, vdb and so on, in the order given
+    name: str  # as in /sys/block: vda, vdb and so on, in the given order
     uri: str
 
     def made(self):
-        """The script that mounts it."""
+        """Shell code that mounts it."""
         return f"mkdir -p /mnt/{self.name} && mount -t ext4 /dev/{self.name} /mnt/{self.name}"
 
 
 def program_archive(program, directory, path):
     """The program, at that path, and its libraries: an initramfs to be appended to another one."""
     tree, stripped = Path(directory, "program"), Path(directory, "stripped")
-    # Without what only a debugger reads.
+    # Without debugging information.
     subprocess.run(["strip", "--strip-debug", "-o", stripped, program], check=True)
     subprocess.run([HERE / "copy-program", tree, stripped, path], check=True)
     stripped.unlink()
@@ -113,25 +112,25 @@ def program_archive(program, directory, path):
 class Guest:
     """One running machine. Use it in a `with` statement."""
 
-    # Where its program is in the guest.
+    # Path of the tested program in the guest.
     PROGRAM = "/bin/weir"
-    # What emulates it.
+    # The emulator.
     emulator = "qemu-system-x86_64"
 
     def __init__(
         self, cache, program, disks, own_clock=True, network=False, system=None, more=(), kernel=None
     ):
-        # Another kernel than most tests have, as `build` beside this takes it.
+        # A kernel other than the default, as an argument of `build`.
         self.kernel = kernel
         self.cache = Path(cache, "kernels", kernel.replace("/", "+")) if kernel else Path(cache)
         self.program = program
-        # Other programs, by their names in /bin.
+        # Additional programs, by their names in /bin.
         self.more = dict(more)
         self.disks = disks
         self.own_clock = own_clock
-        # A card behind which 10.0.2.2 is the host.
+        # A network card; 10.0.2.2 is the host.
         self.network = network
-        # A disk whose own process 1 is to run, as `debian` beside this makes it; it stays as it is.
+        # A disk with a system to boot, as made by `debian`; it is not modified.
         self.system = system
 
     def __enter__(self):
@@ -154,13 +153,14 @@ class Guest:
         self._directory.cleanup()
 
     def run(self, script, check=True):
-        """What the script printed, on both its outputs; measure.sh stands in front of it."""
+        """Runs a script after measure.sh; returns stdout and stderr. Raises ScriptFailed if it
+        fails."""
         return self.run_status(script, check)[0]
 
     def parts(self, body, finally_=""):
-        """What a script printed, by the names of its parts (`part` in measure.sh).
+        """Runs a script; returns its output by part (`part` in measure.sh).
 
-        It ends with its first command that fails; `finally_` is done however it ends.
+        The script ends with its first command that fails; `finally_` runs in any case.
         """
         end = "trap 'status=$?; set +e; part finally; finally; exit $status' EXIT"
         script = f"set -e\n{end}\nfinally() {{\n:\n{finally_}\n}}\n{body}"
@@ -168,7 +168,7 @@ class Guest:
         return dict(zip(pieces[1::2], pieces[2::2]))
 
     def run_status(self, script, check=False):
-        """What the script printed, and its exit status."""
+        """The output of the script, and its exit status."""
         script = f". /measure.sh\n{script}\n"
         for _ in range(TRANSMISSIONS):
             self._send_script(script)
@@ -186,7 +186,7 @@ class Guest:
         return output, status
 
     def reboot(self):
-        """Has the system of its disk shut down and start again; what was written to that disk stays."""
+        """Reboots the system of its disk; data written to that disk is kept."""
         self._send_script("systemctl reboot\n")
         self._boot()
 
@@ -196,12 +196,12 @@ class Guest:
         self._send(line.encode())
 
     def _boot(self):
-        """Waits until it takes scripts, and prepares it for them."""
+        """Waits until the machine is ready for scripts, and prepares it."""
         self._lines_until(READY, BOOT_SECONDS)
         self._prepare()
 
     def _stop(self):
-        # There is nothing in it that is to be kept.
+        # The machine has no state to keep.
         self._process.kill()
         self._process.wait()
         self._received.close()
@@ -209,7 +209,7 @@ class Guest:
 
     def _start(self, directory):
         self._console = directory / "console"
-        # What QEMU itself says.
+        # QEMU's own messages.
         self._complaints = directory / "complaints"
         initramfs = self._initramfs(directory)
         self._socket, theirs = socket.socketpair()
@@ -234,10 +234,10 @@ class Guest:
         self._received = self._socket.makefile("rb")
 
     def _initramfs(self, directory):
-        """Makes what it boots, in that directory; where it is."""
+        """Builds the initramfs in that directory; returns its path."""
         initramfs = directory / "initramfs"
         base = Path(self.cache, "guest.gz").read_bytes()
-        # An archive that is not compressed must begin at a multiple of four (the kernel's
+        # An uncompressed archive must begin at a multiple of four bytes (the kernel's
         # init/initramfs.c).
         padding = bytes(-len(base) % 4)
         programs = {self.PROGRAM: self.program, **{f"/bin/{name}": path for name, path in self.more.items()}}
@@ -246,7 +246,7 @@ class Guest:
         return initramfs
 
     def _hardware(self):
-        """Further words of QEMU's command line, and the sockets that these hand to it."""
+        """Further arguments of QEMU, and the sockets that are passed with them."""
         exported = [disk for disk in self.disks if isinstance(disk, ExportedDisk)]
         system = f" systemd.journald.forward_to_console=1 SYSTEM=vd{string.ascii_lowercase[len(exported)]}" if self.system else ""
         words = ["-m", "3G", "-append", KERNEL + system]
@@ -256,7 +256,7 @@ class Guest:
             words += ["-netdev", "user,id=net0", "-device", "virtio-net-pci,netdev=net0,romfile="]
         for disk in exported:
             words += ["-drive", f"if=virtio,format=raw,cache=unsafe,file={disk.uri}"]
-        # A system of its own may start again (`reboot`); the others end with their process 1.
+        # A full system may restart (`reboot`); the small one ends with its process 1.
         if self.system:
             words += ["-drive", f"if=virtio,format=raw,snapshot=on,file={self.system}"]
         else:
@@ -264,13 +264,12 @@ class Guest:
         return words, []
 
     def _prepare(self):
-        """Makes the disks and the two control groups that most cases use, and bounds what waits to
-        be written back.
+        """Creates the disks and the two control groups that most cases use, and limits dirty pages.
 
-        A limit for the whole machine: in a guest nobody else lives with it. Little, so that a
-        buffered stream is as slow as its limit within seconds, and not so little that the pages of
-        one group, which wait for its limit, fill it and hold up the other's writer (measured: with
-        16 MiB, a stream limited to 4 MB/s got 2.0 to 3.5).
+        A limit for the whole machine, which runs nothing else. Small, so that a buffered stream is
+        throttled to its limit within seconds; not so small that the dirty pages of one throttled
+        group fill it and delay the second group's writer (measured: with 16 MiB, a stream limited
+        to 4 MB/s got 2.0 to 3.5).
         """
         made = "\n".join(disk.made() for disk in self.disks)
         self.run(f"""
@@ -288,12 +287,12 @@ class Guest:
             raise self._died() from error
 
     def _died(self):
-        # Its end of the connection closes a moment before it has ended.
+        # Its end of the connection closes shortly before the process ends.
         self._process.wait()
         return GuestFailed(f"the guest has ended by itself; its console:\n{self.last_words()}")
 
     def _lines_until(self, beginning, seconds):
-        """All lines up to and with the first that begins so, or with one of several."""
+        """All lines up to and including the first that begins with this, or with one of several."""
         self._socket.settimeout(seconds)
         lines = []
         try:
@@ -305,13 +304,13 @@ class Guest:
         except ConnectionError as error:
             raise self._died() from error
         except OSError as error:
-            # A time-out; and after it, whatever else is asked of this connection fails too.
+            # A timeout; later reads of this connection fail as well.
             printed = b"".join(lines).decode(errors="replace")
             what = f"no answer from the guest within {seconds} s; it printed:\n{printed}"
             raise GuestFailed(f"{what}\nIts console:\n{self.last_words()}") from error
         return lines
 
     def last_words(self):
-        """The end of its console, and what QEMU has said."""
+        """The end of its console, and QEMU's messages."""
         files = [path for path in (self._console, self._complaints) if path.exists()]
         return "\n".join(path.read_text(errors="replace")[-4000:] for path in files)

@@ -1,14 +1,14 @@
-# What every script in the guest may use (guest.py puts it in front): disks, streams in a control
-# group, the watch, and reading what passed.
+# Functions for every script in the guest (guest.py prepends this file): disks, streams in a control
+# group, the watch, and samples.
 #
-# Everything that is called while something is measured is the shell's own: a program that starts
-# takes time from what is measured. Instants are seconds since boot, to 10 ms (/proc/uptime).
+# Everything that is called during a measurement is a builtin of the shell: starting a program would
+# take time from it. Instants are seconds since boot, to 10 ms (/proc/uptime).
 
 cgroups=/sys/fs/cgroup
-# What `weir cgroup watch` and `weir probe` remember.
+# State of `weir cgroup watch` and `weir probe`.
 state=/run/weir/state
 watch_log=/tmp/watch.log
-# A pipe nobody writes to: `read -t` on it is a sleep without a program.
+# A pipe without a writer: `read -t` on it sleeps without a program.
 [ -p /tmp/never ] || mkfifo /tmp/never
 exec 4<>/tmp/never
 
@@ -18,7 +18,7 @@ pause() { read -r -t "$1" nothing <&4 || :; }
 # now: sets $now
 now() { read -r now nothing </proc/uptime; }
 
-# load MODULE: one of those that are not there from the start, and what it needs
+# load MODULE: loads a module that is not loaded from the start, and its dependencies
 load() {
     for module in "/modules/$1"/*.ko; do
         name=${module##*/??-}
@@ -26,7 +26,7 @@ load() {
     done
 }
 
-# part NAME: what is printed from here on belongs to this part (guest.py takes the output apart)
+# part NAME: later output belongs to this part (guest.py splits the output)
 part() { echo "@PART $1"; }
 
 # make_disk NAME MIB_PER_S REQUEST_KIB SIZE_MIB: /dev/NAME, a disk in memory with an empty ext4 at
@@ -35,13 +35,13 @@ make_disk() {
     configured=/sys/kernel/config
     [ -d $configured/nullb ] || mount -t configfs configfs $configured
     mkdir "$configured/nullb/$1"
-    # Requests of a bounded size: null_blk hands out a fiftieth of a second's bytes at a time, and
-    # one above that would never pass. For the same reason nothing is discarded. And a queue that
-    # holds all parts of 32 larger ones: what is left outside of it waits for longer than its turn.
+    # Requests of a bounded size: null_blk hands out a fiftieth of a second's bytes at a time, and a
+    # larger request would never pass. For the same reason nothing is discarded. The queue must hold
+    # all parts of 32 larger requests: those outside of it wait for longer than their turn.
     for setting in memory_backed=1 mbps="$2" max_sectors=$(($3 * 2)) hw_queue_depth=1024 size="$4" power=1; do
         echo "${setting#*=}" >"$configured/nullb/$1/${setting%%=*}"
     done
-    # Complete tables: to fill them later would be I/O that nobody asked for.
+    # Complete tables: lazy initialization would cause additional I/O.
     mkfs.ext4 -q -N 1024 -J size=8 -E nodiscard,lazy_itable_init=0,lazy_journal_init=0 "/dev/$1"
     mkdir -p "/mnt/$1"
     mount -t ext4 "/dev/$1" "/mnt/$1"
@@ -50,8 +50,8 @@ make_disk() {
 # device_number DISK: sets $device to MAJOR:MINOR
 device_number() { read -r device <"/sys/block/$1/dev"; }
 
-# written FILE DEVICE: sets $written to the bytes an io.stat says were written on a device
-# (MAJOR:MINOR), 0 if it says nothing
+# written FILE DEVICE: sets $written to the bytes written to a device (MAJOR:MINOR) according to an
+# io.stat, 0 without an entry
 written() {
     written=0
     while read -r number rbytes wbytes nothing; do
@@ -66,8 +66,8 @@ on_disk() {
     on_disk=$((sectors * 512))
 }
 
-# sample DISK GROUP…: one line, the instant, the bytes written to the disk, and those that each
-# group's io.stat has
+# sample DISK GROUP…: prints one line: the instant, the bytes written to the disk, and those of each
+# group's io.stat
 sample() {
     now
     on_disk "$1"
@@ -81,13 +81,13 @@ sample() {
     echo "$line"
 }
 
-# sample_for SECONDS INTERVAL DISK GROUP…: samples until so many seconds have passed
+# sample_for SECONDS INTERVAL DISK GROUP…: samples for this time
 sample_for() {
     length=$1 interval=$2
     shift 2
     now
     until=$((${now%.*} + length))${now#"${now%.*}"}
-    # Both have two digits behind the point: without it, they compare as numbers.
+    # Both have two decimals: without the point, they compare as integers.
     while now && [ "${now%.*}${now#*.}" -lt "${until%.*}${until#*.}" ]; do
         sample "$@"
         pause "$interval"
@@ -95,8 +95,8 @@ sample_for() {
     sample "$@"
 }
 
-# seconds_until SECONDS FILE TEXT: prints how many passed until the first line of FILE had TEXT in
-# it; SECONDS and more if it did not in that time. There may be no such file at first.
+# seconds_until SECONDS FILE TEXT: prints the seconds until the first line of FILE contained TEXT;
+# SECONDS or more if it did not in that time. The file may not exist at first.
 seconds_until() {
     now
     begin=${now%.*}${now#*.}
@@ -116,7 +116,7 @@ in_group() {
     sh -c 'echo $$ >"$0" && exec "$@"' "$where" "$@"
 }
 
-# kill_group GROUP…: ends all that runs there, and waits until it has
+# kill_group GROUP…: kills all processes of the groups, and waits for their end
 kill_group() {
     for group in "$@"; do
         echo 1 >"$cgroups/$group/cgroup.kill"
@@ -124,9 +124,9 @@ kill_group() {
     done
 }
 
-# stream DISK MODE GROUP: starts writing without an end, MODE is direct or cached, to a file of the
-# group's own: what a file's pages are charged to is who wrote them first. One write is as large as
-# keeps the processor idle at the disk's speed, and small beside what passes in a window.
+# stream DISK MODE GROUP: starts an endless writer, MODE is direct or cached, to the group's own
+# file: the pages of a file are charged to its first writer. The size of a write keeps the processor
+# idle at the disk's speed, and is small relative to the bytes of a window.
 stream() {
     rm -f "/mnt/$1/$3"
     flag=
@@ -134,7 +134,7 @@ stream() {
     in_group "$3" dd if=/dev/zero of="/mnt/$1/$3" bs=256k count=100000000 $flag 2>/dev/null &
 }
 
-# end_streams DISK GROUP…: ends them, and waits until nothing of them is on its way to the disk
+# end_streams DISK GROUP…: ends them, and waits until all their data is on the disk
 end_streams() {
     disk=$1
     shift
@@ -143,11 +143,11 @@ end_streams() {
     sync
 }
 
-# watch_start [FILTER]: starts `weir cgroup watch` in a control group of its own, and waits until it
-# is ready
+# watch_start [FILTER]: starts `weir cgroup watch` in its own control group, and waits until it is
+# ready
 watch_start() {
     mkdir -p $cgroups/watch
-    # Not with in_group: in the background, that would leave the number of a shell.
+    # Not with in_group: in the background, $! would be the PID of a shell.
     sh -c 'echo $$ >"$0" && exec "$@"' $cgroups/watch/cgroup.procs \
         weir cgroup watch --state $state --log "${1:-cgroup=trace}" >$watch_log 2>&1 &
     watch=$!
@@ -168,7 +168,7 @@ watch_stop() {
         pause 0.05
         tries=$((tries + 1))
         if [ $tries -gt 2000 ]; then
-            echo "the watch does not end; its state, where it is in the kernel, and its log:"
+            echo "the watch does not end; its state, its kernel stack, and its log:"
             head -n 3 /proc/$watch/status
             cat /proc/$watch/task/*/stack
             tail -n 20 $watch_log

@@ -1,7 +1,7 @@
-"""What a case showed, beside what it should have: checks and their verdicts.
+"""Results of a case: checks and their verdicts.
 
-A case is tried once. Its figures are of a clock that no other program of the machine slows
-(guest.py), or are bounds that a slow machine cannot break.
+A case runs once. Its figures use a clock that is independent of the host's load (guest.py), or are
+bounds that a slow host cannot break.
 
 Never measures anything.
 """
@@ -13,7 +13,7 @@ from guest import GuestFailed, ScriptFailed
 
 @dataclass(frozen=True)
 class Check:
-    """One figure or fact, and the verdict on it."""
+    """One figure or fact, and its verdict."""
 
     what: str
     holds: bool
@@ -26,36 +26,37 @@ class Check:
 
 
 def near(what, value, wanted, tolerance, unit="MB/s", scale=1e6):
-    """A figure that is to be this one, give or take a part of it."""
+    """Check that a figure is this one within a relative tolerance."""
     asked = f"{wanted / scale:.2f} {unit}, {tolerance:.0%} off at most"
     seen = f"{value / scale:.3f} {unit}, {value / wanted - 1:+.1%}"
     return Check(what, abs(value - wanted) <= tolerance * wanted, seen, asked)
 
 
 def least(what, value, wanted, unit="MB/s", scale=1e6):
-    """A figure that is to be this one or more."""
+    """Check that a figure is at least this one."""
     return Check(
         what, value >= wanted, f"{value / scale:.2f} {unit}", f"at least {wanted / scale:.2f} {unit}"
     )
 
 
 def most(what, value, wanted, unit="MB/s", scale=1.0):
-    """A figure that is to be this one or less."""
+    """Check that a figure is at most this one."""
     return Check(what, value <= wanted, f"{value / scale:.3g} {unit}", f"at most {wanted / scale:.3g} {unit}")
 
 
 def fact(what, holds, seen, asked):
-    """Something that is so or not."""
+    """Check of a fact."""
     return Check(what, bool(holds), seen, asked)
 
 
 def contains(what, text, part):
-    """A text in which another is found."""
+    """Check that a text contains this part."""
     return fact(what, part in text, repr(text[-600:]) if part not in text else repr(part), f"{part!r} in it")
 
 
 def judge(case):
-    """The checks of a case, a function that returns them. A script that fails is a check that does."""
+    """Runs a case, a function that returns its checks. A script that fails becomes a failed check.
+    """
     try:
         return case()
     except ScriptFailed as error:

@@ -1,4 +1,4 @@
-//! A control group of cgroup v1's blkio; v2 is tested in a guest (`tests/guest/cgroups`).
+//! A cgroup of cgroup v1's blkio controller; v2 is tested in a guest (`tests/guest/cgroups`).
 
 use std::{
     fs,
@@ -18,9 +18,9 @@ pub(crate) struct BlkioGroup {
 }
 
 impl BlkioGroup {
-    /// `None` on a machine that has cgroup v2 alone, where the guest's tests are the ones.
+    /// `None` on a host that has only cgroup v2, which the tests in the guest cover.
     pub(crate) fn new(what: &str) -> Option<Self> {
-        // The root has either, by the kernel's version.
+        // The root has one of these files, depending on the kernel's version.
         let has = |file: &str| Path::new(BLKIO).join(file).is_file();
         if !has("blkio.throttle.write_bps_device") && !has("blkio.throttle.io_service_bytes") {
             return None;
@@ -43,7 +43,8 @@ impl Drop for BlkioGroup {
     }
 }
 
-/// The kernel takes a process out of its group a little after its end, and tells nobody.
+/// Removes a cgroup after its processes have ended. The kernel removes a process from its cgroup
+/// shortly after its end, without a notification.
 pub(crate) fn remove_emptied(directory: &Path) -> io::Result<()> {
     let until = Instant::now() + DEADLINE;
     loop {

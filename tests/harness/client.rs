@@ -1,4 +1,5 @@
-//! Foreign programs: found or the test names the package, and ended in time or killed.
+//! External programs under a deadline. A missing program fails the test with the name of its
+//! package.
 
 use std::{
     env,
@@ -11,7 +12,7 @@ use std::{
 
 use serde_json::Value;
 
-/// Which Debian package has which program. `scripts/deps` installs them all.
+/// Debian package of each program. `scripts/deps` installs them all.
 const PACKAGES: [(&str, &str); 29] = [
     ("chromium", "chromium"),
     ("debugfs", "e2fsprogs"),
@@ -44,27 +45,27 @@ const PACKAGES: [(&str, &str); 29] = [
     ("zsh", "zsh"),
 ];
 
-/// Where `scripts/python-clients` puts what Debian does not have.
+/// Where `scripts/python-clients` installs programs that Debian lacks.
 const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-clients/bin");
-/// Where `scripts/prometheus` puts what Debian's package would start as a service.
+/// Where `scripts/prometheus` installs it: Debian's package would start it as a service.
 const PROMETHEUS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../prometheus/bin");
-/// And `scripts/etcd` likewise.
+/// Where `scripts/etcd` installs etcd, for the same reason.
 const ETCD: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../etcd/bin");
 
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
-/// Longest that a client may take, in seconds, also on a machine that stands still at times.
+/// Maximum run time of a client in seconds, generous enough for a host that stalls at times.
 const MOST_SECONDS: &str = "900";
 
-/// QEMU's failure to make a LUKS image where the kernel has counted no processor time for it
-/// meanwhile: on some machines each third call.
+/// QEMU's error when it creates a LUKS image and the kernel has accounted no CPU time for it: on
+/// some hosts every third call.
 const NO_PROCESSOR_TIME: &str = "Unable to get accurate CPU usage";
 
-/// How often a client that fails with [`NO_PROCESSOR_TIME`] alone may run.
+/// Maximum number of runs of a client that fails with [`NO_PROCESSOR_TIME`].
 const MOST_ATTEMPTS: u32 = 30;
 
-/// Debian's own directories come first: nbdsh needs the `python3` that its modules are for, and
-/// losetup is where only root looks.
+/// Debian's own directories come first: nbdsh needs the `python3` that its modules are built for,
+/// and losetup is in a directory that only root's path contains.
 pub(crate) fn search_path() -> OsString {
     let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin:");
     path.push(PYTHON_CLIENTS);
@@ -79,23 +80,24 @@ pub(crate) fn search_path() -> OsString {
     path
 }
 
-/// Fails the test with the package's name if a program is not there.
+/// Fails the test with the name of the package if a program is missing.
 #[track_caller]
 pub(crate) fn need(program: &str) {
     if env::split_paths(&search_path()).any(|directory| directory.join(program).is_file()) {
         return;
     }
+    // Programs that Debian lacks, or would start as a service, are installed by scripts.
     assert!(
         !(program.starts_with("qmp-") || ["page-python", "schemathesis"].contains(&program)),
-        "{program}: not found (run `scripts/python-clients`, which installs it beside what cargo builds)"
+        "{program}: not found (run `scripts/python-clients`, which installs it in the target directory)"
     );
     assert!(
         !program.starts_with("prom"),
-        "{program}: not found (run `scripts/prometheus`, which unpacks it beside what cargo builds)"
+        "{program}: not found (run `scripts/prometheus`, which unpacks it in the target directory)"
     );
     assert!(
         !program.starts_with("etcd"),
-        "{program}: not found (run `scripts/etcd`, which unpacks it beside what cargo builds)"
+        "{program}: not found (run `scripts/etcd`, which unpacks it in the target directory)"
     );
     let package =
         PACKAGES.iter().find(|(name, _)| *name == program).map_or("that has it", |(_, package)| package);
@@ -113,6 +115,7 @@ impl TestClient {
     pub(crate) fn new(program: &str) -> Self {
         need(program);
         need("timeout");
+        // timeout(1) signals the whole process group, so children of the program end as well.
         let mut command = Command::new("timeout");
         command.args(["--kill-after=5", MOST_SECONDS, program]);
         // libnbd's and QEMU's messages are compared in English.
@@ -121,7 +124,7 @@ impl TestClient {
             .env("PATH", search_path())
             .env_remove("LIBNBD_DEBUG")
             .env_remove("LISTEN_FDS")
-            // Neither to find the machine's daemon, nor to be found as that.
+            // The client must neither find the host's own daemon nor start one at its address.
             .env("WEIR_QMP", "unix:/nonexistent/qmp.sock");
         Self { command, name: program.to_owned(), input: None }
     }
@@ -138,12 +141,13 @@ impl TestClient {
     }
 
     pub(crate) fn with_stdin(self, text: &str) -> Self {
+        // A file and not a pipe: it can be rewound for another attempt.
         let mut file = tempfile::tempfile().expect("the system has a temporary directory");
         file.write_all(text.as_bytes()).and_then(|()| file.rewind()).expect("there is room for a line");
         Self { input: Some(file), ..self }
     }
 
-    /// What the test is at, for a failure to say.
+    /// Describes the test case, for messages of failures.
     pub(crate) fn describing(self, what: &str) -> Self {
         Self { name: format!("{what}: {}", self.name), ..self }
     }
@@ -158,7 +162,7 @@ impl TestClient {
         self
     }
 
-    /// Programs of this directory are found first.
+    /// Puts a directory at the front of the search path.
     pub(crate) fn with_path(mut self, directory: &Path) -> Self {
         let mut path = directory.as_os_str().to_owned();
         path.push(":");
@@ -185,6 +189,7 @@ impl TestClient {
         let input = self.input.as_mut().map(|file| again(file).expect("a file of ours"));
         let output = self.command.stdin(input.map_or_else(Stdio::null, Stdio::from)).output();
         let output = output.expect("`timeout` was found");
+        // Status 124: the deadline has passed; 137: SIGKILL five seconds later.
         assert!(
             !matches!(output.status.code(), Some(124 | 137)),
             "{}: took more than {MOST_SECONDS} s; it said:\n{}",
@@ -199,14 +204,15 @@ impl TestClient {
         self.run().succeeded()
     }
 
-    /// It must succeed, and print JSON.
+    /// Asserts success; parses the output as JSON.
     #[track_caller]
     pub(crate) fn json(self) -> Value {
         let printed = self.succeeds();
         serde_json::from_str(&printed).unwrap_or_else(|error| panic!("no JSON: {error}:\n{printed}"))
     }
 
-    /// Runs qemu-io with these commands, each of which must succeed: its exit status does not say.
+    /// Runs qemu-io with these commands, each of which must succeed; qemu-io's exit status does not
+    /// show that.
     #[track_caller]
     pub(crate) fn run_qemu_io<T: AsRef<OsStr>>(
         self,
@@ -217,6 +223,7 @@ impl TestClient {
         let client = client.arg(target);
         let name = client.name.clone();
         let printed = client.succeeds();
+        // qemu-io prints errors of its commands on stdout and exits with 0.
         let wrong = ["failed", "error", "not support"];
         assert!(
             !wrong.iter().any(|word| printed.to_lowercase().contains(word)),
@@ -225,7 +232,7 @@ impl TestClient {
         printed
     }
 
-    /// It must fail, and not by a signal; what it said on standard error.
+    /// Asserts failure by an exit status; returns standard error.
     #[track_caller]
     pub(crate) fn fails(self) -> String {
         let outcome = self.run();
@@ -245,13 +252,13 @@ pub(crate) struct TestOutcome {
 }
 
 impl TestOutcome {
-    /// A client that died of a signal fails the test.
+    /// Exit status; a client that was killed by a signal fails the test.
     #[track_caller]
     pub(crate) fn code(&self) -> i32 {
         self.output.status.code().unwrap_or_else(|| panic!("{}: {}", self.name, self.output.status))
     }
 
-    /// None if it died of a signal, as `timeout` does of the one that it has to send in the end.
+    /// Exit status; None if killed by a signal, as `timeout` does at the deadline.
     pub(crate) fn status(&self) -> Option<i32> {
         self.output.status.code()
     }
@@ -309,14 +316,14 @@ pub(crate) fn nbdsh_command(script: &str) -> Command {
     command
 }
 
-/// The size of an export, in bytes, as nbdinfo says it.
+/// Size of an export in bytes, as printed by nbdinfo.
 #[track_caller]
 pub(crate) fn export_size(uri: &str) -> u64 {
     let size = TestClient::new("nbdinfo").args(["--size", uri]).succeeds();
     size.trim().parse().expect("a number of bytes")
 }
 
-/// Has QEMU make an image of 8 MiB with LUKS, which takes no time to make.
+/// Creates an image of 8 MiB with LUKS by QEMU, with a fast key derivation.
 #[track_caller]
 pub(crate) fn create_encrypted(path: &Path) {
     qemu_img(["create", "-q", "-f", "qcow2", "--object", "secret,id=key,data=abc", "-o"])
@@ -326,9 +333,10 @@ pub(crate) fn create_encrypted(path: &Path) {
         .succeeds();
 }
 
-/// `h` is a handle that is not connected, `nbd` the module; a failed assertion fails the test.
+/// Runs nbdsh: `h` is an unconnected handle, `nbd` the module; a failed assertion fails the test.
 #[track_caller]
 pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = T>) -> String {
+    // Rust's debug format of a string is a valid Python literal for these arguments.
     let quoted = |argument: T| format!("{:?}", argument.as_ref().to_string_lossy());
     let list: Vec<String> = arguments.into_iter().map(quoted).collect();
     let prelude = format!("arguments = [{}]\n", list.join(", "));

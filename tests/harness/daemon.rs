@@ -1,5 +1,5 @@
-//! `weir serve`, and what else serves: started when it says that it is ready, ended with SIGTERM,
-//! cleanly.
+//! A daemon (`weir serve` or another command that serves): started until it reports that it is
+//! ready, and ended with SIGTERM, cleanly.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -33,22 +33,22 @@ enum ListenMode {
 
 pub(crate) struct Serve {
     subcommand: &'static str,
-    /// What comes before the program: an `unshare` or a `setpriv`.
+    /// Command before the program, such as `unshare` or `setpriv`.
     before: Vec<OsString>,
     arguments: Vec<OsString>,
     listen: ListenMode,
-    /// Where it takes commands if nothing else is said.
+    /// Default address of its control socket.
     control: PathBuf,
-    /// What it finds on standard input, and in the environment.
+    /// Standard input and environment.
     input: Option<OwnedFd>,
     environment: Vec<(&'static str, OsString)>,
-    /// Its own directories, which go with the daemon.
+    /// Scratch directories that are removed with the daemon.
     scratch: Option<Scratch>,
 }
 
 impl Serve {
     pub(crate) fn new(scratch: &Scratch) -> Self {
-        // A test may have several daemons.
+        // A test may run several daemons.
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Self {
@@ -63,7 +63,7 @@ impl Serve {
         }
     }
 
-    /// Another command that serves, and is told where by its arguments.
+    /// A different command that serves, with addresses in its arguments.
     pub(crate) fn subcommand(subcommand: &'static str) -> Self {
         let serve = Self::with_own_scratch();
         Self { subcommand, listen: ListenMode::Said, ..serve }
@@ -74,19 +74,20 @@ impl Serve {
         Self { scratch: Some(scratch), ..serve }
     }
 
-    /// In directories that nobody else needs.
+    /// A daemon with its own scratch directories.
     pub(crate) fn with_own_scratch() -> Self {
         Self::owning(Scratch::new())
     }
 
-    /// The image `disk.raw`, full of [`pattern`](super::pattern), in directories of its own.
+    /// Serves the image `disk.raw`, filled with [`pattern`](super::pattern), in its own scratch
+    /// directories.
     pub(crate) fn filled(bytes: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.filled("disk.raw", bytes);
         Self::owning(scratch).arg(image)
     }
 
-    /// The same with nothing but a hole.
+    /// Like [`Self::filled`], with a sparse image.
     pub(crate) fn sparse(bytes: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.sparse("disk.raw", bytes);
@@ -119,7 +120,7 @@ impl Serve {
         arguments.into_iter().fold(self, Self::arg)
     }
 
-    /// Started by another program, which becomes weir with exec.
+    /// Started by another program, which becomes weir by `exec`.
     pub(crate) fn wrapped_by<T: AsRef<OsStr>>(mut self, before: impl IntoIterator<Item = T>) -> Self {
         self.before.extend(before.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -142,17 +143,18 @@ impl Serve {
                 command.arg("--nbd").arg(format!("unix:{}", text(path)));
             }
             ListenMode::Tcp => {
+                // Port 0: the kernel chooses a free port, which the ready line contains.
                 command.args(["--nbd", "127.0.0.1:0"]);
             }
             ListenMode::Said => {}
         }
         let input = self.input.take().map_or_else(Stdio::null, Stdio::from);
         command.stdin(input).stdout(Stdio::null()).stderr(Stdio::piped());
-        // What a developer has in the environment must not decide a test.
+        // The developer's environment must not influence a test.
         for variable in ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "RUST_LOG"] {
             command.env_remove(variable);
         }
-        // The control socket that nobody names is one of its own, not the machine's.
+        // The default control socket must not be the host's.
         command.env("WEIR_QMP", format!("unix:{}", text(&self.control)));
         command.envs(self.environment.drain(..));
         command
@@ -167,6 +169,7 @@ impl Serve {
     #[track_caller]
     pub(crate) fn start(mut self) -> Weir {
         let (mut child, log) = self.spawn();
+        // `None` at the end of the log as well: a start that fails does not wait for the deadline.
         let Some(ready) = log.wait_for(DEADLINE, |line| line.contains("ready")) else {
             let _ = child.kill();
             let _ = child.wait();
@@ -175,17 +178,18 @@ impl Serve {
         Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
     }
 
-    /// Does not wait until it is ready.
+    /// Does not wait until the daemon is ready.
     pub(crate) fn spawn_unready(mut self) -> Weir {
         let (child, log) = self.spawn();
         let ready = String::new();
         Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
     }
 
-    /// It must end by itself.
+    /// Runs it to its end; fails if it does not exit on its own.
     #[track_caller]
     fn run(mut self) -> (ExitStatus, String) {
         let (mut child, log) = self.spawn();
+        // The log ends when the process has closed standard error.
         if !log.wait_for_end(DEADLINE) {
             let _ = child.kill();
             let _ = child.wait();
@@ -196,13 +200,13 @@ impl Serve {
         (status, log.text())
     }
 
-    /// What it says when it cannot do what it was asked (exit status 1).
+    /// Asserts exit status 1 (failure); returns its messages.
     #[track_caller]
     pub(crate) fn fails(self) -> String {
         self.ends_with(1)
     }
 
-    /// What it says to a command line that makes no sense (exit status 2).
+    /// Asserts exit status 2 (wrong usage); returns its messages.
     #[track_caller]
     pub(crate) fn rejects_usage(self) -> String {
         self.ends_with(2)
@@ -217,7 +221,7 @@ impl Serve {
     }
 }
 
-/// Dropped, it is asked to end with SIGTERM, and must exit with 0 and without a panic in its log.
+/// A running daemon. Dropping it sends SIGTERM and asserts exit status 0 and no panic in the log.
 pub(crate) struct Weir {
     child: Child,
     log: LogCollector,
@@ -235,7 +239,7 @@ impl Weir {
         }
     }
 
-    /// The port on 127.0.0.1, from the line in which the daemon says that it is ready.
+    /// The port on 127.0.0.1, from the line that reports readiness.
     pub(crate) fn port(&self) -> u16 {
         let behind = self.ready.split("127.0.0.1:").nth(1).unwrap_or_default();
         let digits: String = behind.chars().take_while(char::is_ascii_digit).collect();
@@ -250,7 +254,7 @@ impl Weir {
         }
     }
 
-    /// In a Python script `h` is connected to the export, and `arguments` has its URI.
+    /// Runs a Python script: `h` is connected to the export, and `arguments` contains its URI.
     #[track_caller]
     pub(crate) fn nbdsh(&self, export: &str, script: &str) {
         client::nbdsh(&format!("h.connect_uri(arguments[0])\n{script}"), [self.uri(export)]);
@@ -264,7 +268,7 @@ impl Weir {
         &self.ready
     }
 
-    /// Memory that it holds, in bytes: VmRSS of proc_pid_status(5).
+    /// Resident memory in bytes: VmRSS of proc_pid_status(5).
     pub(crate) fn resident_bytes(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("the daemon runs");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("every process has it");
@@ -277,12 +281,12 @@ impl Weir {
         line.unwrap_or_else(|| panic!("{what:?} is missing in the log:\n{}", self.log.text()))
     }
 
-    /// What its log says so far.
+    /// The log so far.
     pub(crate) fn log_text(&self) -> String {
         self.log.text()
     }
 
-    /// Waits until as many lines say it.
+    /// Waits until `count` lines of the log contain the text.
     #[track_caller]
     pub(crate) fn wait_for_logs(&self, what: &str, count: usize) {
         let seen = std::cell::Cell::new(0);
@@ -298,7 +302,7 @@ impl Weir {
         kill(self.pid(), signal).expect("the daemon is a child that was not waited for");
     }
 
-    /// Sends the signal again and again until it has ended.
+    /// Sends the signal repeatedly until the daemon has ended.
     #[track_caller]
     pub(crate) fn wait_signalling(self, signal: Signal) -> (ExitStatus, String) {
         let until = Instant::now() + DEADLINE;
@@ -310,6 +314,7 @@ impl Weir {
 
     #[track_caller]
     pub(crate) fn wait(mut self) -> (ExitStatus, String) {
+        // Drop must not wait for the child a second time.
         self.ended = true;
         let in_time = self.log.wait_for_end(DEADLINE);
         if !in_time {
@@ -328,21 +333,23 @@ impl Weir {
         log
     }
 
-    /// Ends it with SIGKILL, and waits for nothing of what it had.
+    /// Kills it with SIGKILL, without waiting for its kernel resources.
     pub(crate) fn kill(mut self) {
         self.ended = true;
         self.child.kill().expect("the daemon is a child that was not waited for");
         self.child.wait().expect("the daemon is a child that was not waited for");
     }
 
-    /// Ends it with SIGKILL, and waits until its socket and the locks on its images are gone.
+    /// Kills it with SIGKILL, and waits until its socket and the locks on its images are gone.
     pub(crate) fn crash(mut self) {
         self.ended = true;
+        // Before the kill, while /proc/PID/fd exists.
         let locked = self.open_files();
         self.child.kill().expect("the daemon is a child that was not waited for");
         let status = self.child.wait().expect("the daemon is a child that was not waited for");
         assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
-        // The kernel takes a dead process's ring down in its own time, and tells nobody.
+        // The kernel tears down the io_uring of a dead process asynchronously, without a
+        // notification.
         let until = Instant::now() + DEADLINE;
         while Instant::now() < until && (self.is_listening() || locked.iter().any(is_locked)) {
             pause();
@@ -366,13 +373,14 @@ impl Drop for Weir {
         if self.ended {
             return;
         }
-        // It may have died already; then waiting says how.
+        // If it has died already, the exit status below shows how.
         let _ = kill(self.pid(), Signal::SIGTERM);
         let in_time = self.log.wait_for_end(DEADLINE);
         if !in_time {
             let _ = self.child.kill();
         }
         let status = self.child.wait().expect("the daemon is a child that was not waited for");
+        // A second panic would abort the test process: print the log only.
         if thread::panicking() {
             eprintln!("weir's log ({status}):\n{}", self.log.text());
             return;
@@ -387,7 +395,7 @@ fn assert_clean(status: ExitStatus, log: &str) {
     assert!(status.success() && !log.contains("panicked"), "weir ended with {status}; its log:\n{log}");
 }
 
-/// Whether another descriptor holds a lock on any byte: fcntl(2), open file description locks.
+/// True if another descriptor holds a lock on any byte: fcntl(2), open file description locks.
 fn is_locked(file: &File) -> bool {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as i16,
@@ -396,6 +404,7 @@ fn is_locked(file: &File) -> bool {
         l_len: 0,
         l_pid: 0,
     };
+    // F_UNLCK is returned if no other open file description has a conflicting lock.
     fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock)).expect("a file can be asked for its locks");
     lock.l_type != libc::F_UNLCK as i16
 }

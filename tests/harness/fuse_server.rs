@@ -1,8 +1,8 @@
-//! A file system over FUSE with one file, which stops answering requests of chosen kinds. To the
-//! kernel a hung NFS server, or a hung daemon of a file system in user space, looks the same.
+//! A FUSE file system with one file that stops answering requests of chosen kinds. To the kernel it
+//! looks like a hung NFS server or a hung file system in user space.
 //!
-//! Written from linux/fuse.h alone. The tests' own process never touches the mounted file: it would
-//! wait for itself.
+//! Written from linux/fuse.h alone. The test process itself never touches the mounted file, because
+//! it would wait for itself.
 
 use std::{
     collections::HashSet,
@@ -34,7 +34,7 @@ pub(crate) const GETLK: u32 = 31;
 pub(crate) const SETLK: u32 = 32;
 pub(crate) const FALLOCATE: u32 = 43;
 pub(crate) const LSEEK: u32 = 46;
-/// All that a test can stop.
+/// All kinds that a test can stop.
 pub(crate) const ALL: [u32; 14] = [
     LOOKUP, GETATTR, SETATTR, OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, GETLK, SETLK, FALLOCATE,
     LSEEK,
@@ -54,7 +54,7 @@ const ENOENT: i32 = 2;
 const ENOSYS: i32 = 38;
 const POSIX_LOCKS: u32 = 1 << 1;
 
-/// The mounted file system; unmounted by force when dropped, which ends requests that are held.
+/// The mounted file system. Dropping it unmounts by force, which ends blocked requests.
 pub(crate) struct FuseServer {
     directory: PathBuf,
     shared: Arc<FuseServerShared>,
@@ -74,7 +74,7 @@ struct FuseServerState {
 }
 
 impl FuseServer {
-    /// Mounts the file system at `directory`. It has a file `h` of `bytes` bytes.
+    /// Mounts the file system at `directory`, with one file `h` of `bytes` bytes.
     #[track_caller]
     pub(crate) fn mount(directory: &Path, bytes: usize) -> Self {
         need_root("mounts");
@@ -95,22 +95,22 @@ impl FuseServer {
         Self { directory: directory.to_owned(), shared }
     }
 
-    /// The file's path.
+    /// Path of the file.
     pub(crate) fn file(&self) -> PathBuf {
         self.directory.join("h")
     }
 
-    /// Holds requests of these kinds from now on.
+    /// Blocks requests of these kinds from now on.
     pub(crate) fn block_requests(&self, kinds: &[u32]) {
         self.shared.lock().stopped.extend(kinds);
     }
 
-    /// Answers one request of this kind with EIO: the next one, or the first that is held.
+    /// Answers one request of this kind with EIO: the next one, or the first that is blocked.
     pub(crate) fn fail_once(&self, kind: u32) {
         self.shared.lock().failing.insert(kind);
     }
 
-    /// Waits until a request of this kind is held.
+    /// Waits until a request of this kind is blocked.
     #[track_caller]
     pub(crate) fn wait_until_blocked(&self, kind: u32) {
         self.wait_while(kind, |state| !state.held.iter().any(|request| opcode(request) == kind));
@@ -135,7 +135,7 @@ impl FuseServer {
         self.shared.lock().data.clone()
     }
 
-    /// Answers the held requests and all later ones.
+    /// Answers the blocked requests and all later ones.
     pub(crate) fn unblock(&self) {
         let mut state = self.shared.lock();
         state.stopped.clear();
@@ -191,7 +191,7 @@ impl FuseServerShared {
                     }
                     self.changed.notify_all();
                 }
-                // A request was interrupted before it was read.
+                // The request was interrupted before it was read.
                 Err(error) if matches!(error.raw_os_error(), Some(2 | 4 | 11)) => {}
                 // Unmounted.
                 Err(_) => return,
@@ -209,7 +209,7 @@ impl FuseServerShared {
             _ if state.failing.remove(&kind) => Err(EIO),
             INIT => {
                 let version = u32_bytes(&[7, 31, read_u32(body, 8), POSIX_LOCKS]);
-                // Most requests in the background, and from when on the kernel is congested.
+                // max_background and congestion_threshold of fuse_init_out.
                 let limits = [64_u16, 48].into_iter().flat_map(u16::to_ne_bytes).collect();
                 Ok([version, limits, u32_bytes(&[MOST_WRITE, 1, 0]), vec![0; 28]].concat())
             }
@@ -231,9 +231,9 @@ impl FuseServerShared {
             STATFS => {
                 Ok([u64_bytes(&[9999, 9999, 9999, 9, 9]), u32_bytes(&[4096, 255, 4096, 0]), vec![0; 24]].concat())
             }
-            // F_UNLCK: nothing is in the way.
+            // F_UNLCK: no conflicting lock.
             GETLK => Ok([u64_bytes(&[0, 0]), u32_bytes(&[2, 0])].concat()),
-            // All of it is data.
+            // SEEK_DATA returns the offset, SEEK_HOLE the size: the file has no holes.
             LSEEK => Ok(u64_bytes(&[if read_u32(body, 16) == 3 { read_u64(body, 8) } else { size }])),
             RELEASE | FSYNC | FLUSH | RELEASEDIR | SETLK | FALLOCATE => done,
             _ => Err(ENOSYS),
@@ -241,12 +241,12 @@ impl FuseServerShared {
         let (error, body) = answer.map_or_else(|error| (-error, Vec::new()), |body| (0, body));
         let length = (16 + body.len()) as u32;
         let reply = [u32_bytes(&[length, error.cast_unsigned()]), u64_bytes(&[unique]), body].concat();
-        // Fails if nothing waits for it any more.
+        // Fails if the request was aborted.
         let _ = (&self.device).write(&reply);
     }
 }
 
-/// A `fuse_attr`: of the directory, or of the file.
+/// A `fuse_attr` of the directory or of the file.
 fn attributes(node: u64, size: u64) -> Vec<u8> {
     let (mode, size) = if node == 1 { (0o40_755, 0) } else { (0o100_666, size) };
     [u64_bytes(&[node, size, size / 512, 0, 0, 0]), u32_bytes(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()

@@ -1,4 +1,4 @@
-//! What a daemon says on standard error, so that a test can wait for a line.
+//! The log of a daemon on standard error; tests wait for lines of it.
 
 use std::{
     io::{BufRead as _, BufReader, Read},
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-const UNPOISONED: &str = "nobody panics while holding the lines";
+const UNPOISONED: &str = "no holder panics";
 
 #[derive(Default)]
 struct LogLines {
@@ -41,7 +41,7 @@ impl LogCollector {
         self.0.0.lock().expect(UNPOISONED)
     }
 
-    /// The first such line, as soon as it is there; `None` if the log ends or time is up before.
+    /// The first matching line, including earlier ones; `None` if the log ends or the time is up.
     pub(super) fn wait_for(&self, within: Duration, wanted: impl Fn(&str) -> bool) -> Option<String> {
         let until = Instant::now() + within;
         let mut lines = self.lock();

@@ -1,4 +1,4 @@
-//! A block device over a file: sectors of 4096 bytes, counted flushes, a size of its own.
+//! A loop device on a file: with sectors of 4096 bytes, flush counters, and a size that can change.
 
 use std::{
     fs,
@@ -42,7 +42,7 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
-        // A failure here would hide the test's own.
+        // A failure here would hide the test's own failure.
         let _ = TestClient::new("losetup").args(["--detach", text(&self.path)]).run();
     }
 }

@@ -1,4 +1,4 @@
-//! The commands that speak to a daemon's control socket, `qmp` in the scratch directory.
+//! weir's client commands for a daemon's control socket, `qmp` in the scratch directory.
 
 use std::{path::Path, time::Instant};
 
@@ -10,7 +10,7 @@ pub(crate) fn socket(scratch: &Scratch) -> String {
     format!("unix:{}", text(&scratch.socket("qmp")))
 }
 
-/// A daemon with two disks of memory, `a` and `b`.
+/// A daemon with two disks in memory, `a` and `b`.
 pub(crate) fn start(scratch: &Scratch, more: &[&str]) -> Weir {
     let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
     Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
@@ -36,13 +36,13 @@ pub(crate) fn run_json(scratch: &Scratch, arguments: &[&str]) -> Value {
     serde_json::from_str(&run_ok(scratch, arguments)).expect("it prints JSON")
 }
 
-/// What a command says that fails, as it must, with status 1.
+/// Asserts exit status 1; returns the messages of the command.
 #[track_caller]
 pub(crate) fn run_failing(scratch: &Scratch, arguments: &[&str]) -> String {
     refused(scratch, arguments, 1)
 }
 
-/// What a command says that makes no sense, with status 2.
+/// Asserts exit status 2 (wrong usage); returns the messages of the command.
 #[track_caller]
 pub(crate) fn run_misused(scratch: &Scratch, arguments: &[&str]) -> String {
     refused(scratch, arguments, 2)
@@ -57,7 +57,7 @@ fn refused(scratch: &Scratch, arguments: &[&str], code: i32) -> String {
     said
 }
 
-/// What `weir status` says of everything, with rates over `interval`.
+/// `weir status --json` of everything, with rates over `interval`.
 #[track_caller]
 pub(crate) fn status(scratch: &Scratch, interval: &str) -> Value {
     run_json(scratch, &["status", "--json", "--interval", interval])

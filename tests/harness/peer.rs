@@ -1,4 +1,4 @@
-//! One script with QEMU's own program and with a link of its name to weir, and what both did.
+//! Runs one script with a program of QEMU and with a link of that name to weir, and compares both.
 
 use std::{
     fs,
@@ -8,11 +8,12 @@ use std::{
 
 use super::{TestClient, Scratch, WEIR, need, text};
 
-/// What a script has: `S` is a place for its socket; `ended PID` waits for a process to end,
-/// `stop` ends the one whose number is in the file `pid`; what clients see of an export.
+/// Environment of the scripts: `S` is a path for the socket; `ended PID` waits for the end of a
+/// process; `stop` ends the process whose PID is in the file `pid`; `about` prints an export's
+/// properties as clients see them.
 ///
-/// What differs is left out: the block size that is preferred, and that weir offers
-/// `qemu:allocation-depth` without being asked (docs/from-qemu.md).
+/// Excluded are known differences: the preferred block size, and `qemu:allocation-depth`, which
+/// weir always offers (docs/from-qemu.md).
 const PRELUDE: &str = r#"
 set -u
 uri="nbd+unix:///?socket=$S"
@@ -37,11 +38,11 @@ pub(crate) struct ScriptRun {
 impl ScriptRun {
     #[track_caller]
     pub(crate) fn bytes(&self, name: &str) -> Vec<u8> {
-        fs::read(self.files.join(name)).expect("the script left it there")
+        fs::read(self.files.join(name)).expect("the script has written it")
     }
 }
 
-/// In a directory that `prepare` has filled; weir is `program` there, if it is to be.
+/// Runs the script in a directory filled by `prepare`; with `ours`, `program` is a link to weir.
 fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> ScriptRun {
     let scratch = Scratch::new();
     let files = scratch.path("");
@@ -57,8 +58,8 @@ fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> S
     ScriptRun { code: outcome.code(), printed: outcome.stdout(), said: outcome.stderr(), files, _scratch: scratch }
 }
 
-/// Fails unless both print the same, end the same way and leave the same in `disk.raw`; what
-/// weir's run was.
+/// Asserts that both print the same, end with the same status and leave the same `disk.raw`;
+/// returns weir's run.
 #[track_caller]
 pub(crate) fn compare_with_qemu(program: &str, script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
     for needed in [program, "nbdinfo", "nbdsh", "qemu-io"] {
@@ -75,7 +76,7 @@ pub(crate) fn compare_with_qemu(program: &str, script: &str, prepare: impl Fn(&S
     assert!(!ours.printed.is_empty() && !ours.said.contains("panicked"), "{}", ours.said);
     let disk = Path::new("disk.raw");
     if ours.files.join(disk).exists() {
-        assert!(ours.bytes("disk.raw") == theirs.bytes("disk.raw"), "they left other bytes");
+        assert!(ours.bytes("disk.raw") == theirs.bytes("disk.raw"), "the images differ");
     }
     ours
 }

@@ -1,6 +1,6 @@
-//! A QMP client of our own: a line a message, and every wait bounded.
+//! A QMP client: one line per message, and every wait is bounded.
 //!
-//! Events among the answers are kept, in their order.
+//! Events that arrive between replies are queued in order.
 
 use std::{
     collections::VecDeque,
@@ -40,14 +40,14 @@ impl Qmp {
         let by_weir =
             greeting["QMP"]["version"]["package"].as_str().is_some_and(|name| name.starts_with("weir"));
         if answer.get("QMP").is_some() && !by_weir {
-            // On a busy machine qemu-storage-daemon 7.2 has been seen to greet twice.
+            // On a busy host qemu-storage-daemon 7.2 was observed to send its greeting twice.
             answer = client.answer();
         }
         assert_eq!(answer["return"], json!({}), "{answer}");
         client
     }
 
-    /// For what comes beside the bytes.
+    /// Socket, for passing descriptors.
     pub(crate) fn descriptor(&self) -> RawFd {
         self.lines.get_ref().as_raw_fd()
     }
@@ -86,7 +86,7 @@ impl Qmp {
         }
     }
 
-    /// How many events of this name came before the last answer.
+    /// Number of events of this type received before the last reply.
     pub(crate) fn count_events(&self, name: &str) -> usize {
         self.events.iter().filter(|event| event["event"] == name).count()
     }
@@ -97,7 +97,7 @@ impl Qmp {
         self.answer()
     }
 
-    /// What the command that `descriptor` comes beside answers.
+    /// Sends a command with a descriptor; returns the reply.
     #[track_caller]
     pub(crate) fn command_with_descriptor(&mut self, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
         let line = json!({ "execute": command, "arguments": arguments }).to_string();
@@ -116,7 +116,7 @@ impl Qmp {
         answer["return"].take()
     }
 
-    /// Class and description of the error of a command that fails.
+    /// Asserts that the command fails; returns class and description of the error.
     #[track_caller]
     pub(crate) fn command_error(&mut self, command: &str, arguments: Value) -> (String, String) {
         let answer = self.command_reply(command, arguments);
@@ -125,10 +125,10 @@ impl Qmp {
         (text("class"), text("desc"))
     }
 
-    /// How many bytes come until the server hangs up.
+    /// Number of bytes until the server closes the connection.
     pub(crate) fn drain(mut self) -> usize {
         let mut rest = Vec::new();
-        // A reset is an end too.
+        // A reset counts as an end as well.
         let _ = self.lines.read_to_end(&mut rest);
         rest.len()
     }

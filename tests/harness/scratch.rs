@@ -1,8 +1,8 @@
-//! The files of one test, gone with it.
+//! The files of one test, removed with it.
 //!
-//! Images live under cargo's target directory and not in /tmp, which may be a tmpfs, so that
-//! O_DIRECT, holes and locks are those of a disk's file system. Sockets live in /tmp, because their
-//! paths have 107 bytes at most.
+//! Images are below cargo's target directory and not in /tmp, which may be a tmpfs: O_DIRECT, holes
+//! and locks must be those of a file system on a disk. Sockets are in /tmp, because their paths are
+//! limited to 107 bytes.
 
 use std::{
     fs::{self, File},
@@ -49,7 +49,7 @@ impl Scratch {
         path
     }
 
-    /// An image full of [`pattern`].
+    /// An image filled with [`pattern`].
     pub(crate) fn filled(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.path(name);
         let mut file = File::create(&path).expect("the directory is ours");
@@ -58,13 +58,14 @@ impl Scratch {
     }
 }
 
-/// No two sectors are alike, so that data at a wrong offset shows: each word is its number, mixed.
+/// Data in which no two sectors are equal, so that a wrong offset is detected: each word is a hash
+/// of its index.
 pub(crate) fn pattern(bytes: usize) -> Vec<u8> {
     let word = |number: usize| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     (0..bytes.div_ceil(8)).flat_map(word).take(bytes).collect()
 }
 
-/// The text of a path. Those of tests are UTF-8.
+/// The path as text. Paths of tests are UTF-8.
 pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("paths of tests are UTF-8")
 }

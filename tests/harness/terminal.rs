@@ -1,5 +1,5 @@
-//! A terminal of its own for a program: what its screen shows is kept, keys are sent.
-//! A program draws only what changes, so what it sends need not have a word in one piece.
+//! A pseudo-terminal for a program: the screens it shows are recorded, keys are sent. A program
+//! draws only changes, so its raw output may not contain a shown word in one piece.
 
 use std::{
     ffi::OsStr,
@@ -27,7 +27,7 @@ use super::{DEADLINE, WEIR};
 #[derive(PartialEq)]
 struct ScreenContents {
     text: String,
-    /// Whether the program has the screen for itself, and gives back what was on it before.
+    /// True while the program uses the alternate screen.
     is_own: bool,
 }
 
@@ -40,7 +40,7 @@ struct RecordedScreens {
 const ROWS: NonZero<u16> = NonZero::new(24).unwrap();
 const COLUMNS: NonZero<u16> = NonZero::new(80).unwrap();
 
-/// A program on a terminal. Dropped, the program is ended.
+/// A program on a terminal. Dropping it ends the program.
 pub(crate) struct Terminal {
     child: Child,
     keys: File,
@@ -56,7 +56,7 @@ impl Terminal {
         command.args(arguments).env("TERM", "xterm-256color").env_remove("WEIR_QMP");
         let child =
             command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("cargo built the program");
-        // The command holds the terminal's other end: open, reading would never end.
+        // The command holds the slave open, so that reads would never end.
         drop((command, slave));
         let drawn = Arc::new((Mutex::new(RecordedScreens::default()), Condvar::new()));
         let screen = File::from(master);
@@ -73,7 +73,7 @@ impl Terminal {
 
     #[track_caller]
     pub(crate) fn wait_until_restored(&self) {
-        self.wait_until("the screen was not given back", |shown| !shown.is_own);
+        self.wait_until("the screen was not restored", |shown| !shown.is_own);
     }
 
     #[track_caller]
@@ -89,7 +89,7 @@ impl Terminal {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || drawn.is_over {
                 let screens = mem::take(&mut drawn.screens);
-                // Not to be poisoned for whoever gathers.
+                // Release the mutex first: a panic would poison it for the reader thread.
                 drop(drawn);
                 let last = screens.last().map(|shown| shown.text.as_str()).unwrap_or_default();
                 panic!("{complaint} on {} screens, of which this is the last:\n{last}", screens.len());
@@ -133,7 +133,7 @@ fn gather(mut screen: File, drawn: &(Mutex<RecordedScreens>, Condvar)) {
     let mut terminal = vt100::Parser::new(ROWS, COLUMNS, 0);
     let mut buffer = [0; 4096];
     loop {
-        // The end is an error, EIO: there is no terminal any more.
+        // EIO: the slave side was closed.
         let read = screen.read(&mut buffer).unwrap_or(0);
         terminal.process(&buffer[..read]);
         let shown =

@@ -1,9 +1,9 @@
-//! An NBD client of our own, one step at a time: for what other clients cannot do (extended headers
-//! in old versions of libnbd) and for what they would never do.
+//! An NBD client that works in single steps: for features that other clients lack (extended headers
+//! in old versions of libnbd), and for violations of the protocol.
 //!
-//! Written from the specification alone (NetworkBlockDevice/nbd, doc/proto.md) and apart from
-//! weir's codec, so that a number that is wrong there is not wrong here too. Every read has a
-//! deadline; none allocates what the server announces beyond [`MOST_BYTES`].
+//! Written from the specification alone (NetworkBlockDevice/nbd, doc/proto.md), independently of
+//! weir's codec, so that a wrong constant in one is not repeated in the other. Every read has a
+//! deadline; allocations for announced sizes are limited to [`MOST_BYTES`].
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -59,10 +59,10 @@ const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 const CLIENT_FLAGS: u32 = 3;
-/// Longest reply that this client takes.
+/// Maximum size of a reply.
 const MOST_BYTES: u32 = 64 << 20;
 
-/// A request's header, with fields a client is free to get wrong.
+/// The header of a request; all fields may be invalid.
 #[derive(Clone, Copy)]
 pub(crate) struct RawNbdRequest {
     pub(crate) flags: u16,
@@ -118,6 +118,7 @@ impl RawNbdClient {
     #[track_caller]
     pub(crate) fn greet(socket: &Path) -> Self {
         let mut wire = Self::connect(socket);
+        // The greeting: NBDMAGIC, IHAVEOPT, handshake flags; then the client's flags.
         assert_eq!(wire.receive_u64(), INIT_MAGIC);
         assert_eq!(wire.receive_u64(), OPTION_MAGIC);
         let flags = u16::from_be_bytes(wire.receive());
@@ -126,7 +127,7 @@ impl RawNbdClient {
         wire
     }
 
-    /// In transmission with simple replies, and the export's size.
+    /// A client in the transmission phase with simple replies, and the size of the export.
     #[track_caller]
     pub(crate) fn negotiated(socket: &Path, export: &str) -> (Self, u64) {
         let mut wire = Self::greet(socket);
@@ -134,10 +135,11 @@ impl RawNbdClient {
         (wire, size)
     }
 
-    /// In transmission with extended headers and `base:allocation`.
+    /// A client in the transmission phase with extended headers and `base:allocation`.
     #[track_caller]
     pub(crate) fn negotiated_extended(socket: &Path, export: &str) -> (Self, u64) {
         let mut wire = Self::greet(socket);
+        // Metadata contexts require extended headers (or structured replies) to be negotiated first.
         assert_eq!(wire.option(OPT_EXTENDED_HEADERS, &[]), [(REP_ACK, vec![])]);
         let query = [string(export), 1_u32.to_be_bytes().to_vec(), string("base:allocation")].concat();
         let answers = wire.option(OPT_SET_META_CONTEXT, &query);
@@ -151,13 +153,13 @@ impl RawNbdClient {
         let answers = self.option(OPT_GO, &go_data(export));
         let (last, information) = answers.split_last().expect("an option has an answer");
         assert_eq!(last.0, REP_ACK, "GO: {}", String::from_utf8_lossy(&last.1));
-        // NBD_INFO_EXPORT is type 0: a size and flags.
+        // NBD_INFO_EXPORT is type 0: size and flags.
         let about = information.iter().find(|(kind, data)| *kind == REP_INFO && data[..2] == [0, 0]);
         let (_, about) = about.expect("GO describes the export");
         u64::from_be_bytes(about[2..10].try_into().expect("eight bytes"))
     }
 
-    /// Sends an option; all of its replies, the last being an ACK or an error.
+    /// Sends an option; returns all replies, the last of which is an ACK or an error.
     #[track_caller]
     pub(crate) fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.send(&option_header(option, data.len() as u32));
@@ -174,6 +176,7 @@ impl RawNbdClient {
             let kind = self.receive_u32();
             let length = self.receive_u32();
             replies.push((kind, self.receive_many(length)));
+            // An ACK or an error (bit 31) ends the replies to an option.
             if kind == REP_ACK || kind >> 31 == 1 {
                 return replies;
             }
@@ -182,15 +185,15 @@ impl RawNbdClient {
 
     #[track_caller]
     pub(crate) fn send(&mut self, bytes: &[u8]) {
-        self.0.write_all(bytes).expect("the daemon takes what is sent");
+        self.0.write_all(bytes).expect("the daemon reads");
     }
 
-    /// Sends bytes; whether the daemon still takes them.
+    /// Sends bytes; true while the daemon receives them.
     pub(crate) fn try_send(&mut self, bytes: &[u8]) -> bool {
         self.0.write_all(bytes).is_ok()
     }
 
-    /// Sends no longer than a second into a socket that nobody reads from; then sending fails.
+    /// Limits a send to a second, after which it fails, if the daemon does not read.
     pub(crate) fn limit_writing(&self) {
         self.0.set_write_timeout(Some(Duration::from_secs(1))).expect("a second is not zero");
     }
@@ -207,7 +210,7 @@ impl RawNbdClient {
         (self.receive_u32(), self.receive_u64())
     }
 
-    /// A simple reply, unless the daemon has closed the connection.
+    /// The next simple reply; `None` if the daemon has closed the connection.
     pub(crate) fn next_simple_reply(&mut self) -> Option<(u32, u64)> {
         let mut reply = [0; 16];
         self.0.read_exact(&mut reply).ok()?;
@@ -217,6 +220,7 @@ impl RawNbdClient {
 
     #[track_caller]
     pub(crate) fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>, u32> {
+        // The cookie is the offset, so that the reply can be checked without state.
         let request = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: offset, offset, length: length.into() };
         self.request(request, &[]);
         match self.simple_reply() {
@@ -264,7 +268,7 @@ impl RawNbdClient {
         bytes
     }
 
-    /// Waits for the daemon to close the connection, dropping what it still sends.
+    /// Waits until the daemon closes the connection; discards received data.
     #[track_caller]
     pub(crate) fn wait_for_close(&mut self) {
         let mut dropped = [0; 4096];

@@ -1,5 +1,5 @@
-//! Changes over HTTP: the token, all or nothing, and their effects on other clients and on the
-//! config file.
+//! Changes over HTTP: the token, atomicity, and the effects on other clients and on the config
+//! file.
 
 use std::{process::Command, thread, time::Instant};
 
@@ -31,7 +31,7 @@ fn changes_are_atomic_and_need_the_token() {
     let by = &changed["data"]["by"];
     assert_eq!(by["kind"], "http");
     assert!(by["client"].as_str().unwrap().starts_with("127.0.0.1"), "{by}");
-    // The same, as JSON has it.
+    // An integer in floating-point notation.
     assert_eq!(daemon.change(of_group, TOKEN, &json!({"iops-total": 2048.0})).status, 200);
     let before = limits();
     for (body, why) in [
@@ -64,7 +64,7 @@ fn changes_are_atomic_and_need_the_token() {
         daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).error(403).contains("is wrong")
     );
     assert_eq!(limits(), before);
-    // Nothing asked for is nothing changed, and tells whether the token is right.
+    // An empty change succeeds, which verifies the token.
     assert_eq!(daemon.change(of_disk, TOKEN, &json!({})).json()["name"], "memory");
     daemon.weir.stop();
 }
@@ -172,12 +172,12 @@ fn previews_are_serialized_and_change_nothing() {
     let none = preview("{\"iops-total\": 100}").json();
     assert_eq!((&none["requests"], &none["now"], &none["then"]), (&json!(0), &json!(null), &json!(null)));
     daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
-    // The recorder takes what was told a moment later.
+    // The recorder processes the requests with a delay.
     let said = poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
-    // It says how far back it went, and that is no further than it can.
+    // The reported period is not longer than the daemon has run.
     let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
     assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");
-    // One request at a time, as many as the limit lets pass.
+    // Sequential requests, so the rate is that of the limit.
     let rate = said["then"]["iops"].as_f64().unwrap();
     assert!((rate / 10.0 - 1.0).abs() < 0.1, "{said}");
     assert!(preview("{\"iops-total-max\": 1}").error(422).contains("is below iops-total (2000)"));
@@ -196,8 +196,8 @@ fn previews_are_serialized_and_change_nothing() {
     daemon.weir.stop();
 }
 
-/// Sixteen requests in flight at limits far below what the storage does, so that a slow machine
-/// changes waits by little. How near they are to what was said is a row of the bench,
+/// Sixteen requests in flight at limits far below the speed of the storage, so that a slow host has
+/// little effect on the waits. The accuracy of the prediction is a row of the bench,
 /// `preview-predicts`.
 #[test]
 fn preview_predicts_the_waits() {
@@ -216,23 +216,26 @@ fn preview_predicts_the_waits() {
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
     let mut waits = Vec::new();
     for (name, limit, count) in limits {
-        // Some may be merged, and count as what they were.
+        // Requests may be merged, and are counted separately.
         load(name, "600");
         let (path, body) = (format!("/api/v1/disks/{name}"), json!({ "iops-total": limit }));
         let preview = || daemon.send("POST", &format!("{path}/preview"), &head, &body.to_string()).json();
         let said = poll_until(|| Some(preview()).filter(|said| said["requests"] == 600));
         assert_eq!(daemon.change(&format!("{path}/limits"), TOKEN, &body).status, 200);
         load(name, count);
-        // Only requests that a limit was asked for are in these.
+        // Only requests that the limit applied to are counted here.
         let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
         let felt = &one(&told, "disks", name)["throttle"]["wait-ns"];
         for (part, of_said) in [("p50", "wait-p50-ns"), ("p99", "wait-p99-ns")] {
             let (felt, said) = (felt[part].as_f64().unwrap(), said["then"][of_said].as_f64().unwrap());
-            assert!(said / 4.0 < felt && felt < said * 4.0, "{name}, {part}: {felt}, and {said} was said");
+            assert!(
+                said / 4.0 < felt && felt < said * 4.0,
+                "{name}, {part}: {felt} measured, {said} predicted"
+            );
         }
         waits.push((said["then"]["wait-p50-ns"].as_u64(), felt["p50"].as_u64()));
     }
-    // In the same order, too: a quarter of the limit is four times the wait.
+    // The order is the same: a quarter of the limit is four times the wait.
     assert!(waits.windows(2).all(|pair| pair[0].0 > pair[1].0 && pair[0].1 > pair[1].1), "{waits:?}");
     daemon.weir.stop();
 }

@@ -1,4 +1,4 @@
-//! Clients of the HTTP server that are slow, many, without the token or on another page.
+//! Clients of the HTTP server that are slow, numerous, without the token or from another web page.
 
 use std::env;
 
@@ -54,7 +54,8 @@ fn wrong_tokens_are_logged_once() {
         reader.read_exact(&mut vec![0; length]).unwrap();
         *statuses.entry(status.split(' ').nth(1).unwrap_or_default().to_owned()).or_insert(0) += 1;
     }
-    // Some are compared, and the rest have to wait; one a second more on a slow machine.
+    // The first tokens are compared, later ones are rate-limited; a slow host permits one more a
+    // second.
     assert!(statuses["403"] >= 10 && statuses["429"] > 0 && statuses.len() == 2, "{statuses:?}");
     daemon.weir.nbdsh("memory", "h.pread(512, 0)");
     let log = daemon.weir.stop();
@@ -68,17 +69,17 @@ fn many_listeners_or_silent_clients_block_no_other() {
     let mut first = daemon.listen();
     first.next("overview");
     let before = daemon.weir.resident_bytes();
-    // They listen and do not read; some do not even ask to the end.
+    // They open the stream and do not read; some send only a part of the request.
     let idle: Vec<_> = (0..1000)
         .map(|number| {
             let mut stream = daemon.connect();
             let end = if number % 8 == 7 { "" } else { "\r\n\r\n" };
-            // It may have been closed before.
+            // The connection may be closed already.
             let _ = write!(stream, "GET /api/v1/stream HTTP/1.1\r\nHost: localhost{end}");
             stream
         })
         .collect();
-    // Whoever asks is answered, and who listened goes on to be told.
+    // New clients are answered, and earlier listeners still receive events.
     let overview = daemon.overview();
     assert_eq!(one(&overview, "disks", "disk")["size"], 1 << 20);
     daemon.weir.nbdsh("disk", "h.pread(512, 0)");
@@ -86,7 +87,7 @@ fn many_listeners_or_silent_clients_block_no_other() {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.weir.pid())).unwrap().count();
     assert!(descriptors < 500, "{descriptors} are open");
     let grown = daemon.weir.resident_bytes().saturating_sub(before);
-    assert!(grown < 64 << 20, "{grown} bytes for a thousand clients that do nothing");
+    assert!(grown < 64 << 20, "{grown} bytes for a thousand idle clients");
     drop(idle);
     daemon.weir.stop();
 }
@@ -99,7 +100,7 @@ fn streams_per_address_are_limited() {
     streams.iter_mut().for_each(|stream| drop(stream.next("overview")));
     let said = daemon.get("/api/v1/stream").error(429);
     assert!(said.starts_with("weir: 64 pages are open from your address"), "{said}");
-    // This host has many addresses, and is one; it has room once one is gone.
+    // All loopback addresses of this host count as one; closing a stream makes room.
     let url = format!("http://{}/api/v1/stream", daemon.address);
     let head = ["--silent", "--show-error", "--fail", "--head", "--interface", "127.0.0.2", &url];
     assert_contains(&TestClient::new("curl").args(head).fails(), &["429"]);
@@ -120,9 +121,9 @@ fn endless_head_or_body_is_disconnected() {
     let scratch = Scratch::new();
     let daemon = HttpDaemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
     let mut endless = daemon.connect();
-    // Far more than sockets hold where the daemon has no turn.
+    // Far more than the sockets buffer while the daemon does not run.
     assert!((0..1000).any(|_| endless.write_all(&[b'x'; 64 << 10]).is_err()), "64 MB were taken");
-    // Both at once: each takes its ten seconds.
+    // Both in parallel, because each takes ten seconds.
     let half = |request: String| {
         let mut stream = daemon.connect();
         stream.write_all(request.as_bytes()).unwrap();
@@ -171,7 +172,7 @@ fn https_uses_the_certificates_of_nbd() {
         .args(["--silent", "--show-error", "--fail", "--cacert", &certificate, &url])
         .json();
     assert_eq!(one(&overview, "disks", "memory")["size"], 1 << 20);
-    // In plain text nobody is answered.
+    // A plain-text client is not answered.
     let mut stream = daemon.connect();
     stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
     let mut rest = Vec::new();

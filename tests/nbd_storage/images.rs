@@ -1,5 +1,5 @@
-//! Images on the exports of other NBD servers: names in images that are in no directory, headers of
-//! earlier images, and the names of exports.
+//! Images on the exports of other NBD servers: relative names in images without a directory,
+//! headers of earlier images, and the names of exports.
 
 use std::fs;
 
@@ -31,7 +31,7 @@ fn a_relative_name_in_an_image_on_an_export_is_refused() {
     let convert = ["image", "convert", "-n", "-O", "qcow2", "-F", "raw", "-B", "base.raw"];
     refuses(&[&convert[..], &[text(&source), image]].concat());
 
-    // A foreign program may have written such a name.
+    // Another program may have written such a name.
     let foreign = ["rebase", "-u", "-f", "qcow2", "-b", "base.raw", "-F", "raw", image];
     qemu_img(foreign).inside(&inside).succeeds();
     for command in ["map", "compare", "convert"] {

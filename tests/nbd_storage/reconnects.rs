@@ -1,5 +1,5 @@
-//! Servers that break off and come back as others: with less, without what was not flushed, or
-//! refusing what was in flight.
+//! Servers that disconnect and return with fewer features, without data that was not flushed, or
+//! rejecting the requests that were in flight.
 
 use std::{
     fs,
@@ -26,25 +26,25 @@ const WRITE: u16 = 1;
 const LEAVE: u16 = 2;
 const FLUSH: u16 = 3;
 const ZEROES: u16 = 6;
-/// Flags of an export: it flushes, knows FUA, and writes zeroes.
+/// Flags of an export: flush, FUA and write zeroes.
 const USUAL: u16 = 1 | 4 | 8 | 1 << 6;
 const WITH_FLUSH: u16 = 4;
 const READ_ONLY: u16 = 2;
 const MULTI_CONN: u16 = 1 << 8;
 const FAST_ZERO: u16 = 1 << 11;
 
-/// What a server is like.
+/// Behaviour of a server.
 #[derive(Clone, Copy)]
 struct ScriptedServerBehaviour {
     flags: u16,
     size: u64,
-    /// Its smallest, preferred and largest.
+    /// Minimum, preferred and maximum block size.
     blocks: [u32; 3],
-    /// A command, and the error that is its answer.
+    /// A command that is rejected, with its error.
     refuses: Option<(u16, u32)>,
-    /// A command that is carried out, and not answered until the test says so.
+    /// A command that is carried out, with its reply delayed until the test permits it.
     holds: Option<u16>,
-    /// A command at which it breaks off.
+    /// A command on which the server disconnects.
     breaks: Option<u16>,
 }
 
@@ -54,14 +54,14 @@ const ORDINARY: ScriptedServerBehaviour =
 #[derive(Default)]
 struct ScriptedServerState {
     disk: Vec<u8>,
-    /// Connections that came to the export, by their numbers; none that has ended.
+    /// Open connections to the export, with their numbers.
     streams: Vec<(usize, UnixStream)>,
     next_number: usize,
-    /// Whose request is held.
+    /// Number of the connection whose request is held.
     held: Option<usize>,
     may_answer: bool,
     is_over: bool,
-    /// Requests, but for the last of a connection.
+    /// Number of requests, except the last one of each connection.
     asked: u64,
 }
 
@@ -79,12 +79,12 @@ impl ScriptedServerShared {
     fn wait_until(&self, mut is_so: impl FnMut(&mut ScriptedServerState) -> bool) -> MutexGuard<'_, ScriptedServerState> {
         let waiting = self.changed.wait_timeout_while(self.lock(), DEADLINE, |state| !is_so(state));
         let (state, waited) = waiting.unwrap();
-        assert!(!waited.timed_out(), "it does not come to that");
+        assert!(!waited.timed_out(), "the condition did not become true");
         state
     }
 }
 
-/// A server in this process, with its disk in memory. Speaks simple replies alone.
+/// A server in this process, with its disk in memory. It sends simple replies only.
 struct ScriptedNbdServer {
     at: PathBuf,
     shared: Arc<ScriptedServerShared>,
@@ -108,12 +108,12 @@ impl ScriptedNbdServer {
                 serving.push(thread::spawn(move || drop(serve(stream, &there, ways))));
             }
             drop(listener);
-            serving.into_iter().for_each(|serving| serving.join().expect("its client keeps to what it said"));
+            serving.into_iter().for_each(|serving| serving.join().expect("its client follows the protocol"));
         });
         Self { at: at.to_owned(), shared, listening }
     }
 
-    /// Breaks off, and is gone; what is left is its disk.
+    /// Disconnects and ends; returns the content of its disk.
     fn stop(self) -> Vec<u8> {
         {
             let mut state = self.shared.lock();
@@ -123,12 +123,12 @@ impl ScriptedNbdServer {
         self.shared.changed.notify_all();
         drop(UnixStream::connect(&self.at));
         let _ = fs::remove_file(&self.at);
-        self.listening.join().expect("its client keeps to what it said");
+        self.listening.join().expect("its client follows the protocol");
         std::mem::take(&mut self.shared.lock().disk)
     }
 }
 
-/// Until the connection ends.
+/// Serves a connection until it ends.
 fn serve(mut stream: UnixStream, shared: &ScriptedServerShared, ways: ScriptedServerBehaviour) -> std::io::Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
     stream.read_exact(&mut [0; 4])?;
@@ -213,7 +213,7 @@ fn waiting(scratch: &Scratch, at: &Path, more: &[&str]) -> Weir {
     in_front(scratch, &uri(at, ""), &[&["-f", "raw", "--reconnect-delay", "1m"], more].concat())
 }
 
-/// A request is in flight as the server breaks off; the next one refuses it.
+/// A request is in flight when the server disconnects; the next server rejects it.
 fn rejected_after_reconnect(command: u16, errno: u32, request: &str, name: &str) {
     let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
@@ -229,7 +229,7 @@ fn rejected_after_reconnect(command: u16, errno: u32, request: &str, name: &str)
         drop(first.shared.wait_until(|state| state.held.is_some()));
         let disk = first.stop();
         let second = ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { refuses: Some((command, errno)), ..ways });
-        asking.join().expect("it is told, and nothing else is lost");
+        asking.join().expect("only this request fails");
         second
     });
     weir.nbdsh("front", "h.flush()");
@@ -252,7 +252,7 @@ fn request_that_breaks_every_connection_fails() {
     let refused = "import errno\ntry:\n    h.pread(4096, 0)\n    raise SystemExit('it was answered')\n\
                    except nbd.Error as e:\n    assert e.errnum == errno.EIO, e";
     weir.nbdsh("front", refused);
-    // After 0.2, 0.4, and then 0.5 s each.
+    // Reconnects after 0.2, 0.4, and then 0.5 s each.
     let connections = server.shared.lock().next_number;
     assert!(connections <= 8, "{connections} connections");
     weir.nbdsh("front", "h.pwrite(b'x' * 4096, 0)\nh.flush()");
@@ -270,7 +270,7 @@ fn eshutdown_reconnects_to_the_next_server() {
         let reading = scope.spawn(|| weir.nbdsh("front", "assert h.pread(4096, 0) == b'\\x07' * 4096"));
         weir.wait_for_log("the server is shutting down");
         let second = ScriptedNbdServer::start(&at, leaving.stop(), ORDINARY);
-        reading.join().expect("it waits for who serves");
+        reading.join().expect("it waits for the server");
         second
     });
     weir.stop();
@@ -303,7 +303,7 @@ fn smaller_maximum_after_a_reconnect_splits_requests() {
     let weir = waiting(&scratch, &at, &[]);
     weir.nbdsh("front", "h.pwrite(b'a' * 262144, 4096)");
     first.stop();
-    // It has forgotten that, and zeroes nothing by itself.
+    // The second server has an empty disk, and does not support write zeroes.
     let flags = USUAL & !(1 << 6);
     let second = ScriptedNbdServer::start(&at, empty, ScriptedServerBehaviour { flags, blocks: [1, 4096, 64 << 10], ..ORDINARY });
     weir.nbdsh(
@@ -322,7 +322,7 @@ fn smaller_maximum_after_a_reconnect_splits_requests() {
 fn incompatible_server_is_not_used_after_a_reconnect() {
     let (scratch, mut disk) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
-    // More than what comes later: that obliges nobody.
+    // The first server has more features than the later ones need to have.
     let mut server = ScriptedNbdServer::start(&at, disk.clone(), ORDINARY);
     let weir = waiting(&scratch, &at, &[]);
     for (byte, ways, why) in [
@@ -332,7 +332,7 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
         ('d', ScriptedServerBehaviour { blocks: [512, 4096, 1 << 20], ..ORDINARY }, "its minimum block is 512 bytes now"),
     ] {
         weir.nbdsh("front", &format!("h.pwrite(b'{byte}' * 4096, 0)"));
-        // It is what it was, but for what was not flushed.
+        // A server like the first one, without the data that was not flushed.
         server.stop();
         let unfit = ScriptedNbdServer::start(&at, disk.clone(), ways);
         weir.wait_for_log(why);
@@ -359,7 +359,8 @@ fn late_replies_of_an_old_connection_are_ignored() {
     let ways = ScriptedServerBehaviour { flags: USUAL | MULTI_CONN, holds: Some(ZEROES), ..ORDINARY };
     let server = ScriptedNbdServer::start(&at, vec![0; MIB as usize], ways);
     let weir = waiting(&scratch, &at, &["--workers", "2"]);
-    // Clients of both workers, each of which then has a connection. Then zeroes over what is kept.
+    // Clients of both workers, each of which then has a connection. Then zeroes over unflushed
+    // data.
     let script = "clients = [nbd.NBD() for _ in range(6)]\nfor c in clients:\n    c.connect_uri(arguments[0])\n    \
                   c.pread(512, 0)\nh.pwrite(b'w' * 4096, 0)\nh.zero(4096, 0)\n\
                   assert h.pread(4096, 0) == bytes(4096)\nh.flush()";
@@ -376,7 +377,7 @@ fn late_replies_of_an_old_connection_are_ignored() {
         {
             let mut state = server.shared.lock();
             assert!(state.disk[..4096].iter().all(|&byte| byte == b'w'), "it was written again");
-            assert!(state.streams.iter().any(|(number, _)| *number == holder), "the old one is whole");
+            assert!(state.streams.iter().any(|(number, _)| *number == holder), "the old connection is open");
             state.may_answer = true;
         }
         server.shared.changed.notify_all();
@@ -439,7 +440,7 @@ fn requests_of_other_workers_end_when_the_only_connection_breaks() {
 fn open_waits_for_a_late_server() {
     let scratch = Scratch::new();
     let (file, at) = (half_filled(&scratch), scratch.socket("back"));
-    // One that breaks off at once has been tried before the right one is there.
+    // A first server disconnects at once, before the right one starts.
     let listener = UnixListener::bind(&at).unwrap();
     let starting = thread::scope(|scope| {
         let starting =
@@ -474,7 +475,7 @@ fn removal_reports_pending_writes() {
     BufReader::new(removing.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
     let expect = format!("back: waiting until {} is closed (Ctrl-C ends only this command", uri(&at, ""));
     assert_contains(&said, &[&expect]);
-    // Nobody else does, and nobody has to.
+    // Removing a different disk prints nothing and does not wait.
     let others = remove("front").wait_with_output().unwrap();
     assert_eq!((others.status.code(), &*others.stderr), (Some(0), &b""[..]));
     wait_until(&scratch, |told| told["disks"].as_array().is_some_and(Vec::is_empty));

@@ -1,4 +1,4 @@
-//! A start goes on without disks whose server does not answer, and has them later.
+//! A start that continues without disks whose servers do not answer, and opens them later.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::harness::{
     text, weir,
 };
 
-/// A daemon with a disk of its own and one at a server that lets it connect, and says nothing.
+/// A daemon with a local disk, and a disk on a server that accepts connections and sends nothing.
 struct DaemonWithUnavailableDisk {
     scratch: Scratch,
     silent: UnixListener,
@@ -60,7 +60,7 @@ fn unavailable_disk_opens_later_with_the_current_config() {
     assert!(find(&told, "unavailable", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
     assert_contains(&run_ok(&scratch, &["status", "far"]), &["UNAVAILABLE", "far", "no response yet"]);
     assert_contains(&weir.wait_for_log("disk_unavailable"), &["disk far: ", "does not answer; everything else is served meanwhile"]);
-    // Nobody else can be called so, and what is to be done with it is told why that cannot be.
+    // The name is reserved, and commands for the unavailable disk explain why they fail.
     let late = ["is not available yet", "weir status"];
     assert_contains(&run_failing(&scratch, &["throttle", "far", "--iops-total", "5"]), &late);
     assert_contains(
@@ -68,14 +68,14 @@ fn unavailable_disk_opens_later_with_the_current_config() {
         &["a disk or a group has this name already"],
     );
     assert_contains(&run_failing(&scratch, &["group", "remove", "gold"]), &["far is in it"]);
-    // A reload is about all others, and about what it will be.
+    // A reload applies to all other disks, and to the settings that the unavailable disk will have.
     assert_contains(&run_ok(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
     write(&scratch, &format!("{}[disk.more]\nimage = \"memory:1M\"\n", unavailable_disk(&scratch, "iops-total = 2000")));
     let changes = run_json(&scratch, &["reload", "--json"]);
     let disks = changes.as_array().unwrap().iter().filter(|change| change["kind"] == "disk");
     let disks: Vec<_> = disks.map(|change| (change["name"].clone(), change["change"].clone())).collect();
     assert_eq!(disks, [(json!("more"), json!("added")), (json!("far"), json!("unavailable"))]);
-    // The server is there now.
+    // The server starts to answer.
     let file = half_filled(&scratch);
     drop(silent);
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
@@ -100,7 +100,7 @@ fn unavailable_disk_opens_later_with_the_current_config() {
 fn unavailable_disk_can_be_removed_or_replaced() {
     let DaemonWithUnavailableDisk { scratch, silent, weir } = DaemonWithUnavailableDisk::new();
     run_ok(&scratch, &["disk", "remove", "far"]);
-    // Nobody tries any more, and the try that was under way has ended.
+    // The retries end, including the attempt in progress.
     silent.set_nonblocking(true).unwrap();
     for connection in std::iter::from_fn(|| silent.accept().ok()) {
         connection.0.set_nonblocking(false).unwrap();
@@ -108,7 +108,7 @@ fn unavailable_disk_can_be_removed_or_replaced() {
     }
     assert!(status(&scratch, "0")["unavailable"].is_null());
     assert_contains(&run_failing(&scratch, &["disk", "remove", "far"]), &["no disk has this name"]);
-    // The file may have another of that name at once.
+    // The config file may use the name for another disk immediately.
     write(&scratch, "[disk.far]\nimage = \"memory:1M\"\n");
     run_ok(&scratch, &["reload"]);
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "far")]).succeeds();
@@ -128,7 +128,7 @@ fn changed_image_of_an_unavailable_disk_is_opened() {
             text(&other)
         ),
     );
-    // The sandbox has directories of images that there were at the start.
+    // The sandbox permits only directories with images that were known at the start.
     assert_contains(&run_failing(&scratch, &["reload"]), &["other.raw"]);
     // Nor is an image taken that cannot be opened, for a reason that does not pass.
     for (image, why) in [("none.raw", "no such file"), ("near.raw", "near")] {
@@ -150,7 +150,7 @@ fn changed_image_of_an_unavailable_disk_is_opened() {
     drop(silent);
 }
 
-/// Two disks, of which the first lies at a server.
+/// Two disks, the first of which is on a server.
 fn boot_first(scratch: &Scratch, exports: &str) -> PathBuf {
     let image = uri(&scratch.socket("back"), "");
     let (qmp, nbd) = (socket(scratch), text(&scratch.socket("nbd")).to_owned());
@@ -169,7 +169,7 @@ fn default_export_is_the_first_disk_even_if_unavailable() {
     let file = half_filled(&scratch);
     let size = fs::metadata(&file).unwrap().len();
     let config = boot_first(&scratch, "");
-    // Nobody listens there: that is told at once, and is no mistake of the file.
+    // No listener: reported at once, as a warning and not as an error of the file.
     assert_contains(&weir(&["check-config", text(&config)]).succeeds(), &["1 warning"]);
     let weir = serve(&scratch, &config);
     let size_of = |name: &str| TestClient::new("nbdinfo").args(["--size", &at(&scratch, name)]);
@@ -184,7 +184,7 @@ fn default_export_is_the_first_disk_even_if_unavailable() {
     server.crash();
     let weir = serve(&scratch, &config);
     size_of("").fails();
-    // Who gives it up says that the next one is the first.
+    // Removing the unavailable disk makes the next one the default export.
     run_ok(&scratch, &["disk", "remove", "boot"]);
     assert_eq!(size_of("").succeeds().trim(), MIB.to_string());
     weir.stop();
@@ -202,7 +202,7 @@ fn unavailable_disk_opens_with_all_exports_in_its_position() {
     );
     let config = boot_first(&scratch, &exports);
     let weir = serve(&scratch, &config);
-    // Somebody else listens where its machine is to connect.
+    // Another process listens at the address of one of its exports.
     let squatter = UnixListener::bind(&taken).unwrap();
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
     weir.wait_for_logs("cannot be opened, retrying", 2);
@@ -224,7 +224,7 @@ fn reload_does_not_wait_for_an_unavailable_disk() {
     scratch.sparse("near.raw", MIB);
     let silent = UnixListener::bind(scratch.socket("back")).unwrap();
     let file = write(&scratch, "");
-    // In the sandbox, where it may call nobody that was not there at the start.
+    // In the sandbox the daemon may connect only to servers known at the start.
     let at_start = fs::read_to_string(&file).unwrap().replace("sandbox = \"require\"", "sandbox = \"off\"");
     fs::write(&file, &at_start).unwrap();
     let weir = serve(&scratch, &file);
@@ -254,7 +254,7 @@ fn reservation_of_an_unavailable_disk_blocks_no_other() {
     weir.wait_for_log("reservation_unmet");
     let left_out = |told: &serde_json::Value| find(told, "disks", "far")["unmet-reservation"].clone();
     assert_eq!(left_out(&status(&scratch, "0"))["iops-reservation"], 250);
-    // As soon as there is room.
+    // The reservation comes into force as soon as there is room.
     run_ok(&scratch, &["throttle", "near", "--iops-reservation", "100"]);
     weir.wait_for_log("reservation_in_force");
     assert_eq!(find(&status(&scratch, "0"), "disks", "far")["iops-reservation"], 250);

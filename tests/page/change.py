@@ -1,5 +1,5 @@
-"""A limit is changed: seen beforehand, refused without the right token, in force with it, taken
-back; with the mouse, and with the keyboard alone. What is in force is asked of the daemon.
+"""A limit is changed: previewed, rejected without the right token, applied with it, undone; with
+the mouse, and with the keyboard alone. Limits in force are read from the daemon.
 """
 
 import re
@@ -21,7 +21,7 @@ def run(weir):
     with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
         with daemon.Daemon(weir, directory, CONFIG) as running:
             running.load("vm1", "--random", "-d", "16")
-            # The browser tells of each answer that is an error, and these are meant to be.
+            # The browser logs each error response; these are expected.
             with visit.Visit(browser, running.url, allowed=("status of 4",)) as reader:
                 by_mouse(reader, running)
             with visit.Visit(browser, running.url, size=(1280, 800)) as reader:
@@ -34,7 +34,7 @@ def run(weir):
 
 
 def fits(reader):
-    """Names and limits are whole on a small screen, and no field lies over another."""
+    """Names and limits are not cut off on a small screen, and no field overlaps another."""
     page = reader.open()
     reader.choose("vm1")
     is_held(page)
@@ -61,7 +61,7 @@ def by_mouse(reader, running):
     expect(reader.row("vm1").locator(".c-limits")).to_have_text("gold: iops")
     page.locator(".above button").click()
     expect(page.locator("#detail-title")).to_have_text("gold")
-    # Its latencies are its disks'.
+    # A group's latencies are those of its disks.
     expect(page.locator(".t-p99 dd")).to_have_text(TIME)
     expect(reader.row("gold").locator(".c-p99")).to_have_text(TIME)
     expect(page.get_by_role("img", name="Latency")).to_have_attribute("aria-label", visit.KNOWN)
@@ -83,10 +83,10 @@ def by_mouse(reader, running):
     kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, Object.values(sessionStorage)]")
     assert running.token in kept[2] and running.token not in kept[0] and kept[1] == "", f"the token lies in {kept}"
 
-    # Beforehand.
+    # The preview.
     preview = page.locator(".preview table")
     expect(preview).to_contain_text("iops-total 2000 → 500")
-    # How far back it goes is what it says, and not what it might be.
+    # The caption states the period of the preview, which may be shorter than possible.
     expect(preview.locator("caption")).to_have_text(re.compile(r"^What \S+ requests of the last \d+[sm] felt, "))
     then = preview.get_by_role("row", name="operations per second").locator("td")
     now, later = (figure(then.nth(place).inner_text()) for place in (0, 1))
@@ -94,12 +94,12 @@ def by_mouse(reader, running):
     assert later <= 500 * 1.01, f"{later} operations per second below a limit of 500"
     assert running.limits("gold") == {"iops-total": 2000}, "nothing has changed yet"
 
-    # A slider says the same as the number beside it.
+    # The slider and the number beside it show the same value.
     page.get_by_label("iops-total, slider").fill("0")
     expect(rate).to_have_value("")
     rate.fill("500")
 
-    # A token that is wrong by now changes nothing, and is asked for again.
+    # A token that has become invalid changes nothing, and the page asks for it again.
     page.evaluate("sessionStorage.setItem('weir-token', 'wrong')")
     apply.click()
     expect(dialog.get_by_role("alert")).to_contain_text("The token is wrong now")
@@ -110,19 +110,19 @@ def by_mouse(reader, running):
     expect(page.locator(".result")).to_have_text("In force: iops-total 2000 → 500")
     assert running.limits("gold") == {"iops-total": 500}
 
-    # What the daemon refuses is said in its words, and nothing of it is in force.
+    # An error of the daemon is shown in its words, and nothing is applied.
     page.get_by_label("iops-total-max", exact=True).fill("100")
     rate.fill("700")
     apply.click()
     expect(page.locator(".result.wrong")).to_contain_text("iops-total-max (100) is below iops-total (700)")
     assert running.limits("gold") == {"iops-total": 500}
-    # Nor does it stay beside what is typed then.
+    # The error disappears when the input changes.
     rate.fill("90")
     expect(page.locator(".result.wrong")).to_be_hidden()
     page.get_by_role("button", name="Discard").click()
     expect(rate).to_have_value("500")
 
-    # Back. The page shows, unasked, what another client sets.
+    # Undo. The page shows changes by other clients without a reload.
     page.get_by_role("button", name="Undo").click()
     expect(page.locator(".result")).to_have_text("In force: iops-total 500 → 2000")
     assert running.limits("gold") == {"iops-total": 2000}
@@ -133,12 +133,13 @@ def by_mouse(reader, running):
 
 
 def were_limits(reader, page):
-    """The charts have each limit over its own time, also for a disk below, and begin with the first."""
+    """The charts show each limit over its own period, for disks in the group as well, starting with
+    the first limit."""
     page.wait_for_function("""async () => {
         const told = await fetch("/api/v1/disks/vm1/history");
         return (await told.json()).limits.at(-1).value === 3000;
     }""")
-    # What it has asked before then is older.
+    # The history that the page has loaded so far is older.
     page.reload()
     reader.is_live()
     for name, whose in (("gold", ""), ("vm1", "gold: ")):
@@ -147,7 +148,7 @@ def were_limits(reader, page):
         drawn = page.get_by_role("img", name="Operations per second")
         expect(drawn).to_have_attribute("aria-label", re.compile(f"; limits: {whose}iops-total 3000$"))
         at.focus()
-        # Until the history has come after the reload, the chart is shorter.
+        # Until the history has arrived after the reload, the chart is shorter.
         for _ in range(50):
             were = limits_from_now_to_the_left(page, at)
             if were[:1] + were[-1:] == [f"{whose}iops-total 3000", f"{whose}iops-total 2000"]:
@@ -156,19 +157,20 @@ def were_limits(reader, page):
         else:
             raise AssertionError(were)
         page.keyboard.press("End")
-        # What is told of now is of now.
+        # The label for "now" shows the current limit.
         expect(drawn).to_have_attribute("aria-label", re.compile(f"; limits: {whose}iops-total 3000$"))
 
 
 def limits_from_now_to_the_left(page, at):
-    """The limits in force at each step of the slider `at`, from now to the left end of the chart."""
+    """The limits in force at each step of the slider `at`, from now to the left end of the chart.
+    """
     page.keyboard.press("End")
     found = []
     # A step of the slider is a thousandth of the range.
     for _ in range(1000):
         page.keyboard.press("ArrowLeft")
         shown = re.findall(r" operations per second(?:; limits: (.*))?$", at.get_attribute("aria-valuetext"))
-        # The chart may begin a moment before the first limit.
+        # The chart may begin shortly before the first limit.
         if shown == [""] or at.input_value() == "0":
             break
         if shown and shown != found[-1:]:
@@ -179,7 +181,8 @@ def limits_from_now_to_the_left(page, at):
 def by_keyboard(reader, running):
     page = reader.open()
     before = running.limits("gold")["iops-total"]
-    # Letters are taken together only where they come soon after each other, and rows come when they come.
+    # Typed letters are combined only if they follow each other quickly, and the rows arrive
+    # asynchronously.
     gold = reader.row("gold")
     expect(gold).to_be_visible()
     reader.tabs_to("Disks and groups")
@@ -219,7 +222,7 @@ def read_only(reader, running):
 
 
 def figure(text):
-    """A number as the page writes it, such as `1.2K`."""
+    """A number in the page's notation, such as `1.2K`."""
     powers = {"K": 1e3, "M": 1e6}
     text = text.strip().lstrip("▲ ")
     return float(text.rstrip("KM")) * powers.get(text[-1], 1)

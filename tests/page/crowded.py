@@ -1,5 +1,5 @@
-"""As many streams as one address may have are open already: the page says so in the daemon's words,
-and is live once there is room.
+"""The maximum number of streams of one address is open: the page shows the daemon's error, and
+becomes live once a stream is closed.
 """
 
 import socket
@@ -28,7 +28,7 @@ def run(weir):
 
 
 def listen(port):
-    """A stream that has begun."""
+    """Opens a stream; returns once it has begun."""
     stream = socket.create_connection(("127.0.0.1", port), timeout=daemon.DEADLINE_SECONDS)
     stream.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
     begun = b""

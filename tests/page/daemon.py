@@ -1,9 +1,9 @@
-"""A `weir serve` with a page, for one scenario: started, started again, asked over QMP, ended.
+"""A `weir serve` with a page, for one scenario: started, restarted, queried over QMP, ended.
 
-Why Python and not the tests' own harness: a scenario that ends the daemon and starts it again while
-a browser looks is one story, and the browser's driver is Python.
+In Python and not in the tests' harness, because a scenario restarts the daemon while a browser
+shows the page, and the browser's driver is Python.
 
-Never leaves a process behind, and fails where the daemon does not end well.
+Never leaves a process behind, and fails if the daemon does not end cleanly.
 """
 
 import os
@@ -23,7 +23,7 @@ TOKEN = "0123456789abcdef-of-no-use"
 
 
 class Daemon:
-    """One daemon in a directory of its own. Use it in a `with` statement."""
+    """One daemon in its own directory. Use it in a `with` statement."""
 
     def __init__(self, weir, directory, config, token=TOKEN):
         self.weir, self.directory, self.port = weir, Path(directory), 0
@@ -45,7 +45,7 @@ class Daemon:
             raise AssertionError(f"the daemon ended by itself:\n{self.log()}")
 
     def start(self):
-        """Returns once it is ready; the second time at the port of the first."""
+        """Returns once it is ready; a restart uses the port of the first start."""
         daemon = f'[daemon]\nqmp = "unix:{self.monitor_path}"\nhttp = "127.0.0.1:{self.port}"\nstate = "{self.directory}"\n'
         if self.token is not None:
             path = self.directory / "token"
@@ -85,7 +85,7 @@ class Daemon:
         assert quiet or status == 0, f"the daemon ended with {status}:\n{self.log()}"
 
     def limits(self, name):
-        """The limits of a disk or group that are in force, as the daemon says over QMP."""
+        """The limits of a disk or group in force, according to QMP."""
         with qmp.Monitor(self.monitor_path) as monitor:
             told = monitor.run("x-weir-query-status")
         (node,) = [node for node in told["disks"] + told["groups"] if node["name"] == name]
@@ -100,7 +100,7 @@ class Daemon:
 
 
 def disk(name, *lines, socket="all"):
-    """The table of a disk in memory, served at `SOCKET.sock` of the daemon's directory."""
+    """The config section of a disk in memory, served at `SOCKET.sock` of the daemon's directory."""
     quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
     export = f'export = [{{ type = "nbd", listen = "unix:{socket}.sock" }}]'
     return "\n".join([f"[disk.{quoted}]", 'image = "memory:16M"', *lines, export, ""])

@@ -1,4 +1,4 @@
-"""Names that would be markup, scripts, paths or addresses stay names."""
+"""Names that could be interpreted as markup, scripts, paths or addresses are shown as names."""
 
 import tempfile
 
@@ -37,7 +37,7 @@ def run(weir):
                 expect(page.locator(".result")).to_have_text(f"In force: iops-total none → {100 + number}")
                 assert running.limits(name) == {"iops-total": 100 + number}, name
                 assert page.locator("#detail > .wrong").inner_text() == "", f"{name}: its history cannot be had"
-                # A link leads to it.
+                # A link with the name leads to it.
                 page.reload()
                 reader.is_live()
                 expect(page.locator("#detail-title")).to_have_text(name)

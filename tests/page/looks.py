@@ -1,12 +1,12 @@
-"""How the page looks: by a recorded scene, on a desk, in the dark and on a phone.
+"""The appearance of the page: a recorded scene on a desktop, in dark colours and on a phone.
 
-axe-core finds nothing. The pictures of docs/pictures are what the page looks like: what is compared
-is their size and where which colour is, and not letters, so that another font may draw them. Each
-picture is averaged over fields of about 30 by 30 pixels; at most one in MOST of them may differ by
-more than APART (of 255) in a colour. A part that is gone or has moved is more than that; whether
-each part says what it should is asked by the other scenarios.
+axe-core finds no violations. The page must look like the pictures in docs/pictures: the comparison
+covers size and colours but not letters, so that a different font may be used. Each picture is
+averaged over fields of about 30 by 30 pixels; at most one in MOST fields may differ by more than
+APART (of 255) in a colour. A part that is missing or has moved exceeds that; the contents of the
+parts are tested by the other scenarios.
 
-The figures are those of weir's console: the same numbers are given to both.
+The figures are formatted as weir's console does: both get the same numbers.
 """
 
 import base64
@@ -21,9 +21,9 @@ import visit
 from axe_playwright_python.sync_playwright import Axe
 from visit import expect
 
-# Widths of phones, tablets and desks; next to where the page changes its shape.
+# Widths of phones, tablets and desktops; beside the breakpoints of the layout.
 WIDTHS = (360, 390, 640, 641, 900, 1099, 1100, 1280, 1399, 1400, 1440, 1920)
-# What is told of a disk, and what HELD BY shows of it.
+# Limits of a disk in the daemon's answer, and their text in the column.
 LIMITS = {
     "wiki": ({"limits": {"iops-total": 10000, "iops-total-max": 20000, "iops-total-max-length": 10}}, "iops 10000↑20000×10s"),
     "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1.5G"),
@@ -38,9 +38,9 @@ MANY = {
 
 PICTURES = daemon.ROOT / "docs" / "pictures"
 APART, MOST = 16, 16
-# As long as other expectations of a page may take.
+# Deadline, as for other expectations of a page.
 PATIENCE_S = 120
-# Rules of WCAG 2 up to level AA, and what axe-core holds to be good practice.
+# Rules of WCAG 2 up to level AA, and best practices of axe-core.
 RULES = {"resultTypes": ["violations"], "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
 COMPARED = """async ([kept, taken]) => {
@@ -77,7 +77,7 @@ COMPARED = """async ([kept, taken]) => {
 def run(weir):
     figures = json.load(sys.stdin)
     with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
-        # The daemon gives the page and its policy; what it tells is the scene's.
+        # The daemon serves the page and its policy; the answers come from the scene.
         with daemon.Daemon(weir, directory, daemon.disk("vm1")) as running:
             blank = browser.new_page()
             for name, (size, dark, fragment) in scene.PICTURES.items():
@@ -100,7 +100,8 @@ def run(weir):
 
 
 def changed(told):
-    """The limit of the group was two thirds of what it is, in the first half of the chart."""
+    """Changes the scene: in the first half of the chart the group's limit was two thirds of the
+    present one."""
     history = told["history"]["gold"]
     start, middle = history["start-ms"], history["start-ms"] + 300 * history["step-ms"]
     line = {"name": "iops-total", "group": None}
@@ -110,8 +111,8 @@ def changed(told):
     ]
 
 
-# The rows of a chart that are a dashed line in the colour of limits, left and right of its middle: how
-# far above its axis.
+# Rows of a chart with a dashed line in the colour of limits, left and right of its middle: distance
+# from the axis.
 DASHED = """(canvas) => {
     const [left, right, bottom] = [46, canvas.width - 8, canvas.height - 18];
     const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -153,7 +154,8 @@ def limited(told):
 
 
 def limits_are_whole(reader):
-    """No figure is cut, however wide the page is; where not all fit, the rest is one mark."""
+    """No figure is cut off, at any width of the page; figures that do not fit are replaced by one
+    mark."""
     page = reader.open()
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
@@ -163,7 +165,7 @@ def limits_are_whole(reader):
             expect(cell).to_have_text(told)
             expect(cell).not_to_have_attribute("data-more", "")
             assert cut(cell) == [], f"{width}: {told} is cut: {cut(cell)}"
-        # Of a name its end may be missing, as in the first column, but not what it is that holds.
+        # The end of a name may be cut off, as in the first column, but not the name of the limit.
         assert "iops" not in cut(reader.row("mail").locator(".c-limits")), f"{width}: which limit it is cannot be read"
         many = reader.row("build").locator(".c-limits")
         expect(many).to_have_attribute("data-more", "")
@@ -172,7 +174,7 @@ def limits_are_whole(reader):
         assert seen and all(seen.values()) and "bps-r 1.2M" in seen, f"{width}: {seen}"
 
 
-# The figures of a cell that can be seen, and whether each is all within it.
+# The visible figures of a cell, and whether each is completely inside.
 SEEN = """(cell) => {
     const at = cell.getBoundingClientRect();
     const inside = (one) => one.top >= at.top - 1 && one.bottom <= at.bottom + 1;
@@ -180,7 +182,7 @@ SEEN = """(cell) => {
     return Object.fromEntries(parts.filter(([, one]) => one.width > 0 && inside(one)).map(([text, one]) =>
         [text, one.left >= at.left - 1 && one.right <= at.right + 1]));
 }"""
-# What is cut off of a cell, or has a part that is.
+# Cells that are cut off, or contain a part that is.
 CUT = """(cell) => [cell, ...cell.querySelectorAll("*")]
     .filter((part) => part.scrollWidth > part.clientWidth + 1 && getComputedStyle(part).display !== "inline" || part.scrollHeight > part.clientHeight + 4)
     .map((part) => part.textContent)"""
@@ -191,7 +193,8 @@ def cut(cell):
 
 
 def becomes_like(blank, name, page):
-    """As the kept picture, once all is drawn: charts and what moves come a few frames later."""
+    """Waits until the page looks like the kept picture: charts and animations are a few frames
+    late."""
     kept = (PICTURES / f"{name}.png").read_bytes()
     end = time.monotonic() + PATIENCE_S
     while True:
@@ -212,13 +215,13 @@ def is_accessible(page, what):
 
 
 def fits(page, what):
-    """Nothing moves sideways, and what can be touched on a phone is large enough."""
+    """The page does not scroll sideways, and touch targets on a phone are large enough."""
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{what} moves sideways"
     assert page.evaluate("document.getElementById('detail').scrollWidth <= document.getElementById('detail').clientWidth"), f"{what}: the chosen one moves sideways"
 
 
 def speaks(page):
-    """Each chart says what it shows, and the table has it in figures."""
+    """Each chart has a label with its content, and the table has the figures."""
     charts = page.locator("figure:visible canvas")
     assert charts.count() >= 5, f"{charts.count()} charts"
     for label in charts.evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))"):
@@ -226,7 +229,7 @@ def speaks(page):
     page.get_by_text("Figures as a table").click()
     expect(page.locator(".figures tbody tr")).to_have_count(13)
     is_accessible(page, "the table")
-    # The cursor of the charts is moved by keys, and says where it is.
+    # The cursor of the charts moves by keys, and its label shows the position.
     page.get_by_label("Time in the charts").press("Home")
     expect(page.locator(".instant output")).not_to_have_text("now")
     for view in ("2 h", "2 days"):
@@ -253,7 +256,7 @@ def counts(page, figures):
 
 
 def colours(page):
-    """The switch is stronger than the system, and kept."""
+    """The switch overrides the system's setting, and is stored."""
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
     page.get_by_label("Colours").select_option("dark")

@@ -1,4 +1,4 @@
-"""The daemon ends and starts again, with one disk more, while somebody looks."""
+"""The daemon restarts, with an additional disk, while the page is open."""
 
 import re
 import tempfile
@@ -8,7 +8,7 @@ import visit
 from visit import expect
 
 STALE = re.compile(r"\bis-stale\b")
-# The browser tells of each attempt to connect that failed, also where that is what is tested.
+# The browser logs each failed connection, which is expected here.
 GONE = ("net::ERR_CONNECTION_REFUSED", "net::ERR_INCOMPLETE_CHUNKED_ENCODING", "net::ERR_EMPTY_RESPONSE", "net::ERR_CONNECTION_RESET")
 
 
@@ -22,7 +22,7 @@ def run(weir):
                 running.stop()
                 expect(page.locator("#live")).to_contain_text("not live since")
                 expect(page.locator("body")).to_have_class(STALE)
-                # What was known last is still there, and said to be old.
+                # The last known figures are still shown, and marked as outdated.
                 expect(reader.row("vm1")).to_be_visible()
                 running.config = daemon.disk("vm1", "iops-total = 200") + daemon.disk("vm2")
                 running.start()
@@ -31,7 +31,7 @@ def run(weir):
                 expect(reader.row("vm2")).to_be_visible()
                 expect(page.get_by_label("iops-total", exact=True)).to_have_value("200")
                 expect(page.locator("#detail-title")).to_have_text("vm1")
-                # It listens, and not just once: what happens now is seen.
+                # The stream is connected again: new changes are shown.
                 with daemon.qmp.Monitor(running.monitor_path) as monitor:
                     monitor.run("x-weir-set", name="vm1", **{"iops-total": 300})
                 expect(page.get_by_label("iops-total", exact=True)).to_have_value("300")

@@ -1,5 +1,5 @@
-"""One scenario of the page in a real browser: `run.py SCENARIO WEIR`. What it is about is in the
-file of its name. Run by tests/page.rs, with the Python that scripts/python-clients installs.
+"""Runs one scenario of the page in a real browser: `run.py SCENARIO WEIR`; the scenario is the file
+of that name. Run by tests/page.rs, with the Python that scripts/python-clients installs.
 """
 
 import importlib

@@ -1,7 +1,6 @@
-"""A recorded scene, played to the page in place of the daemon's answers, so that pictures can be
-compared: `scene.json` is what a daemon under load answered (scripts/picture-page recorded it).
-
-The clock of the page stands at the moment of the recording.
+"""A recorded scene that replaces the daemon's answers, so that pictures can be compared:
+`scene.json` contains the answers of a daemon under load (recorded by scripts/picture-page). The
+clock of the page is stopped at the time of the recording.
 """
 
 import json
@@ -11,18 +10,18 @@ import visit
 
 SCENE = Path(__file__).with_name("scene.json")
 CHOSEN = "#disk/db"
-# Picture, and size, whether dark, and which is chosen.
+# For each picture: size, True for dark colours, and the chosen disk or group.
 PICTURES = {
     "page-light": (visit.DESK, False, CHOSEN),
     "page-dark": (visit.DESK, True, "#group/gold"),
     "page-phone": (visit.PHONE, False, ""),
     "page-phone-dark": (visit.PHONE, True, CHOSEN),
 }
-# Those whose history is kept.
+# Disks and groups whose history is in the scene.
 NAMES = [("disks", "db"), ("groups", "gold")]
 DRAFT = {"name": "db", "setting": "iops-total", "value": "800"}
 
-# Says what was recorded once, and stays connected.
+# Sends the recorded events once, and stays connected.
 STREAM = """
 window.EventSource = class extends EventTarget {
     constructor() {
@@ -36,7 +35,7 @@ window.EventSource = class extends EventTarget {
 
 
 def play(page, change=lambda scene: None, stream=STREAM):
-    """The scene, with what `change` makes of it; `stream` takes the place of `EventSource`."""
+    """Plays the scene, modified by `change`; `stream` replaces `EventSource`."""
     scene = json.loads(SCENE.read_text())
     change(scene)
     page.clock.set_fixed_time(scene["overview"]["time-ms"])
@@ -62,10 +61,10 @@ def play(page, change=lambda scene: None, stream=STREAM):
 
 
 def settle(page):
-    """Once all that a picture shows is drawn."""
+    """Waits until everything in a picture is drawn."""
     if "#" in page.url:
         visit.expect(page.locator("figure canvas").first).to_have_attribute("aria-label", visit.KNOWN)
-    # Of this one alone it was recorded what another limit would have done.
+    # Only this disk has a recorded preview of another limit.
     if CHOSEN in page.url:
         field = page.get_by_label(DRAFT["setting"], exact=True).first
         field.fill(DRAFT["value"])

@@ -1,4 +1,4 @@
-"""The page with 2, 100 and 1,000 disks: all can be reached, and those in sight exist."""
+"""The page with 2, 100 and 1,000 disks: all can be reached, and the visible ones have rows."""
 
 import tempfile
 
@@ -7,7 +7,7 @@ import visit
 from visit import expect
 
 GROUPS = 5
-# Those with both panes, next to where these change their shape, and where columns are at their narrowest.
+# Widths with both panes, beside the breakpoints, and with the narrowest columns.
 WIDTHS = (1100, 1120, 1190, 1280, 1399, 1400, 1440)
 
 
@@ -30,7 +30,7 @@ def look(reader, disks):
     expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
     expect(page.locator("#sums")).to_contain_text(f"{disks} disks · {GROUPS} groups")
     rows = page.locator(".rows [role=row]")
-    # A screen's height has 40 of them, and the widget some more beyond its edges.
+    # 40 rows fit the height of the screen; the widget has some more beyond its edges.
     assert rows.count() <= 60, f"{rows.count()} rows exist of {disks}"
     for key, place in (("End", disks + GROUPS), ("Home", 1)):
         grid.focus()
@@ -38,13 +38,13 @@ def look(reader, disks):
         active = page.locator(f"[id='{grid.get_attribute('aria-activedescendant')}']")
         expect(active).to_have_attribute("aria-rowindex", str(place + 1))
         expect(active).to_be_in_viewport()
-    # Beside the scrollbar there is room for all columns.
+    # All columns fit beside the scrollbar.
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         expect(page.locator("body")).to_have_js_property("clientWidth", width)
         wide = grid.evaluate("(grid) => [grid.scrollWidth, grid.clientWidth]")
         assert wide[0] == wide[1], f"{width}: the tree moves sideways: {wide}"
-    # Wherever it is scrolled to, no place is empty.
+    # At any scroll position no row is missing.
     gaps = page.evaluate("""async () => {
         const grid = document.querySelector("[role=treegrid]"), row = document.querySelector(".rows");
         const height = parseFloat(getComputedStyle(row).getPropertyValue("--row"));
@@ -69,7 +69,7 @@ def look(reader, disks):
     expect(page.locator(".above")).to_have_text(f" in g{(disks - 1) % GROUPS}")
     page.get_by_label("Filter").fill("no such")
     expect(page.locator("#tree .nothing")).to_have_text("Nothing has such a name.")
-    # There is nothing to go down to.
+    # There is no row to move down to.
     page.keyboard.press("ArrowDown")
     expect(page.get_by_label("Filter")).to_be_focused()
     page.keyboard.press("Escape")
@@ -84,7 +84,7 @@ def look(reader, disks):
     assert disks + GROUPS + 1 - count in (0, 1, members, members - 1), f"{count} rows are left"
     page.keyboard.press("ArrowRight")
     expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
-    # So is the order chosen.
+    # The sort order is chosen by the keyboard as well.
     heading = page.get_by_role("columnheader", name="NAME")
     page.keyboard.press("Tab")
     for order in ("ascending", "descending"):
@@ -93,13 +93,13 @@ def look(reader, disks):
 
 
 def by_arrows(page, grid, found):
-    """Down from the filter is the first row that fits, and up from the first row is the filter, as it
-    was."""
+    """Down moves from the filter to the first matching row, and up from the first row to the
+    unchanged filter."""
     filtered, active = page.get_by_label("Filter"), page.locator(".row.is-active:visible .name")
     page.keyboard.press("ArrowDown")
     expect(grid).to_be_focused()
     expect(active).to_have_text(found)
-    # Its group is above.
+    # Its group is the row above.
     page.keyboard.press("ArrowUp")
     expect(active).not_to_have_text(found)
     expect(grid).to_be_focused()

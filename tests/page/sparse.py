@@ -1,5 +1,5 @@
-"""What is missing, null or cut off in the daemon's answers is not known, and shown as that: a page
-that is open may be older than the daemon.
+"""Fields that are missing, null or truncated in the daemon's answers are shown as unknown: an open
+page may be older than the daemon.
 """
 
 import json
@@ -47,7 +47,8 @@ def play(page, answers):
 
 
 def look(reader, what):
-    # A circle has no beginning: none of it hangs below the root, and nothing hangs.
+    # Groups in a cycle have no root: none of them is shown below the root, and the page does not
+    # hang.
     if what == "groups in a circle":
         reader.open()
         expect(reader.page.locator("#sums")).to_contain_text("1 disk · 2 groups")

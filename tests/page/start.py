@@ -1,7 +1,8 @@
-"""The first look at the page: nothing is called live before figures are there, a wide window shows
-the most throttled disk, its limit is one click away, and charts are filled by what is known.
+"""The first view of the page: it is not called live before figures have arrived, a wide window
+shows the most throttled disk, its limit is one click away, and charts are filled with the known
+history.
 
-The daemon's answers are those of the recorded scene, so that no figure depends on the machine.
+The answers are those of the recorded scene, so that no figure depends on the machine.
 """
 
 import tempfile
@@ -11,7 +12,7 @@ import scene
 import visit
 from visit import expect
 
-# The overview comes when the test says so.
+# The overview arrives when the test permits it.
 HELD_BACK = """
 window.EventSource = class extends EventTarget {
     constructor() {
@@ -26,7 +27,7 @@ window.EventSource = class extends EventTarget {
     close() { this.readyState = 2; }
 };
 """
-# Where the lines of a chart begin, as a share of its width.
+# Left end of the lines of a chart, as a share of its width.
 LEFT = """(canvas) => {
     const [left, right, bottom] = [46, canvas.width - 8, canvas.height - 18];
     const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -45,7 +46,7 @@ def run(weir):
             with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, change)) as reader:
                 the_most_throttled_disk_is_shown(reader)
                 its_limit_is_one_click_away(reader)
-            # A canvas is read more than once.
+            # Chromium warns because the canvas is read repeatedly.
             with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, change), allowed=("readback",)) as reader:
                 charts_are_filled(reader)
             with visit.Visit(browser, running.url, size=visit.PHONE, prepare=lambda page: scene.play(page, change)) as reader:
@@ -53,7 +54,7 @@ def run(weir):
 
 
 def change(told):
-    """`db` is the most throttled, and its history has 90 seconds of 600."""
+    """Changes the scene: `db` is the most throttled disk, and its history has 90 seconds of 600."""
     for disk in told["overview"]["disks"]:
         disk["wait-ratio"] = 1 if disk["name"] == "db" else min(disk["wait-ratio"], 0.5)
     history = told["history"]["db"]
@@ -79,7 +80,7 @@ def the_most_throttled_disk_is_shown(reader):
     expect(page.locator("#detail-title")).to_have_text("db")
     expect(reader.row("db")).to_have_attribute("aria-selected", "true")
     assert page.url == reader.url, "the address names the chosen disk"
-    # A choice stays, and the way back leads to the suggestion.
+    # A choice is kept, and "back" leads to the suggestion.
     reader.choose("mail")
     page.go_back()
     expect(page.locator("#detail-title")).to_have_text("db")
@@ -92,7 +93,7 @@ def its_limit_is_one_click_away(reader):
     expect(page.get_by_label("iops-total", exact=True)).to_be_focused()
     page.get_by_role("button", name="iops-total", exact=True).click()
     expect(page.get_by_label("iops-total", exact=True)).to_be_focused()
-    # The disk's limit, which has no field before.
+    # The disk's limit, which has no field before the click.
     reader.choose("mail")
     page.get_by_role("button", name="iops-write").click()
     expect(page.get_by_label("iops-write", exact=True)).to_be_focused()

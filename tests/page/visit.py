@@ -1,8 +1,8 @@
-"""A browser that looks at the page, and does not let anything pass: what the console says, what the
-content security policy refuses and what a script throws fails the scenario.
+"""A browser on the page. Messages on the console, violations of the content security policy and
+exceptions of scripts fail the scenario.
 
-Debian's Chromium, driven by Playwright (`scripts/python-clients`). Nothing is judged by the clock:
-what is awaited has a deadline, after which nobody would wait any longer.
+Debian's Chromium, driven by Playwright (`scripts/python-clients`). Never asserts a duration; every
+wait has a generous deadline.
 """
 
 import re
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from playwright.sync_api import expect, sync_playwright
 
 DEADLINE_MS = 120_000
-# A chart that has figures says so.
+# A chart with figures has this in its label.
 KNOWN = re.compile(" now, ")
 DESK, PHONE = (1440, 900), (390, 844)
-# Its sandbox needs what root in a container does not have, and the page is our own.
+# Chromium's sandbox needs privileges that root in a container lacks; the page is trusted.
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 expect.set_options(timeout=DEADLINE_MS)
 
-# Before any script of the page.
+# Runs before any script of the page.
 WATCHED = """
 window.refused = [];
 document.addEventListener("securitypolicyviolation", (event) =>
@@ -28,7 +28,7 @@ document.addEventListener("securitypolicyviolation", (event) =>
 
 @contextmanager
 def browser(scrollbars=False):
-    """One that hides scrollbars, as pictures want it, or has them as wide as those of a desk."""
+    """A browser with hidden scrollbars, as for pictures, or with those of a desktop."""
     left_out = ["--hide-scrollbars"] if scrollbars else []
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(
@@ -41,7 +41,7 @@ def browser(scrollbars=False):
 
 
 class Visit:
-    """One reader, in a context of its own. Use it in a `with` statement."""
+    """One visit in its own browser context. Use it in a `with` statement."""
 
     def __init__(self, browser, url, size=DESK, dark=False, prepare=None, allowed=()):
         self.context = browser.new_context(
@@ -72,8 +72,8 @@ class Visit:
             self.context.close()
 
     def _console(self, message):
-        # A daemon that keeps no events says so with 404, and the page leaves their part out. Previews
-        # are made in spare time: a busy machine has none, says so with 503, and the page asks again.
+        # A daemon without an event store answers 404, and the page omits that part. Previews use
+        # spare CPU time: a busy machine answers 503, and the page retries.
         url = message.location.get("url", "")
         is_meant = url.endswith("/api/v1/events") and "404" in message.text or url.endswith("/preview") and "503" in message.text
         if message.type in ("error", "warning") and not is_meant:
@@ -94,7 +94,7 @@ class Visit:
         expect(self.page.locator("#live")).to_have_text("live")
 
     def row(self, name):
-        """The row of the tree that has this name, letter by letter."""
+        """The row of the tree with exactly this name."""
         return self.page.locator(".rows [role=row]:visible").filter(has=self.page.locator(f".name:text-is({quoted(name)})"))
 
     def choose(self, name):
@@ -106,7 +106,7 @@ class Visit:
             self.page.keyboard.press(key)
 
     def tabs_to(self, label, most=80):
-        """Presses Tab until what has this label has the focus."""
+        """Presses Tab until the element with this label has the focus."""
         for _ in range(most):
             self.page.keyboard.press("Tab")
             if self.page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent") == label:
@@ -115,5 +115,5 @@ class Visit:
 
 
 def quoted(text):
-    """As a string of a selector."""
+    """A string in the syntax of selectors."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,8 +1,7 @@
-//! Small images of every kind, made by QEMU, and damage done to their metadata.
+//! Small images with every feature, made by QEMU, and damage to their metadata.
 //!
 //! Damage follows rules (a bit of an entry, an offset inside a cluster, a copy of another entry,
-//! the offset of other metadata, a file that ends early) or is random. It comes from the seed
-//! alone.
+//! the offset of other metadata, a truncated file) or is random. It depends only on the seed.
 
 use std::{fs, ops::Range, path::Path};
 
@@ -15,7 +14,7 @@ const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// The backing file of all images that have one.
 pub(super) const BASE: &str = "base.raw";
-/// The passphrase, in a file of this name.
+/// Name of the file with the passphrase.
 pub(super) const KEY: &str = "key";
 const SECRET: &str = "secret,id=key,file=key";
 const LUKS: &str = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10,\
@@ -28,17 +27,17 @@ pub(super) struct ImageTemplate {
     /// Name and content of the external data file.
     pub(super) data: Option<(String, Vec<u8>)>,
     pub(super) is_encrypted: bool,
-    /// Bytes with one description in an entry: a subcluster, or a cluster.
+    /// Size of the unit that an entry describes: a subcluster, or a cluster.
     pub(super) grain: u64,
     cluster: u64,
     /// The parts of the file that hold metadata.
     tables: Vec<Range<usize>>,
-    /// The LUKS header, which a check does not look into.
+    /// The LUKS header, which a check does not examine.
     keys: Range<usize>,
 }
 
-/// Creation options, and what else the image has: (b)acking file, (c)ompressed clusters,
-/// (s)napshots, (d)irty bitmaps, (e)ncryption.
+/// Creation options and features: (b)acking file, (c)ompressed clusters, (s)napshots, (d)irty
+/// bitmaps, (e)ncryption.
 const KINDS: [(&str, &str); 17] = [
     ("cluster_size=512", "bc"),
     ("cluster_size=512", "s"),
@@ -59,7 +58,7 @@ const KINDS: [(&str, &str); 17] = [
     ("cluster_size=512,ENCRYPT", "e"),
 ];
 
-/// Makes all images in a directory, together with the backing file.
+/// Creates all images in a directory, together with the backing file.
 pub(super) fn templates(directory: &Path) -> Vec<ImageTemplate> {
     let base: Vec<u8> = (0..300_u32 << 10).map(|at| 0x80 | (at >> 9) as u8).collect();
     fs::write(directory.join(BASE), base).expect("the directory is ours");
@@ -81,7 +80,7 @@ impl ImageTemplate {
         let words = options.replace("ENCRYPT", LUKS);
         let is_encrypted = has.contains('e');
         let command = ["create", "-q", "-f", "qcow2"];
-        // QEMU measures the speed of key derivation for a varying time.
+        // QEMU benchmarks the key derivation, which takes a varying time.
         let create = if is_encrypted { weir_image(&command) } else { qemu_img(command) };
         let mut create = create.inside(directory);
         if has.contains('b') {
@@ -146,7 +145,7 @@ impl ImageTemplate {
         (self.word(at) >> 32) as usize
     }
 
-    /// Everything that the header leads to, short of guest data.
+    /// Finds all metadata that the header leads to.
     fn find_tables(&mut self) {
         let cluster = self.cluster as usize;
         let mut tables = vec![0..112, 112..cluster.min(512)];
@@ -172,7 +171,7 @@ impl ImageTemplate {
             for at in (offset..offset + entries * 8).step_by(8) {
                 let table = (self.word(at) & OFFSET) as usize;
                 if table != 0 {
-                    // The first part has the entries of so small a disk.
+                    // A disk of this size uses only the first part of the table.
                     tables.push(table..table + cluster.min(1024));
                 }
             }
@@ -249,7 +248,7 @@ impl ImageTemplate {
             }
             _ => {
                 let mut at = in_table(random);
-                // Entries in use are damaged most often.
+                // Prefer entries in use.
                 for _ in 0..8 {
                     if word_at(content, at) != 0 {
                         break;

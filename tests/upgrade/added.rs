@@ -1,4 +1,4 @@
-//! What clients of the control socket have added comes along, though no config has it.
+//! An upgrade transfers disks, groups and exports that were added over the control socket.
 
 use std::{fs::File, io::Write as _, process::Stdio};
 
@@ -17,7 +17,7 @@ fn prints(house: &UpgradedDaemon, arguments: &[&str]) -> String {
     weir(arguments).env("WEIR_QMP", control(house)).succeeds()
 }
 
-/// What is known of each by its name, but for counters.
+/// These keys of all entries of a list, without counters.
 fn known(house: &UpgradedDaemon, list: &str, keys: &[&str]) -> Vec<Value> {
     let status = Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
     let entries = status[list].as_array().expect("a list").clone();
@@ -38,7 +38,7 @@ fn all(house: &UpgradedDaemon) -> [Vec<Value>; 3] {
     ]
 }
 
-/// As Kubernetes calls one: longer than any node of QEMU's.
+/// A volume name of Kubernetes: longer than QEMU permits for node names.
 const VOLUME: &str = "pvc-0f0a2c4e-6b7d-4c1e-9f00-3d2b1a765432";
 
 #[test]
@@ -58,7 +58,7 @@ fn added_disks_groups_and_exports_are_transferred() {
     let added = ["--group", "inner", "--bps-total", "40M", "--prefetch", "on", "--on-write-error", "stop"];
     prints(&house, &[&["disk", "add", VOLUME, text(&plain), "-f", "raw"][..], &added].concat());
     let mut qmp = Qmp::negotiated(&house.control());
-    // A node over another, whose file is closed for it.
+    // A node on another node, which closes the file of the lower one.
     let file = json!({"driver": "file", "node-name": "f0", "filename": text(&layered)});
     qmp.command("blockdev-add", file);
     let format = json!({"driver": "qcow2", "node-name": "q0", "file": "f0", "l2-cache-size": 65536});
@@ -78,7 +78,7 @@ fn added_disks_groups_and_exports_are_transferred() {
     let before = all(&house);
     let mut machine = front_end(&used);
     let offered = features(&mut machine);
-    // Its connection stays the same.
+    // This connection survives all upgrades.
     let script = "h.connect_uri(arguments[0])\nimport sys\nfor turn in range(3):\n \
                   h.pwrite(bytes([65 + turn]) * 512, 512 * turn)\n print('there', flush=True)\n sys.stdin.readline()\n";
     let uri = current.uri("of%20t0");
@@ -93,7 +93,7 @@ fn added_disks_groups_and_exports_are_transferred() {
             current = house.upgrade(current).0;
             let line = current.wait_for_log("taken over although no config has it");
             assert_contains(&line, &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"]);
-            // Whoever waits for it finds them where all others are.
+            // The ready line of the new process lists them for waiting programs.
             let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
             assert_contains(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
             assert_eq!(all(&house), before);
@@ -103,7 +103,7 @@ fn added_disks_groups_and_exports_are_transferred() {
     }
     assert!(client.wait().expect("it is ours").success());
     assert_eq!(features(&mut front_end(&unused)) & offered, offered & !(1 << 5) | offered & (1 << 5));
-    // What is above is taken off as ever.
+    // Nodes on top can be removed as before the upgrade.
     let mut qmp = Qmp::negotiated(&house.control());
     drop(machine);
     for (command, arguments) in
@@ -122,7 +122,7 @@ fn added_disks_groups_and_exports_are_transferred() {
     let written =
         TestClient::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);
     assert!(written.succeeds().contains("512/512"));
-    assert!(!used.exists() && !unused.exists(), "sockets go with the last");
+    assert!(!used.exists() && !unused.exists(), "the last process removes the sockets");
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn added_disks_with_access_rules_and_groups_with_names_of_a_config_are_transferr
     let [first, second] = ["first.raw", "second.raw"].map(|name| scratch.sparse(name, MIB));
     let house = UpgradedDaemon { on_tcp: true, ..UpgradedDaemon::new(scratch, &[text(&first), "--format", "raw"]) };
     let current = house.serve().start();
-    // QEMU's identifiers begin with a letter.
+    // Unlike identifiers of QEMU, which begin with a letter.
     prints(&house, &["group", "add", "7-gold", "--iops-total", "4000"]);
     let added = ["-f", "raw", "--group", "7-gold", "--allow", "127.0.0.0/8", "--description", "second"];
     prints(&house, &[&["disk", "add", "second", text(&second)][..], &added].concat());
@@ -178,7 +178,7 @@ fn untransferable_additions_are_named_with_a_remedy() {
     daemon.stop();
 }
 
-/// A newcomer whose config has it is asked nothing else.
+/// If the new process has the disk in its config, the config applies.
 #[test]
 fn saved_additions_use_the_config() {
     let scratch = Scratch::new();
@@ -196,7 +196,7 @@ fn saved_additions_use_the_config() {
     Qmp::negotiated(&house.control()).command("block-export-add", export);
     let mut machine = front_end(&socket);
     features(&mut machine);
-    // By another id, and the same place.
+    // With another ID at the same address.
     let text_of = std::fs::read_to_string(&config).unwrap();
     let door = format!(
         "{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 1, read-only = true }}",

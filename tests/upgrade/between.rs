@@ -1,8 +1,8 @@
-//! Between a newcomer and the daemon that it takes over from: what both say passes here, message by
-//! message, so that a newcomer can be killed at any step of it.
+//! A proxy between a new process and the daemon that it replaces. It forwards message by message,
+//! so that the new process can be killed at any step.
 //!
-//! Knows no message, only where one ends. Both sides see of each other what they would see without
-//! it, but that the daemon sees another process.
+//! It parses only the framing of messages. Both sides observe the same as without it, except that
+//! the daemon sees the credentials of this process.
 
 use std::{
     fs,
@@ -23,25 +23,25 @@ use serde_json::{Value, json};
 
 use crate::harness::{DEADLINE, Qmp, Serve};
 
-/// As many descriptors come beside one byte at most.
+/// Maximum number of descriptors that accompany one byte.
 const AT_ONCE: usize = 250;
 
-/// When a newcomer is killed, as the daemon and the newcomer see it.
+/// The step of an upgrade at which the new process is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UpgradeStep {
-    /// It has heard a part of what there is.
+    /// It has received a part of the offer.
     OfferCutShort,
-    /// It has heard all of it, and opens images.
+    /// It has received the offer, and opens images.
     Offered,
-    /// All is open, and nobody has heard so.
+    /// All images are open, and its message is not delivered.
     Prepared,
-    /// The daemon has heard so, and stands still.
+    /// The daemon has received the message, and is suspended.
     Suspended,
-    /// It has heard a part of how everything stands.
+    /// It has received a part of the transferred state.
     StateCutShort,
-    /// It has heard all of it, and reads tables.
+    /// It has received the state, and reads tables.
     State,
-    /// It could serve, and nobody has heard so.
+    /// It is ready to serve, and its message is not delivered.
     Ready,
 }
 
@@ -57,16 +57,17 @@ impl UpgradeStep {
     ];
 }
 
-/// Has a newcomer ask for everything and killed at this step; the daemon hears of its end once this
+/// Starts a new process and kills it at this step. The daemon sees the disconnect once this
 /// returns. `place` is a path for a socket.
 #[track_caller]
 pub(super) fn kill_new_process(serve: Serve, control: &Path, place: &Path, step: UpgradeStep) {
     let listener = UnixListener::bind(place).unwrap();
+    // The new process takes this socket for the daemon's control socket.
     let newcomer = serve.arg(format!("--takeover=unix:{}", place.display())).spawn_unready();
     let (its, daemons) = ask(&listener.accept().unwrap().0, control);
     pass_until(step, &its, &daemons);
     newcomer.kill();
-    // What is left of what it said, and the end; a reset is one too, where it had not read all.
+    // The rest of its messages, then the end; a reset if it had unread data.
     match (&its).read_to_end(&mut Vec::new()) {
         Ok(_) => {}
         Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{step:?}"),
@@ -103,10 +104,11 @@ fn pass_until(step: UpgradeStep, its: &UnixStream, daemons: &UnixStream) {
     }
 }
 
-/// What a newcomer asks at `socket`, the daemon is asked; where one is heard, and where the other.
+/// Forwards the request of a new process at `socket` to the daemon; returns the sockets to both.
 fn ask(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
     let answer = |message: Value| writeln!(&*socket, "{message}").unwrap();
     socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    // Acts as the control socket: greeting, capabilities, and one command with a descriptor.
     answer(json!({ "QMP": {} }));
     let mut line = String::new();
     BufReader::new(socket.take(1 << 10)).read_line(&mut line).unwrap();
@@ -115,6 +117,7 @@ fn ask(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
     let mut command = [0; 1 << 10];
     let (length, mut descriptors) = receive(socket, &mut command);
     let command: Value = serde_json::from_slice(&command[..length]).unwrap();
+    // The new process passes one end of its socket pair; the daemon gets an end of another pair.
     let its = UnixStream::from(descriptors.remove(0));
     let (daemons, passed) = UnixStream::pair().unwrap();
     let name = command["execute"].as_str().unwrap();
@@ -130,7 +133,7 @@ fn ask(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
 struct ProxiedMessage {
     text: Vec<u8>,
     bytes: Vec<u8>,
-    /// Those beside each byte behind.
+    /// The descriptors of each byte after the text.
     descriptors: Vec<Vec<OwnedFd>>,
 }
 
@@ -152,6 +155,7 @@ fn receive_message(mut socket: &UnixStream) -> ProxiedMessage {
     };
     let (text, bytes) = (read(text), read(bytes));
     let mut descriptors = Vec::new();
+    // One byte carries at most `AT_ONCE` descriptors.
     while count > 0 {
         let (length, some) = receive(socket, &mut [0]);
         assert_eq!(length, 1);
@@ -173,6 +177,7 @@ fn send_message(mut socket: &UnixStream, message: &ProxiedMessage) {
 }
 
 fn send_half(mut socket: &UnixStream, message: &ProxiedMessage) {
+    // The head announces the full length, so the receiver waits for the rest.
     let half = message.text.len() / 2;
     socket.write_all(&[message.head(), message.text[..half].to_vec()].concat()).unwrap();
 }

@@ -1,5 +1,5 @@
-//! Bitmaps record on: what was written before, during and after takeovers, and after those that
-//! came to nothing, is marked, and nothing else.
+//! Dirty bitmaps during upgrades: exactly the ranges written before, during and after successful
+//! and failed upgrades are marked.
 
 use std::{
     collections::BTreeSet,
@@ -17,12 +17,12 @@ use crate::{
 };
 
 const DISK_BYTES: u64 = 1 << 30;
-/// Granules of `fine`; those of `coarse` are sixteen times as large.
+/// Granularity of `fine`; that of `coarse` is sixteen times as large.
 const FINE: u64 = 4096;
 
-/// Writes, zeroes and discards a little here and there, several at a time, until there is a file;
-/// now and then, and at the end, what the bitmap shows on this connection is compared with what was
-/// changed. Prints the granules.
+/// Small random writes, zeroes and discards, several in flight, until a file exists. From time to
+/// time and at the end, the bitmap on this connection is compared with the changes. Prints the
+/// granules.
 const CLIENT: &str = "\
 import json, os, random
 uri, stop = arguments
@@ -82,7 +82,7 @@ fn arguments(path: &Path) -> [&str; 7] {
     [text(path), "--format", "qcow2", "--bitmap", "fine", "--bitmap", "coarse"]
 }
 
-/// The granules that a map says are marked.
+/// The granules that are marked according to a map.
 #[track_caller]
 fn marked(map: &str, granule: u64) -> BTreeSet<u64> {
     let map: Value = serde_json::from_str(map).unwrap();
@@ -96,7 +96,7 @@ fn marked(map: &str, granule: u64) -> BTreeSet<u64> {
         .collect()
 }
 
-/// What QEMU finds in the file; and the image is right.
+/// Asserts the content of the bitmaps according to QEMU, and that `check` finds no errors.
 #[track_caller]
 fn qemu_sees(path: &Path, fine: &BTreeSet<u64>) {
     qemu_img(["check", "-q", text(path)]).succeeds();
@@ -114,12 +114,12 @@ fn flags(path: &Path) -> Value {
     bitmaps.map(|bitmap| (bitmap["name"].as_str().unwrap().to_owned(), bitmap["flags"].clone())).collect()
 }
 
-/// It has said that it is connected.
+/// Starts a client; returns once it is connected.
 fn connected(script: &str, arguments: &[&str]) -> Child {
     let mut client = nbdsh_command(&format!("arguments = {arguments:?}\n{script}"));
     client.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut client = client.spawn().expect("nbdsh was found");
-    client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("it comes so far");
+    client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("the client connects");
     client
 }
 
@@ -138,8 +138,8 @@ fn exactly_the_written_granules_are_marked() {
     let house = UpgradedDaemon::new(scratch, &[&arguments(&path)[..], &["--iops-total", "600"]].concat());
     let mut current = house.serve().start();
     let client = connected(CLIENT, &[&current.uri("disk"), text(&stop)]);
-    // Each step is a newcomer's last, in between some take over, and all of them find requests that
-    // wait.
+    // A new process fails at each step, upgrades succeed in between, and requests are waiting every
+    // time.
     for failed in 0..UpgradeStep::ALL.len() + 3 {
         house.fail_at(failed);
         current.wait_for_logs(CONTINUES, failed % 3 + 1);
@@ -162,8 +162,8 @@ fn exactly_the_written_granules_are_marked() {
     qemu_sees(&path, &fine);
 }
 
-/// From a takeover to the next change the file has all of it, and from then on says that it has
-/// not.
+/// Between an upgrade and the next write the bitmaps in the file are complete; after that they are
+/// flagged as in use.
 #[test]
 fn crash_after_an_upgrade_leaves_consistent_or_flagged_bitmaps() {
     let scratch = Scratch::new();
@@ -183,7 +183,7 @@ fn crash_after_an_upgrade_leaves_consistent_or_flagged_bitmaps() {
         }
         assert_eq!(flags(&path), good);
         current.crash();
-        // Clusters that nothing leads to may be left, and no more.
+        // Leaked clusters are permitted.
         let _ = TestClient::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
         qemu_sees(&path, &BTreeSet::from([2]));
     }
@@ -196,7 +196,8 @@ fn crash_after_an_upgrade_leaves_consistent_or_flagged_bitmaps() {
     assert!(said.contains("bitmap \"fine\" was not kept up to date"), "{said}");
 }
 
-/// No view is lost, also of an image that is only read, and of a bitmap of its backing file.
+/// Metadata contexts stay, including those of a read-only image and of a bitmap of its backing
+/// file.
 #[test]
 fn metadata_contexts_survive() {
     let scratch = Scratch::new();
@@ -232,7 +233,7 @@ assert shown() == before, shown()
         house.kill_new_process(UpgradeStep::Ready);
         current.wait_for_log(CONTINUES);
         let current = house.upgrade(current).0;
-        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
+        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
         printed(client);
         current.stop();
     }

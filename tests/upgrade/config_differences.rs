@@ -1,4 +1,4 @@
-//! What was changed without `--save` is taken back by a newcomer, whose log says so.
+//! An upgrade resets changes that were made without `--save` to the config, and logs them.
 
 use serde_json::json;
 
@@ -21,7 +21,7 @@ fn differences_from_the_config_are_logged() {
     let mut qmp = Qmp::negotiated(&house.control());
     qmp.command("x-weir-set", json!({ "name": "a", "bps-read": 0, "iops-write": 500, "prefetch": "off" }));
     qmp.command("x-weir-set", json!({ "name": "gold", "iops-total": 2000 }));
-    // One that no config has comes along as it is.
+    // A disk that is not in the config is transferred unchanged.
     let file_of_c = json!({ "driver": "file", "filename": text(&house.scratch.path("c.raw")) });
     qmp.command("blockdev-add", json!({ "driver": "raw", "node-name": "c", "file": file_of_c }));
     qmp.command("x-weir-set", json!({ "name": "c", "iops-total": 7 }));
@@ -34,7 +34,7 @@ fn differences_from_the_config_are_logged() {
     for name in ["disk b: ", "disk c: "] {
         assert!(!current.log_text().contains(name), "{}", current.log_text());
     }
-    // Where nothing differs, nothing is said.
+    // Without differences nothing is logged.
     let (current, _) = house.upgrade(current);
     let log = current.stop();
     assert!(!log.contains("needs --save"), "{log}");

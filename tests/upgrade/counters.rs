@@ -1,5 +1,5 @@
-//! Nothing that counts falls at a takeover, but what belongs to the process; and what has happened
-//! before it can still be asked for.
+//! Counters never decrease at an upgrade, except those of the process; earlier events can still be
+//! queried.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::{
     harness::{TestClient, Qmp, Scratch, qemu_img, text, poll_until},
 };
 
-/// Whose counters begin anew: of the process and its threads, of caches that are empty.
+/// Prefixes of counters that restart: of the process, its threads, and caches that are empty.
 const OF_THE_PROCESS: [&str; 6] = [
     "process_",
     "weir_thread_",
@@ -21,7 +21,7 @@ const OF_THE_PROCESS: [&str; 6] = [
     "weir_disk_refcount_cache_",
 ];
 
-/// Counters and histograms by their names and labels.
+/// Counters and histograms by name and labels.
 fn counters(house: &UpgradedDaemon) -> BTreeMap<String, f64> {
     let page = TestClient::new("curl").args(["-sS", "--unix-socket"]).arg(house.scratch.socket("metrics"));
     let page = page.args(["-H", "Accept: text/plain", "http://weir/metrics"]).succeeds();
@@ -43,10 +43,10 @@ fn counters(house: &UpgradedDaemon) -> BTreeMap<String, f64> {
     counters
 }
 
-/// Of `x-weir-query-status`, what was counted of a disk or a group where it passes its limits.
+/// The cumulative throttle counters of a disk or a group in `x-weir-query-status`.
 fn throttled(entry: &Value) -> Value {
     let mut told = entry["throttle"].clone();
-    // What is so now, and what was of late.
+    // Current values, and statistics over a recent period.
     for now in ["tokens", "buckets", "waiting", "recent-wait-ns", "throttle-cause"] {
         told.as_object_mut().expect("an object").remove(now);
     }
@@ -65,14 +65,14 @@ fn counters_and_events_survive() {
     let rest = ["--group", "gold", "--fault", "kind=read,offset=8M-9M", "--metrics", &metrics];
     let house = UpgradedDaemon::new(scratch, &[&disk[..], &rest].concat());
     let mut current = house.serve().start();
-    // Somebody looks, so that it is measured.
+    // Some statistics are collected only after a first query.
     counters(&house);
     bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", &format!("vhost-user:{}", text(&socket))).succeeds();
     bench("-c 1000 -d 32 -s 4K", &current.uri("disk")).succeeds();
     current.nbdsh("disk", "try:\n h.pread(512, 8 << 20)\nexcept nbd.Error: pass\nelse: assert False");
     let told = |house: &UpgradedDaemon| Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
     for _ in 0..3 {
-        // A page may be a moment old.
+        // A page may be outdated, so wait for two equal ones.
         let before = poll_until(|| {
             let (one, other) = (counters(&house), counters(&house));
             (one == other).then_some(one)

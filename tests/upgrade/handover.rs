@@ -1,5 +1,5 @@
-//! Images that are handed over between hosts (`--handover`): a takeover keeps their locks as long
-//! as a machine uses them, and leaves alone those that no machine uses.
+//! Images that are handed over between hosts (`--handover`): an upgrade keeps the locks of images
+//! in use by a front end, and does not lock unused ones.
 
 use std::{
     fs::File,
@@ -22,7 +22,7 @@ use crate::{
     harness::{MIB, Scratch, Serve, qemu_img, text},
 };
 
-/// Whether somebody writes to it, as QEMU's locks say.
+/// True if the image is open for writing, according to QEMU's lock bytes.
 fn is_locked(image: &File) -> bool {
     const WRITES: i64 = 101;
     let mut lock = libc::flock {
@@ -67,7 +67,8 @@ fn lock_of_a_handover_image_in_use_is_kept() {
     }
     let watch = {
         let is_over = Arc::clone(&is_over);
-        // True if it was free while the machine ran: then it is locked again, or the load goes on.
+        // True if the image was unlocked while the front end ran: it is locked again, or the load
+        // continues.
         thread::spawn(move || {
             while is_locked(&file) {
                 thread::yield_now();
@@ -88,9 +89,9 @@ fn lock_of_a_handover_image_in_use_is_kept() {
         current = house.upgrade(current).0;
         turn += 1;
     }
-    load.join().expect("the machine saw nothing of it");
-    assert!(!watch.join().unwrap(), "the image was free for a moment");
-    // It is free, and all is in it, while the daemon runs.
+    load.join().expect("the front end was not disturbed");
+    assert!(!watch.join().unwrap(), "the image was unlocked for a moment");
+    // The image is unlocked and complete while the daemon runs.
     let file = File::options().read(true).write(true).open(&disk).unwrap();
     while is_locked(&file) {
         thread::yield_now();
@@ -98,7 +99,7 @@ fn lock_of_a_handover_image_in_use_is_kept() {
     qemu_img(["check", "-q", text(&disk)]).succeeds();
     let copy = house.scratch.path("copy.raw");
     qemu_img(["convert", "-O", "raw", text(&disk), text(&copy)]).succeeds();
-    assert!(std::fs::read(copy).unwrap() == vec![90; 4 * MIB as usize], "{turn} takeovers");
+    assert!(std::fs::read(copy).unwrap() == vec![90; 4 * MIB as usize], "{turn} upgrades");
     let info = qemu_img(["info", "--output=json", text(&disk)]).json();
     let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
     assert_eq!(bitmap["flags"], serde_json::json!(["auto"]), "{info}");

@@ -1,5 +1,4 @@
-//! A newcomer whose disk of the same name is another one is refused by name, and the daemon goes
-//! on.
+//! An upgrade is rejected if a disk of the same name has a different image; the daemon continues.
 
 use std::fs;
 
@@ -37,7 +36,7 @@ fn different_disk_is_rejected_by_name() {
     refused(&[a, "--cache", "writethrough"], &[a], "in the cache mode writethrough, not writeback");
     refused(&[q, "--read-only"], &[q, "--read-only", "--snapshot", "s1"], "with another internal snapshot");
     refused(&["null:1M"], &["null:2M"], "with another image: null");
-    // What is behind it has changed its name since.
+    // The backing file was renamed meanwhile.
     let house = UpgradedDaemon::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
     let daemon = house.serve().start();
     fs::rename(a, b).unwrap();
@@ -55,7 +54,7 @@ fn permitted_differences_and_other_paths_of_a_file() {
     fs::hard_link(&disk, &other).unwrap();
     let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
     let first = house.serve().start();
-    // Somebody has made it longer.
+    // Another process has extended the image.
     fs::File::options().write(true).open(&disk).unwrap().set_len(2 * MIB).unwrap();
     let differing = ["--name", "disk", "--iops-total", "1000", "--prefetch", "on", "--delay", "read=1us"];
     let newcomer = Serve::new(&house.scratch).arg(text(&other)).args(differing).arg("--takeover");

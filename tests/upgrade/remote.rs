@@ -1,5 +1,5 @@
-//! Disks of other NBD servers that are written to: each daemon has a connection of its own, and the
-//! server says that both see the same.
+//! Upgrades with disks on other NBD servers: each process has its own connection, and the server
+//! must guarantee that both see the same data.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ fn remote_disk_changes_its_connection() {
         qemu_img(["create", "-q", "-f", format, text(&image), "17M"]).succeeds();
         let grown = format == "qcow2";
         if grown {
-            // No export grows by being written to.
+            // An export does not grow by writes.
             let file = fs::File::options().write(true).open(&image).unwrap();
             file.set_len(32 * MIB).unwrap();
         }
@@ -38,7 +38,7 @@ fn remote_disk_changes_its_connection() {
             current = house.upgrade(current).0;
             turn += 1;
         }
-        load.join().expect("the load saw nothing of it");
+        load.join().expect("the load was not disturbed");
         current.nbdsh("disk", "h.pwrite(b'x' * 512, 16 << 20)");
         current.stop();
         server.stop();
@@ -49,7 +49,7 @@ fn remote_disk_changes_its_connection() {
     }
 }
 
-/// Ended with this.
+/// A server that ends on drop.
 struct NbdkitServer {
     process: Pid,
     uri: String,
@@ -60,7 +60,7 @@ impl NbdkitServer {
         need("nbdkit");
         let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
         TestClient::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(words).succeeds();
-        // It is written by the process in the background, which need not have come to that yet.
+        // Written by the background process, possibly after the starter has exited.
         let process = loop {
             match fs::read_to_string(&pid).ok().filter(|text| text.ends_with('\n')) {
                 Some(text) => break text.trim().parse().expect("a number"),
@@ -82,7 +82,7 @@ fn server_without_multi_conn_prevents_the_upgrade() {
     let (behind, scratch) = (Scratch::new(), Scratch::new());
     let back =
         Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
-    // Where a write is acknowledged and no flush asked for, another client may not see it.
+    // Without a flush, another connection need not see an acknowledged write.
     for cache in ["unsafe", "writeback"] {
         let server = back.uri("back");
         let house = UpgradedDaemon::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
@@ -111,8 +111,8 @@ fn server_without_multi_conn_prevents_the_upgrade() {
     first.stop();
 }
 
-/// A server with an image of one MiB, and a path: a flush waits until somebody opens the pipe there
-/// to write, if there is one.
+/// A server with an image of 1 MiB, and the path of a pipe: while it exists, a flush waits until
+/// the pipe is opened for writing.
 fn holding(scratch: &Scratch) -> (NbdkitServer, PathBuf) {
     let (image, held) = (scratch.sparse("image", MIB), scratch.path("held"));
     let plugin = scratch.file(
@@ -142,7 +142,7 @@ fn hold(held: &Path) {
     nix::unistd::mkfifo(held, nix::sys::stat::Mode::S_IRWXU).unwrap();
 }
 
-/// What waits is let go, and what comes does not wait.
+/// Releases the waiting flush; later ones do not wait.
 fn release_flush(held: &Path) {
     let held_up = fs::File::options().write(true).open(held).unwrap();
     fs::remove_file(held).unwrap();
@@ -170,7 +170,7 @@ fn blocked_flush_delays_no_other_client() {
     house.upgrade(first).0.stop();
 }
 
-/// It is on no list any more, and what it has not written would be lost with the old daemon.
+/// The disk is in no list any more; its unwritten data would be lost with the old process.
 #[test]
 fn a_disk_that_is_being_removed_is_closed_first() {
     let scratch = Scratch::new();
@@ -202,7 +202,7 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
     let scratch = Scratch::new();
     let image = scratch.path("image");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
-    // No export grows by being written to.
+    // An export does not grow by writes.
     fs::File::options().write(true).open(&image).unwrap().set_len(4 * MIB).unwrap();
     let bad = scratch.path("bad");
     let while_bad = format!("error-file={}", text(&bad));
@@ -214,7 +214,7 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
     let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
     stranger.receive();
     stranger.send("prepared");
-    // It stands still.
+    // The daemon is suspended.
     stranger.receive();
     fs::write(&bad, "").unwrap();
     drop(stranger);

@@ -1,4 +1,4 @@
-//! Front ends that would keep a takeover from happening, beside one that behaves.
+//! Front ends that could prevent an upgrade, beside a well-behaved one.
 
 use std::{
     fs::File,
@@ -12,10 +12,10 @@ use crate::{
     machines::{features, front_end, send_with_descriptor},
 };
 
-/// Lends `memory` as the first MiB of a guest's (`VHOST_USER_SET_MEM_TABLE`).
+/// Shares `memory` as the first MiB of guest memory (`VHOST_USER_SET_MEM_TABLE`).
 fn set_mem_table(machine: &mut UnixStream, memory: &File) {
     send_with_descriptor(machine, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
-    // It has been taken by then.
+    // The reply proves that the message before it was processed.
     features(machine);
 }
 
@@ -45,7 +45,7 @@ fn hostile_front_end_does_not_prevent_an_upgrade() {
 
     let (new, _) = house.upgrade(old);
     half.write_all(&question[7..]).expect("it reads");
-    half.read_exact(&mut [0; 20]).expect("what it asked is answered");
+    half.read_exact(&mut [0; 20]).expect("its request is answered");
     features(&mut good);
     assert_eq!(gone.read(&mut [0]).expect("it is closed"), 0);
     let line = new.wait_for_log("its virtual machine is disconnected");

@@ -1,4 +1,5 @@
-//! Clients that cannot go over, and newcomers that cannot have them: neither holds up the others.
+//! Clients that cannot be transferred, and new processes that cannot serve them: neither affects
+//! other clients.
 
 use std::{
     io::{Read as _, Write as _},
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use super::{UpgradedDaemon, control};
 use crate::harness::{MIB, Qmp, Scratch, Serve, nbdsh_command, need_root, text};
 
-/// Says a line when all that is above it is done, and goes on when it is told to.
+/// A client that prints a line at each step, and waits for a line before it continues.
 struct SteppingClient(Child);
 
 impl SteppingClient {
@@ -19,18 +20,18 @@ impl SteppingClient {
         let mut client = nbdsh_command(&format!("{step}uri = {uri:?}\n{script}"));
         client.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut client = Self(client.spawn().expect("nbdsh was found"));
-        client.0.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("it comes so far");
+        client.0.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("the client connects");
         client
     }
 
     #[track_caller]
     fn go_on(mut self) {
-        self.0.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
+        self.0.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
         assert!(self.0.wait().expect("it is ours").success());
     }
 }
 
-/// Each with its id and its kind.
+/// ID and type of each event.
 fn events(house: &UpgradedDaemon) -> Vec<(u64, String)> {
     let told = Qmp::negotiated(&house.control()).command_reply("x-weir-query-events", json!({}));
     let of = |event: &Value| Some((event["id"].as_u64()?, event["kind"].as_str()?.to_owned()));
@@ -60,14 +61,14 @@ fn only_a_client_that_does_not_read_is_disconnected() {
     assert!(status.success() && log.contains("a new process has taken over"), "{log}");
     let named = "it does not read replies, so it cannot be transferred client=\"client 2 at export disk\"";
     assert!(log.contains(named), "{log}");
-    // The one that is passed on has not left.
+    // A transferred client has not disconnected.
     assert!(!log.contains("client 1 has left"), "{log}");
     second.wait_for_log("kind=\"taken_over\"");
     let mut after = events(&house);
     let known = after.iter().filter(|event| before.contains(event)).count();
-    assert_eq!(known, before.len(), "what has happened before is known: {after:?}");
+    assert_eq!(known, before.len(), "earlier events are known: {after:?}");
     let last = before.last().expect("two came").0;
-    // That the second has gone the old one may have told, and the newcomer tells of neither.
+    // The old process may report the disconnect of the second client; the new one reports neither.
     let gone = after.iter().filter(|(id, kind)| *id > last && kind == "session_ended").count();
     assert!(gone <= 1, "{after:?}");
     after.retain(|(id, kind)| *id > last && kind != "session_ended");
@@ -84,7 +85,7 @@ fn unresponsive_image_is_named_before_suspending() {
     let (disk, slow) = (scratch.sparse("disk.raw", MIB), scratch.sparse("slow.raw", MIB));
     let house = UpgradedDaemon::new(scratch, &[text(&disk), text(&slow), "--delay", "read=3600s"]);
     let first = house.serve().start();
-    // It has begun to log by then.
+    // The log has started by then.
     let said = house.new_process().args(["--log", "warn"]).fails();
     let why = "disk disk: its image has not answered a read for 5 s, so requests in flight would not end";
     assert!(said.contains(&format!("the old process continues: {why}")), "{said}");
@@ -97,7 +98,7 @@ fn too_low_descriptor_limit_is_reported() {
     const CLIENTS: usize = 60;
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
-    // Of threads, and their descriptors, as few on every machine.
+    // The numbers of threads and their descriptors must not depend on the host.
     let arguments = [text(&disk), "--max-connections", "0", "--workers", "1"];
     let house = UpgradedDaemon::new(scratch, &arguments);
     let first = house.serve().start();

@@ -1,8 +1,8 @@
-"""A burst, and what becomes of it when the watch that runs it is killed.
+"""Bursts, and the limits in force after the watch that grants them is killed.
 
 The bucket (crates/policy/src/throttle/bucket.rs) holds 5 s of 20M and leaks at 4M meanwhile, so
-that a burst lasts 100 / (20 - 4) = 6.25 s. The kernel knows nothing of it: the watch tells it the
-burst's rate, and the limit's afterwards.
+that a burst lasts 100 / (20 - 4) = 6.25 s. The kernel has no bursts: the watch writes the burst's
+rate, and the limit's rate afterwards.
 """
 
 import re
@@ -16,11 +16,11 @@ RATE, BURST, LENGTH = 4 * MIB, 20 * MIB, 5
 BURST_SECONDS = BURST * LENGTH / (BURST - RATE)
 OPTIONS = ("--bps-write", "4M", "--bps-write-max", "20M", "--bps-write-max-length", LENGTH)
 TOLERANCE = 0.05
-# A decision is to be in io.max so soon.
+# Time limit for a decision to reach io.max.
 DECISION_SECONDS = 0.05
-# The hard limit is to be in io.max so soon after the watch was killed.
+# Time limit for the hard limit to reach io.max after the watch was killed.
 GUARD_SECONDS = 1.0
-# What the watch says of decisions.
+# The watch's log lines about decisions.
 DECISIONS = "grep ' told ' $watch_log || true"
 
 
@@ -32,32 +32,30 @@ def passed(taken, begin, end):
 
 
 def length(taken, start):
-    """Seconds that passed at the burst's rate, if all the rest passed at the limit's: total = burst
-    · length + rate · rest.
+    """Length of the burst in seconds, if everything after it passed at the limit's rate: total =
+    burst · length + rate · rest.
     """
     total, whole = taken[-1].groups[0] - taken[0].groups[0], taken[-1].seconds - start
     return (total - RATE * whole) / (BURST - RATE)
 
 
 def begun(taken):
-    """The instant of the last sample before anything passed."""
+    """Time of the last sample before any byte was written."""
     return max(sample.seconds for sample in taken if sample.groups[0] == taken[0].groups[0])
 
 
 def io_max(line_rate):
-    """How io.max shows a limit on written bytes."""
+    """The entry of io.max for a limit on written bytes."""
     return f"wbps={line_rate} "
 
 
 def logged(text, log):
-    """The line that waits until a log has this text, for 20 seconds at most."""
+    """Shell code that waits until a log contains this text, for at most 20 seconds."""
     return f"turns=400; until grep -q {text!r} {log} || [ $((turns -= 1)) = 0 ]; do pause 0.05; done"
 
 
 def soon(decisions):
-    """The check that each decision is in io.max as soon as it should be, by what the watch says of
-    them.
-    """
+    """Check that each decision reached io.max in time, according to the watch's log."""
     took = [int(number) / 1e6 for number in re.findall(r" told .*after_us=([0-9]+)", decisions)]
     what = "a decision's way into io.max, the longest"
     if not took:
@@ -69,24 +67,24 @@ class Bursts:
     """The cases, on one disk that is faster than the burst."""
 
     def __init__(self, disk):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
         self.used = 0
 
     def cases(self):
-        """Name and function of each."""
+        """Name and function of each case."""
         yield "a burst: 4M/s, 20M/s for 5 s", self.burst
-        yield "the watch killed in a burst, with all in its group", self.killed
-        yield "a group made again under the watch", self.made_again
-        yield "a command that steers while no watch does", self.stands_in
-        yield "a daemon that steers, taken over", self.taken_over
+        yield "the watch killed in a burst, with its whole group", self.killed
+        yield "a group recreated under the watch", self.made_again
+        yield "a command that controls groups without a watch", self.stands_in
+        yield "a daemon with control groups, upgraded", self.taken_over
 
     def parts(self, body, finally_=""):
-        """The parts of a script in which `body`, a function, has the name of a new group with the
-        burst's limits.
+        """Runs a script in parts; `body` is a function of the name of a new group with the burst's
+        limits.
 
-        A new one each time: what a group has used of its burst is remembered for as long as it
-        takes to leak.
+        Each run has a new group: weir remembers the used part of a group's burst until it has
+        leaked.
         """
         self.used += 1
         name = f"burst{self.used}"
@@ -95,11 +93,11 @@ class Bursts:
         return self.guest.parts(f"{begin}\n{body(name)}", f"{finally_}\n{end}")
 
     def window(self, name, seconds):
-        """The script that samples one group for so long."""
+        """Shell code that samples one group for this time."""
         return streams.window(self.disk, seconds, (name,), interval=0.05)
 
     def burst(self):
-        """The rate in the burst and after it."""
+        """Rates during the burst and after it."""
         seconds = 11
         parts = self.parts(
             lambda name: (
@@ -126,9 +124,7 @@ class Bursts:
         ]
 
     def killed(self):
-        """How soon the hard limit is back, and that the next watch does not begin a burst from the
-        start.
-        """
+        """Time until the hard limit is back, and the remaining burst under the next watch."""
         parts = self.parts(
             lambda name: (
                 f"""
@@ -154,7 +150,7 @@ class Bursts:
         again = streams.samples(parts["again"])
         return [
             contains("io.max in the burst", parts["during"], io_max(BURST)),
-            most("the hard limit back after", float(parts["settled"]), GUARD_SECONDS, unit="s"),
+            most("the hard limit is restored after", float(parts["settled"]), GUARD_SECONDS, unit="s"),
             near(
                 "what passes then",
                 streams.Rates.of(parts["hard"]).groups[0],
@@ -163,15 +159,14 @@ class Bursts:
                 unit="MiB/s",
                 scale=MIB,
             ),
-            # Some 3.5 s of it were spent before; what leaked while nobody watched is a second or
-            # so.
+            # About 3.5 s of it were used before; about a second leaked without a watch.
             most("burst of the next watch", length(again, again[0].seconds), BURST_SECONDS - 2, unit="s"),
-            contains("io.max when it has ended", parts["after"], io_max(RATE)),
+            contains("io.max after its end", parts["after"], io_max(RATE)),
         ]
 
     def made_again(self):
-        """A group of the same name has the limits of the one before, and nobody is warned of it: a
-        service started anew.
+        """A new group of the same name gets the limits of the previous one, without a warning: a
+        restarted service.
         """
         parts = self.parts(
             lambda name: (
@@ -192,14 +187,14 @@ class Bursts:
             )
         )
         return [
-            contains("io.max with a burst to spend", parts["before"], io_max(BURST)),
-            contains("io.max of the one made again", parts["again"], io_max(BURST)),
+            contains("io.max with an unused burst", parts["before"], io_max(BURST)),
+            contains("io.max of the recreated group", parts["again"], io_max(BURST)),
             fact("warnings", not parts["warnings"].strip(), parts["warnings"], "none"),
         ]
 
     def stands_in(self):
-        """A command with a group's limits steers all, makes way for a watch, and steers again when
-        that has ended.
+        """A command with limits for a group controls all groups, yields to a watch, and resumes
+        control after its end.
         """
         run = f"weir cgroup run --device /dev/{self.disk.name} --group tenant --bps-write 6M -- sleep 600"
         end = "kill $command 2>/dev/null\nwhile kill -0 $command 2>/dev/null; do pause 0.05; done"
@@ -229,12 +224,12 @@ class Bursts:
         return [
             contains("io.max while the command runs", parts["steered"], io_max(BURST)),
             contains("under a watch", parts["watched"], io_max(BURST)),
-            contains("when that has ended", parts["again"], io_max(BURST)),
-            contains("when the command has", parts["after"], io_max(RATE)),
+            contains("after its end", parts["again"], io_max(BURST)),
+            contains("after the end of the command", parts["after"], io_max(RATE)),
         ]
 
     def taken_over(self):
-        """A daemon steers as a watch does, and the one that takes its place goes on with it."""
+        """A daemon controls groups as a watch does, and the upgraded daemon continues."""
         serve = (
             "weir serve /tmp/taken.raw --nbd unix:/tmp/taken.sock --cgroup-limits /run/weir/cgroups.json "
             "--state $state"
@@ -267,7 +262,7 @@ class Bursts:
             end,
         )
         return [
-            contains("io.max under the first", parts["before"], io_max(BURST)),
-            contains("under the one in its place", parts["after"], io_max(BURST)),
+            contains("io.max under the first daemon", parts["before"], io_max(BURST)),
+            contains("under the upgraded daemon", parts["after"], io_max(BURST)),
             contains("io.max at its end", parts["ended"], io_max(RATE)),
         ]

@@ -1,26 +1,26 @@
-"""weir's commands in the guest, as lines of the cases' scripts: limits set and removed.
+"""Shell lines that run weir's commands in the guest to set and remove limits.
 
-Never checks what they do.
+Never checks their effects.
 """
 
 import shlex
 
 
 def group(name):
-    """A control group's path, as it is given to weir."""
+    """Path of a control group, as an argument of weir."""
     return f"/sys/fs/cgroup/{name}"
 
 
 def weir(*words):
-    """The line that runs a command."""
+    """Shell line that runs a weir command."""
     return shlex.join(["weir", *map(str, words)])
 
 
 def limit(name, disk, *options):
-    """The line that sets limits of one group on one disk."""
+    """Shell line that sets limits of one group on one disk."""
     return weir("cgroup", "limit", group(name), "--device", f"/dev/{disk.name}", *options)
 
 
 def unlimit(disk, *names):
-    """The lines that remove what was set; nothing to remove is no error."""
+    """Shell lines that remove limits; missing limits are not an error."""
     return "\n".join(f"{limit(name, disk, '--remove')} || true" for name in names)

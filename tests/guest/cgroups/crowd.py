@@ -1,10 +1,9 @@
-"""A thousand control groups watched: what that takes of a processor.
+"""CPU time of a watch over a thousand control groups.
 
-The guest's processor is emulated: computing takes several times as long there, and system calls
-still longer. How much longer is measured with what is the same on both: a simulation by weir
-itself, the same kind of work, for its own time; and a copy byte by byte (busybox), which is nothing
-but system calls, for the kernel's. The watch's own time and its time in the kernel, each divided by
-its factor, are what it takes here.
+The guest's processor is emulated: computation takes several times as long as on the host, and
+system calls even longer. Both factors are measured with the same work on both: a simulation by weir
+for user time, and a copy byte by byte (busybox), which consists of system calls, for system time.
+The watch's user and system time, each divided by its factor, are its cost on the host.
 """
 
 import json
@@ -18,26 +17,24 @@ from outcome import Check, most
 
 GROUPS = 1000
 OPTIONS = ("--bps-write", "1M", "--bps-write-max", "4M", "--bps-write-max-length", 10)
-# How many of them write all the time.
+# Number of groups that write all the time.
 BUSY = 10
 SECONDS = 10
 SHARE = 0.02
 KEPT = "/run/weir/cgroups.json"
-# Of each, one or two tenths of a second here.
+# Each takes one or two tenths of a second on the host.
 COMPUTE = ("user", "weir simulate --workload random:iops=5000,size=4K,seconds=40 --iops-total 4000")
 CALL = ("sys", "busybox dd if=/dev/zero of=/dev/null bs=1 count=500000")
 
 
 def seconds_of(kind, output):
-    """User or system time as busybox's `time` prints them."""
+    """User or system time as printed by busybox's `time`."""
     minutes, rest = re.search(rf"{kind}\s+(\d+)m ([0-9.]+)s", output).groups()
     return 60 * int(minutes) + float(rest)
 
 
 def processor_seconds(stat):
-    """What a process has used so far, of its own and in system calls, by its /proc/PID/stat (steps
-    of 10 ms).
-    """
+    """User and system time of a process so far, from its /proc/PID/stat (in steps of 10 ms)."""
     fields = stat.rpartition(")")[2].split()
     return int(fields[11]) / 100, int(fields[12]) / 100
 
@@ -46,7 +43,7 @@ class Crowd:
     """The case, on one disk."""
 
     def __init__(self, disk):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
 
     def cases(self):
@@ -84,12 +81,12 @@ class Crowd:
         slower = f"where those take {computing:.1f} and {calling:.1f} times as long"
         return [
             Check("of the guest's processor", True, f"{there}, {slower}", "nothing"),
-            most("of a processor as here", share, SHARE, unit="%", scale=0.01),
+            most("share of a host processor", share, SHARE, unit="%", scale=0.01),
         ]
 
     def make(self):
-        """The groups, and their limits: one set by weir, whose like is then written for all others,
-        as 1,000 commands would take minutes.
+        """Creates the groups and their limits: one by weir, whose entry is then copied for all
+        groups, because 1,000 commands would take minutes.
         """
         guest = self.guest
         kept = json.loads(
@@ -107,7 +104,7 @@ class Crowd:
         guest.run(f"cat >{KEPT}.new <<'END'\n{text}\nEND\nmv {KEPT}.new {KEPT}")
 
     def slower(self, kind, command):
-        """How many times longer this takes in the guest than here."""
+        """The factor by which the guest is slower than the host for this command."""
         there = seconds_of(kind, self.guest.run(f"time {command} >/dev/null"))
         program, *words = shlex.split(command)
         here = ["/bin/busybox", "time", {"weir": self.guest.program}.get(program, program), *words]

@@ -1,10 +1,10 @@
-"""Limits of control groups on a disk that weir limits itself: the guest's disk is an NBD export
-with a limit for all.
+"""Limits of control groups on a disk that weir limits as well: the guest's disk is an NBD export
+with a limit.
 
-Each layer keeps its own limit: a group that the guest's kernel holds to less gets that, and the
-export's limit bounds them together. The export's time is the machine's, and so is this guest's. How
-fast both are on a machine that does other work too is judged with --full; without, what neither may
-ever pass: its limit, and what passes at once.
+Each layer enforces its own limit: a group with a lower limit in the guest's kernel gets that limit,
+and the export's limit bounds all groups together. The export runs in the host's time, and so does
+this guest. Rates on a busy host are therefore asserted with --full only; without it, only the upper
+bounds: each limit and its burst.
 """
 
 import subprocess
@@ -19,19 +19,19 @@ from outcome import contains, fact, most, near
 
 TOTAL = 20_000_000
 ONE = 4_000_000
-# What passes at once before a limit binds: a tenth of a second's worth
-# (docs/reference/throttling.md), and a request that is begun. The kernel's own throttle hands out a
-# tenth of a second as well (block/blk-throttle.c, throtl_slice).
+# Work admitted before a limit takes effect: a tenth of a second's worth
+# (docs/reference/throttling.md), and one request. The kernel's own throttle admits a tenth of a
+# second as well (block/blk-throttle.c, throtl_slice).
 AT_ONCE, REQUEST = 0.1, 1 << 20
 SECONDS, FULL_SECONDS = 2, 6
 
 
 @contextmanager
 def exported(weir, directory, name):
-    """A disk of that name, served by weir with a limit for as long as this is held."""
+    """Context manager: a disk of this name, served by weir with a limit."""
     image = directory / f"{name}.raw"
     subprocess.run(["truncate", "--size", "2G", image], check=True)
-    # Complete tables: to fill them later would be I/O that nobody asked for.
+    # Complete tables: lazy initialization would cause additional I/O.
     subprocess.run(
         ["/sbin/mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image], check=True
     )
@@ -44,13 +44,13 @@ class Layers:
     """The case."""
 
     def __init__(self, disk, full):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
         self.full = full
 
     def cases(self):
         """Name and function."""
-        yield "two layers: a group with 4 MB/s on an export of weir's with 20", self.meet
+        yield "two layers: a group with 4 MB/s on an export with 20", self.meet
 
     def meet(self):
         """One group with a limit and one without, together on the export."""
@@ -72,11 +72,11 @@ class Layers:
             rates = streams.Rates.of(parts["window"])
             return checks + [
                 near("the group with a limit", rates.groups[0], ONE, 0.05),
-                near("the other gets the rest", rates.groups[1], TOTAL - ONE, 0.05),
+                near("the unlimited group gets the rest", rates.groups[1], TOTAL - ONE, 0.05),
                 near("the export's limit for both", rates.disk, TOTAL, 0.05),
             ]
         one, other = (late - early for early, late in zip(before.groups, after.groups))
-        # By the guest's clock, by which its kernel goes; and by the machine's, by which weir does.
+        # The guest's clock applies to its kernel's limit, the host's clock to weir's.
         guests = after.seconds - before.seconds
         return checks + [
             fact("both have written", one > 0 and other > 0, f"{one} and {other} bytes", "some each"),

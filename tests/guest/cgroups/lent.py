@@ -1,8 +1,8 @@
 """Control groups on two hosts that share one limit: two daemons and an etcd in one guest, a control
-group of each, and what the kernel has of both, in io.max.
+group for each daemon, and the limits of both in io.max.
 
-Daemons and etcd are stopped and killed. Whatever is done, the two rates in io.max are together no
-more than the limit at any look; and what nobody has any more comes to the other.
+Daemons and etcd are stopped and killed. In every sample the sum of both rates in io.max is at most
+the limit; unused quota moves to the second host.
 """
 
 import streams
@@ -10,33 +10,34 @@ from commands import group, weir
 from outcome import fact, least, most
 
 RATE = 8_000_000
-# Of each host, without a lease.
+# Fallback share of each host.
 SAFE = RATE // 10
-# What one has beside an idle other: all but that one's safe share, and some to begin with.
+# Rate of a busy host beside an idle one: everything except the idle host's fallback share, with a
+# tolerance.
 MOST = int(0.85 * RATE)
 HALF = RATE // 2
 NEARLY_HALF = int(0.95 * HALF)
-# From when a lease was asked for until all is taken back (docs/cluster.md), and looking.
+# Length of a lease from its request on (docs/cluster.md), and of a sampling interval.
 LEASE_SECONDS = 5
 SOON_SECONDS = 1
-# For an election, two leases and a busy machine; none of it takes half as long.
+# Time limit for an election and two leases on a busy machine; none takes half as long.
 LONG_SECONDS = 40
 HOSTS = {"one": "a", "two": "b"}
 ETCD, PEER = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
 
 
 def limits(host):
-    """Where a host keeps the limits of its control groups."""
+    """File with the limits of a host's control groups."""
     return f"/run/weir/{host}.json"
 
 
 def qmp(host):
-    """How it is controlled."""
+    """Address of a host's control socket."""
     return f"unix:/tmp/{host}.qmp"
 
 
 def config(host):
-    """The lines that write its config file."""
+    """Shell code that writes a host's config file."""
     return f"""
         cat >/tmp/{host}.toml <<END
 [daemon]
@@ -52,13 +53,12 @@ END
     """
 
 
-# What the scripts use: `start HOST` and its process in $pid_HOST, what the kernel has of a group,
-# and waiting for that.
+# Shell functions: `start HOST` sets $pid_HOST; the limit of a group in io.max, and waiting for it.
 SHELL = f"""
     ip link set lo up
     device_number DISK
 
-    # In a control group of its own, as a service has one.
+    # In its own control group, as a service.
     start() {{
         mkdir -p $cgroups/host-$1
         sh -c 'echo $$ >"$0" && exec "$@"' $cgroups/host-$1/cgroup.procs \\
@@ -81,17 +81,17 @@ SHELL = f"""
         done
     }}
 
-    # guard_of HOST: sets $guard to the process that takes back what is lent there
+    # guard_of HOST: sets $guard to the process that withdraws the quota of that host
     guard_of() {{
         guard=
         while read -r pid; do
-            # Its words, without what separates them.
+            # Its arguments, without the separating zeroes.
             read -r words <"/proc/$pid/cmdline" || :
             case "$words" in *guard--limits/run/weir/$1.json) guard=$pid ;; esac
         done <$cgroups/cgroup.procs
     }}
 
-    # rate GROUP: sets $rate to what it may write in a second, a large number without a limit
+    # rate GROUP: sets $rate to its limit of written bytes per second, a large number without one
     rate() {{
         rate=999999999999
         while read -r number nothing w nothing; do
@@ -99,8 +99,8 @@ SHELL = f"""
         done <"$cgroups/$1/io.max"
     }}
 
-    # wait_for NAME GROUP LOW HIGH: until the rate is from one to the other; the part of that name
-    # has the seconds
+    # wait_for NAME GROUP LOW HIGH: waits until the rate is between LOW and HIGH; the part NAME
+    # contains the seconds
     wait_for() {{
         now
         begin=${{now%.*}}${{now#*.}}
@@ -121,7 +121,7 @@ SHELL = f"""
         echo $((${{now%.*}}${{now#*.}} - begin))
     }}
 
-    # A rate that is the same before and after the other was read was there beside it.
+    # A rate that is equal before and after the second was read was in force at that moment.
     look_always() {{
         while :; do
             rate a
@@ -141,20 +141,20 @@ class Lent:
     """The cases, on one disk that is faster than the limit."""
 
     def __init__(self, disk):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
 
     def cases(self):
-        """Name and function of each."""
+        """Name and function of each case."""
         yield "two hosts, 8 MB/s together, stopped and killed", self.shared
 
     def limit(self, host, *options):
-        """The line that sets or removes what a host's group shares."""
+        """Shell line that sets or removes the shared limit of a host's group."""
         device = ("--device", f"/dev/{self.disk.name}")
         return weir("cgroup", "limit", group(HOSTS[host]), *device, "--limits", limits(host), *options)
 
     def begun(self):
-        """The lines up to where both hosts have a control group in the cluster's."""
+        """Shell code until both hosts have a control group with the cluster-wide limit."""
         throttle = ("throttle", "silver", "--cluster", "--bps-write", RATE, "--hosts", 2, "--fallback-share", "10%")
         join = "\n".join(self.limit(host, "--group", "silver", "--cluster") for host in HOSTS)
         return f"""
@@ -177,7 +177,7 @@ class Lent:
         """
 
     def ended(self):
-        """The lines that end all of it."""
+        """Shell code that ends all processes."""
         leave = "\n".join(f"{self.limit(host, '--remove')} || true" for host in HOSTS)
         return f"""
             kill $looks 2>/dev/null
@@ -192,7 +192,7 @@ class Lent:
         """
 
     def shared(self):
-        """One after another, all that may befall them."""
+        """All faults, one after another."""
         disk = self.disk
         parts = self.guest.parts(
             f"""
@@ -205,7 +205,7 @@ class Lent:
                 wait_for halves b {NEARLY_HALF} {RATE}
                 part window
                 {streams.window(disk, 3)}
-                # The one that leads, as it was there first.
+                # The leader: the host that was started first.
                 part stop
                 kill -STOP $pid_one
                 wait_for stopped a {SAFE} {SAFE}
@@ -213,14 +213,14 @@ class Lent:
                 part continue
                 kill -CONT $pid_one
                 wait_for continued a {NEARLY_HALF} {RATE}
-                # All of its service, as a manager would: but its guard is not in there.
+                # All of its service, as a service manager would; its guard is in another control group.
                 part kill
                 kill_group host-two
                 wait_for killed b {SAFE} {SAFE}
                 wait_for rest a {MOST} {RATE}
                 start two
                 wait_for started b {NEARLY_HALF} {RATE}
-                # The one that follows, with another guard than its first.
+                # The follower, with a later guard than its first.
                 part guard
                 guard_of two
                 kill -KILL $guard
@@ -230,7 +230,7 @@ class Lent:
                 wait_for leader a {MOST} {RATE}
                 kill -CONT $pid_two
                 wait_for follows b {NEARLY_HALF} {RATE}
-                # Nobody is left to take it back but who is started again.
+                # Only a restart of the daemon can withdraw it.
                 part both
                 guard_of two
                 kill -KILL $guard $pid_two
@@ -265,7 +265,7 @@ class Lent:
 
     @staticmethod
     def checks(parts):
-        """What it should have been."""
+        """Checks of the parts."""
         looks = [list(map(float, line.split())) for line in parts["sums"].splitlines() if line.count(" ") == 3]
         sums = [one + other for _, one, other, again in looks if one == again]
         rates = streams.Rates.of(parts["window"]).groups
@@ -284,16 +284,16 @@ class Lent:
             ("etcd_b", "the other then"),
         )
         return [
-            least("looks at both rates", len(sums), 100, unit="", scale=1),
-            most("both rates in io.max together, the most", max(sums, default=RATE + 1), RATE, scale=1e6),
-            most("what passes of both busy ones", sum(rates), 1.05 * RATE, scale=1e6),
-            least("of the one that has less", min(rates), 0.9 * HALF, scale=1e6),
-            most("what passed in all", passed, 1.02 * RATE * seconds, unit="MB", scale=1e6),
-            most("a daemon that is killed: its part is taken back after", took("killed"), SOON_SECONDS, unit="s"),
+            least("samples of both rates", len(sums), 100, unit="", scale=1),
+            most("maximum of the sum of both rates in io.max", max(sums, default=RATE + 1), RATE, scale=1e6),
+            most("rate of both busy groups together", sum(rates), 1.05 * RATE, scale=1e6),
+            least("rate of the slower one", min(rates), 0.9 * HALF, scale=1e6),
+            most("work admitted in total", passed, 1.02 * RATE * seconds, unit="MB", scale=1e6),
+            most("a killed daemon: its quota is withdrawn after", took("killed"), SOON_SECONDS, unit="s"),
             *(
-                most(f"{what}: its part is taken back after", took(name), LEASE_SECONDS, unit="s")
+                most(f"{what}: its quota is withdrawn after", took(name), LEASE_SECONDS, unit="s")
                 for name, what in ended
             ),
-            least("what is left where the guard is killed too", int(parts["left"]), NEARLY_HALF, scale=1e6),
+            least("remaining quota if the guard is killed too", int(parts["left"]), NEARLY_HALF, scale=1e6),
             fact("io.max when both have ended", end == [str(SAFE)] * 2, str(end), f"{SAFE} each"),
         ]

@@ -1,7 +1,7 @@
-"""Limits of what a real systemd manages: what it does with its units takes none away, and what
-kills a service leaves no burst.
+"""Limits of units under a real systemd: its operations on units do not remove them, and killing a
+service leaves no burst in force.
 
-One systemd is as good as another here: its properties for block I/O are of version 230
+Any version of systemd will do: its properties for block I/O are of version 230
 (systemd.resource-control(5)).
 """
 
@@ -13,24 +13,25 @@ from outcome import contains, fact, most, near
 UNIT = "load.service"
 GROUP = f"system.slice/{UNIT}"
 WATCH = "weir-watch.service"
-# How soon a watch has told a burst again that systemd has taken back.
+# Time limit for a watch to restore a burst that systemd has reset.
 AGAIN_SECONDS = 3
 GUARD_SECONDS = 1.0
-# How soon systemd has heard of a limit that is only in weir's file.
+# Time limit for systemd to learn of a limit that exists only in weir's file.
 HEARD_SECONDS = 4
-# How long a burst may last, the writer being slowed by what systemd does meanwhile.
+# Maximum length of a burst; the writer is slowed down by systemd's operations.
 SPENT_SECONDS = 20
-# What the kernel has of the service; nothing, if nobody asks for the controller any more.
+# The kernel's limits of the service; empty if its controller is disabled.
 IO_MAX = f"cat $cgroups/{GROUP}/io.max 2>/dev/null || true"
-# What systemd has of it.
+# systemd's limits of the service.
 LIMITS = ("IOReadBandwidthMax", "IOWriteBandwidthMax", "IOReadIOPSMax", "IOWriteIOPSMax")
 PROPERTIES = f"systemctl show {UNIT} -p {','.join(LIMITS)}"
-# A watch as a service of its own.
+# Starts a watch as a service.
 START_WATCH = f"systemd-run --quiet --unit={WATCH} weir cgroup watch --state $state"
 
 
 def wait_for(name, rate, longest):
-    """The lines that wait until the kernel has this rate; the part of that name is the seconds."""
+    """Shell code that waits until the kernel has this rate; the part `name` contains the seconds.
+    """
     return f"part {name}\nseconds_until {longest} $cgroups/{GROUP}/io.max {io_max(rate)!r}\npart after_{name}"
 
 
@@ -38,19 +39,20 @@ class Managed:
     """The cases, on one disk that is faster than the burst."""
 
     def __init__(self, disk):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
         self.mount = f"/mnt/{disk.name}"
 
     def cases(self):
-        """Name and function of each."""
-        yield "a service with a limit: reloaded, changed, started anew", self.kept
-        yield "a service in a burst, and all of the watch's service killed", self.killed
-        yield "a service that is limited from the machine's start on", self.from_the_start
+        """Name and function of each case."""
+        yield "a service with a limit: reloaded, changed, restarted", self.kept
+        yield "a service in a burst, and the watch's whole service killed", self.killed
+        yield "a service that is limited from the boot on", self.from_the_start
         yield "a slice and a scope", self.others
 
     def parts(self, body):
-        """The parts of a script with a service that writes all the time, which is gone after it."""
+        """Runs a script in parts, with a service that writes all the time and is removed
+        afterwards."""
         loop = f"while :; do dd if=/dev/zero of={self.mount}/load bs=256k count=400 oflag=direct; done"
         begin = f"""
             printf '%s\\n' '[Service]' 'ExecStart=/bin/sh -c "{loop}"' 'StandardError=null' \\
@@ -68,7 +70,7 @@ class Managed:
         return self.guest.parts(begin + body, end)
 
     def kept(self):
-        """That systemd knows the limit, keeps it through what it does, and forgets it."""
+        """systemd has the limit, keeps it through its own operations, and removes it."""
         command = ("cgroup", "limit", UNIT, "--device", self.mount)
         parts = self.parts(f"""
             {weir(*command, "--bps-write", RATE)}
@@ -99,17 +101,17 @@ class Managed:
         known = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
         return [
             contains("io.max", parts["told"], io_max(RATE)),
-            contains("what systemd knows", parts["known"], known),
+            contains("systemd's limits", parts["known"], known),
             contains("after a reload", parts["reloaded"], io_max(RATE)),
             contains("after another property", parts["changed"], io_max(RATE)),
             contains("after a restart", parts["restarted"], io_max(RATE)),
-            near("what the device counts", rate, RATE, 0.05),
-            fact("io.max when it is removed", not left, left, "empty"),
-            fact("what systemd knows then", "/dev/" not in parts["forgotten"], parts["forgotten"], "nothing"),
+            near("bytes counted by the device", rate, RATE, 0.05),
+            fact("io.max after the removal", not left, left, "empty"),
+            fact("systemd's limits after it", "/dev/" not in parts["forgotten"], parts["forgotten"], "nothing"),
         ]
 
     def killed(self):
-        """That a burst comes back after a reload, and not after the end of who grants it."""
+        """A burst is restored after a reload, and not after the end of the watch."""
         parts = self.parts(f"""
             systemctl restart {UNIT}
             {limit(GROUP, self.disk, *OPTIONS)}
@@ -129,12 +131,12 @@ class Managed:
         ]
 
     def from_the_start(self):
-        """That a limit which is only in weir's file has the controller that systemd has given to
-        nobody, and keeps it.
+        """A limit that exists only in weir's file enables the controller, which systemd has not
+        enabled for any unit, and stays in force.
         """
         parts = self.parts(f"""
             {limit(GROUP, self.disk, *OPTIONS)}
-            # As the machine's end would.
+            # As a shutdown would.
             rm -r /run/systemd/system.control/{UNIT}.d
             systemctl daemon-reload
             systemctl restart {UNIT}
@@ -142,7 +144,7 @@ class Managed:
             {IO_MAX}
             {START_WATCH}
             {wait_for("granted", BURST, AGAIN_SECONDS)}
-            # The watch tells it when it has time.
+            # The watch sets it with a delay.
             pause {HEARD_SECONDS}
             {PROPERTIES}
             {wait_for("spent", RATE, SPENT_SECONDS)}
@@ -154,13 +156,13 @@ class Managed:
         return [
             fact("io.max before", io_max(RATE) not in parts["lost"], parts["lost"], "without the limit"),
             most("the burst is granted after", float(parts["granted"]), AGAIN_SECONDS, unit="s"),
-            contains("what systemd knows", parts["after_granted"], known),
-            most("the burst is spent after", float(parts["spent"]), SPENT_SECONDS, unit="s"),
+            contains("systemd's limits", parts["after_granted"], known),
+            most("the burst is used up after", float(parts["spent"]), SPENT_SECONDS, unit="s"),
             contains("after a reload", parts["after_spent"], io_max(RATE)),
         ]
 
     def others(self):
-        """That other kinds of units are known by their names, and keep their limits."""
+        """Other types of units are recognized by name, and keep their limits."""
         units, device = ("weir-test.scope", "system.slice"), ("--device", f"/dev/{self.disk.name}")
         limits = "\n".join(weir("cgroup", "limit", unit, *device, "--bps-write", RATE) for unit in units)
         end = "\n".join(weir("cgroup", "limit", unit, *device, "--remove") for unit in units)

@@ -1,9 +1,9 @@
-"""The eight cases of io-throttle v16's table: two streams of writes, 4 and 2 MB/s asked, hard or
-from a watermark on.
+"""The eight cases of io-throttle v16's table: two streams of writes with limits of 4 and 2 MB/s,
+hard or from a watermark on.
 
-The table's author had a disk of 22 MB/s; here the guest's gives a little less than 20. What is
-asked: hard limits are kept at the device; with a watermark, which the streams pass, the whole disk
-is used in the limits' proportion (the table: 14.0 to 11.0 where 4:2 was asked).
+The table's author had a disk of 22 MB/s; here the guest's has a little less than 20. Asserts that
+hard limits hold at the device, and that above a watermark the whole disk is used in the proportion
+of the limits (the table: 14.0 to 11.0 for limits of 4:2).
 """
 
 import json
@@ -15,32 +15,31 @@ from watermark import SEED, UNLIMITED  # bench/watermark.py repeats the same tab
 
 ASKED = (4_000_000, 2_000_000)
 TOLERANCE = {"direct": 0.02, "cached": 0.05}
-# Promised for 30 s. Besides, one piece more or less counts: the kernel writes a file back in requests
-# of up to 8 MiB, and each is charged at once.
+# The tolerance applies to 30 s. In addition, one piece more or less counts: the kernel writes a
+# file back in requests of up to 8 MiB, each of which is charged at once.
 SECONDS = {"direct": 6, "cached": 12}
 FULL_SECONDS = 30
 PIECE = {"direct": 0, "cached": 8 << 20}
-# 32 requests of 1 MiB are in flight: at 20 MB/s they take 1.7 s, so that in two seconds one more or
-# less is much (4 % less was measured, and then a watermark leaves a seventh of the disk unused).
+# 32 requests of 1 MiB are in flight: at 20 MB/s they take 1.7 s, so that one more or less matters
+# in two seconds (4 % less was measured, and then a watermark leaves a seventh of the disk unused).
 PROBE_SECONDS = 5
-# Of the unlimited throughput with a watermark, and what the unlimited and the probed disk may be
-# off.
-# The watch finds how much it may let through in steps, which in a short window are a larger part of it.
+# Minimum share of the unlimited throughput with a watermark, and tolerance of the unlimited and the
+# probed throughput. The watch finds the permitted rate in steps, which are a larger part of a short
+# window.
 LEAST_SHARE, LEAST_SHARE_SHORT, SPEED = 0.95, 0.90, 0.05
-# Of both limits together: what a buffered stream makes of a disk above its watermark is even only
-# over 30 s.
+# Minimum factor of both limits together: the throughput of a buffered stream above the watermark is
+# steady only over 30 s.
 LIFTED = 1.5
-# Left out of the short form: the other cases of their kind show what they show, and buffering takes
-# the longest.
+# Omitted in the short form: similar cases cover the same, and buffered ones take the longest.
 LONG = (("cached", None), ("cached", 100))
 ORDER = [(mode, watermark) for watermark in (None, 0, 90, 100) for mode in ("cached", "direct")]
 
 
 class SeedTable:
-    """The cases, and what they have measured so far."""
+    """The cases and their measurements so far."""
 
     def __init__(self, disk, full):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
         self.full = full
         self.measured = {}
@@ -57,8 +56,8 @@ class SeedTable:
         )
 
     def cases(self):
-        """Name and function of each."""
-        yield "what the disk can do, for its watermark", self.probe
+        """Name and function of each case."""
+        yield "throughput of the disk, for its watermark", self.probe
         for number, (mode, watermark) in enumerate(ORDER, 1):
             if not self.full and (mode, watermark) in LONG:
                 continue
@@ -69,55 +68,57 @@ class SeedTable:
             )
 
     def probe(self):
-        """What a watermark goes by: the device's figure, as weir measures it."""
+        """The basis of a watermark: the device's throughput, as measured by weir."""
         told = json.loads(self.guest.run(f"{self.probe_line} --json"))["capacity"]["write-bps"]
         return [near("bytes written per second", told, self.disk.bps, SPEED)]
 
     def case(self, mode, watermark):
-        """Measures one, and judges it."""
+        """Measures one case and checks it."""
         rates, left = self.measure(mode, watermark)
         (first, second), total = rates.groups, rates.disk
         if watermark is None:
-            # Otherwise the disk is not what limits, and a watermark on its use says nothing.
+            # Otherwise the disk is not the bottleneck, and a watermark on its utilization means
+            # nothing.
             return [near("the whole disk", total, self.disk.bps, SPEED)]
-        removed = fact("limits that were removed", left == "", repr(left), "none left in io.max")
+        removed = fact("removed limits", left == "", repr(left), "none left in io.max")
         if watermark == 0:
             return [
                 near("dd 1", first, ASKED[0], self.tolerance(mode, 1, ASKED[0])),
                 near("dd 2", second, ASKED[1], self.tolerance(mode, 1, ASKED[1])),
-                # What the file system writes for both comes on top, and is charged to nobody.
+                # The file system's own writes are in addition, and are charged to no group.
                 near("the disk", total, sum(ASKED), self.tolerance(mode, 2, sum(ASKED)) + 0.01),
                 removed,
             ]
         if mode == "cached" and not self.full:
             return [
-                least("the whole disk, the limits being lifted", total, LIFTED * sum(ASKED)),
+                least("the whole disk, with lifted limits", total, LIFTED * sum(ASKED)),
                 least("dd 1", first, second),
                 removed,
             ]
         least_share = LEAST_SHARE if self.full else LEAST_SHARE_SHORT
         return [
             least("the whole disk", total, least_share * self.unlimited(mode)),
-            near("dd 1 to dd 2", first / max(second, 1), ASKED[0] / ASKED[1], 0.10, unit="to 1", scale=1),
+            near("ratio of dd 1 to dd 2", first / max(second, 1), ASKED[0] / ASKED[1], 0.10, unit="to 1", scale=1),
             removed,
         ]
 
     def tolerance(self, mode, pieces, asked):
-        """What a rate may be off, as a part of it: the promise, and so many pieces in the window."""
+        """Relative tolerance of a rate: the general one, and this number of pieces in the window.
+        """
         return TOLERANCE[mode] + pieces * PIECE[mode] / (asked * self.seconds(mode))
 
     def seconds(self, mode):
-        """The window of a case."""
+        """Length of the window of a case."""
         return FULL_SECONDS if self.full else SECONDS[mode]
 
     def unlimited(self, mode):
-        """What the disk gives both streams without limits; measured now if its case was not run."""
+        """Throughput of both streams without limits; measured now if that case did not run."""
         if (mode, None) not in self.measured:
             self.measure(mode, None)
         return self.measured[mode, None].disk
 
     def measure(self, mode, watermark):
-        """The rates of both streams, and what is left in io.max afterwards."""
+        """The rates of both streams, and the limits left in io.max afterwards."""
         body = streams.two_streams(self.disk, mode, self.seconds(mode))
         end = streams.end(self.disk)
         if watermark is not None:
@@ -127,8 +128,8 @@ class SeedTable:
             )
             body = "\n".join([*limits, body])
         if watermark:
-            # Hard limits are the kernel's alone: they hold with nobody watching. The probe is not
-            # there if this case is run alone.
+            # Hard limits need only the kernel: no watch runs. The probe is missing if this case
+            # runs alone.
             body = f"ls $state/* >/dev/null 2>&1 || {self.probe_line}\nwatch_start\n{body}\nwatch_stop"
         body = f"{body}\n{end}\npart left\ncat $cgroups/a/io.max $cgroups/b/io.max"
         parts = self.guest.parts(body, end)
@@ -136,7 +137,7 @@ class SeedTable:
         return rates, parts["left"].strip()
 
     def lines(self):
-        """The table, beside the seed's."""
+        """The table, beside the original one."""
         ours = f"{'MB/s':<44} {'dd 1':>7} {'dd 2':>7} {'device':>7} {'dd1:dd2':>8}"
         yield f"{ours}   {'seed: dd 1':>10} {'dd 2':>6} {'dd1:dd2':>8}"
         for number, (mode, watermark) in enumerate(ORDER, 1):

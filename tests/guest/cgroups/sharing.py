@@ -1,5 +1,5 @@
-"""Control groups that share one limit: by weight where both want more than there is, all of it for
-one that is alone.
+"""Control groups that share one limit: by weight while both have demand, all of it for a single
+busy one.
 """
 
 import streams
@@ -16,7 +16,7 @@ class Sharing:
     """The case, on one disk that is faster than the limit."""
 
     def __init__(self, disk):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
 
     def cases(self):
@@ -24,7 +24,7 @@ class Sharing:
         yield "two groups, 6 MB/s together, weights 200 and 100", self.shared
 
     def shared(self):
-        """The rates while both write, and of the first when it is alone."""
+        """The rates while both write, and that of the first group alone."""
         disk = self.disk
         parts = self.guest.parts(
             f"""
@@ -50,7 +50,7 @@ class Sharing:
         proportion = WEIGHTS[0] / WEIGHTS[1]
         return [
             near("both together", first + second, RATE, TOLERANCE),
-            near("the first to the second", first / max(second, 1), proportion, 0.10, unit="to 1", scale=1),
+            near("ratio of the first to the second", first / max(second, 1), proportion, 0.10, unit="to 1", scale=1),
             near("the first alone", alone.groups[0], RATE, TOLERANCE),
             soon(parts["decisions"]),
         ]

@@ -1,11 +1,10 @@
-"""How fast streams in the guest's control groups were at the device: samples that a script took,
-and rates from them.
+"""Rates of streams in the guest's control groups at the device, computed from samples of a script.
 
-What counts is what the kernel let through (each group's io.stat, which grows when a request passes
-its limit) and what the disk counts itself; not what `dd` says, whose buffered writes end in the
-page cache.
+The rates are those admitted by the kernel (each group's io.stat, which grows when a request passes
+its limit) and those counted by the disk; not those printed by `dd`, whose buffered writes end in
+the page cache.
 
-Never says what a rate should be.
+Never asserts a rate.
 """
 
 from dataclasses import dataclass
@@ -13,15 +12,15 @@ from dataclasses import dataclass
 from commands import unlimit
 
 GROUPS = ("a", "b")
-# A direct stream is at its rate at once. A buffered one when the page cache has taken what it may
-# (guest.py), and its rate is even only over some seconds: the kernel writes back in pieces of 4
-# MiB.
+# A direct stream reaches its rate at once. A buffered one does when the page cache has reached its
+# limit (guest.py), and its rate is steady only over some seconds: the kernel writes back in pieces
+# of 4 MiB.
 WARM_SECONDS = {"direct": 1, "cached": 5}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What had been written at an instant: to the disk, and by each group."""
+    """Bytes written at an instant: to the disk, and by each group."""
 
     seconds: float
     disk: int
@@ -29,7 +28,7 @@ class Sample:
 
 
 def samples(output):
-    """The samples among what a script printed."""
+    """The samples in the output of a script."""
     found = []
     for line in output.splitlines():
         words = line.split()
@@ -43,11 +42,12 @@ def samples(output):
 
 
 def rate(points):
-    """Bytes per second of (instant, bytes) in their order, between the first and the last growth;
-    0.0 if there are no two.
+    """Bytes per second of a sequence of (instant, bytes), between the first and the last growth;
+    0.0 without two of them.
 
-    From growth to growth, because requests of a buffered stream are up to 4 MiB: a window that
-    begins or ends between two of them says less, and after 10 s at 2 MB/s that is a fifth.
+    Measured from growth to growth, because requests of a buffered stream are up to 4 MiB: a window
+    that begins or ends between two of them is wrong by up to a request, which is a fifth after 10 s
+    at 2 MB/s.
     """
     grown = [after for before, after in zip(points, points[1:]) if after[1] > before[1]]
     if len(grown) < 2:
@@ -65,7 +65,7 @@ class Rates:
 
     @classmethod
     def of(cls, output):
-        """Over all samples that were printed."""
+        """The rates over all samples in the output."""
         taken = samples(output)
         count = len(taken[0].groups)
         groups = (
@@ -75,26 +75,27 @@ class Rates:
 
 
 def start(disk, mode, groups=GROUPS):
-    """The script that starts one stream a group."""
+    """Shell code that starts one stream per group."""
     return "\n".join(f"stream {disk.name} {mode} {group}" for group in groups)
 
 
 def window(disk, seconds, groups=GROUPS, interval=0.1):
-    """The script that samples for so long."""
+    """Shell code that samples for this time."""
     return f"sample_for {seconds} {interval} {disk.name} {' '.join(groups)}"
 
 
 def two_streams(disk, mode, seconds):
-    """The script that samples two streams over so many seconds, from when their rates are even."""
+    """Shell code that samples two streams for this time, once their rates are steady."""
     return (
         f"{start(disk, mode)}\npause {WARM_SECONDS[mode]}\npart window\n{window(disk, seconds)}\npart after"
     )
 
 
 def end(disk, groups=GROUPS):
-    """The script that ends the streams and removes their limits.
+    """Shell code that ends the streams and removes their limits.
 
-    These first: what a buffered stream leaves behind would else take as long as it was limited to.
+    The limits are removed first: otherwise the dirty pages of a buffered stream would be written
+    back at its limit.
     """
     names = " ".join(groups)
     return f"kill_group {names}\n{unlimit(disk, *groups)}\nend_streams {disk.name} {names}"

@@ -1,7 +1,7 @@
-"""What weir tells of control groups, beside what the kernel did: explain, explain --measure, run
+"""weir's statements about control groups, compared with the kernel: explain, explain --measure, run
 and show.
 
-Explain says which I/O a limit misses; here the limit is set, the I/O is made, and the device
+`explain` lists the I/O that escapes a limit; here the limit is set, the I/O is done, and the device
 counts.
 """
 
@@ -12,36 +12,36 @@ from commands import group, limit, weir
 from outcome import fact, least, most, near
 
 MIB = 1 << 20
-# What explain --measure may leave behind: cgroups, and instances of the tracer.
+# Possible leftovers of explain --measure: cgroups, and instances of the tracer.
 MADE = "find $cgroups /sys/kernel/tracing/instances -type d"
 LIMIT = 4_000_000
 
 
 class Told:
-    """The cases, on disks that are faster than any limit here; `slow` is where much is written."""
+    """The cases, on disks that are faster than any limit here; `slow` is for large writes."""
 
     def __init__(self, disk, slow):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
         self.slow = slow
         self.explain = weir("cgroup", "explain", group("a"), "--json")
 
     def cases(self):
-        """Name and function of each."""
-        yield "explain: a limit that covers what is written", self.covered
-        yield "explain: a limit that misses what is written", self.escapes
+        """Name and function of each case."""
+        yield "explain: a limit that covers the writes", self.covered
+        yield "explain: a limit that the writes escape", self.escapes
         yield "explain --measure", self.measure
         yield "run: a command with a limit", self.run
-        yield "show: what a group has done", self.show
+        yield "show: counters of a group", self.show
 
     def limited(self, body, *options, disk=None, finally_=""):
-        """The parts of a script with a limit on what group `a` writes."""
+        """Runs a script in parts, with a limit on the writes of group `a`."""
         disk = disk or self.disk
         begin = limit("a", disk, "--bps-write", LIMIT, *options)
         return self.guest.parts(f"{begin}\n{body}", f"{streams.end(disk, ('a',))}\n{finally_}")
 
     def covered(self):
-        """A buffered and a direct writer on ext4, both seen, both covered, both held."""
+        """A buffered and a direct writer on ext4: both are found, covered and limited."""
         parts = self.limited(f"""
             {streams.start(self.disk, "cached", ("a",))}
             pause 5
@@ -55,12 +55,12 @@ class Told:
         return [
             fact("verdict", told["verdict"] == "covered", told["verdict"], "covered"),
             fact("false alarms", not alarms, str(alarms), "none"),
-            near("what the device counts", rate, LIMIT, 0.05),
+            near("bytes counted by the device", rate, LIMIT, 0.05),
         ]
 
     def escapes(self):
-        """With its data in the journal, ext4 has no cgroup writeback: the limit misses all of it,
-        and explain says so.
+        """With data=journal ext4 has no cgroup writeback: all writes escape the limit, and explain
+        reports that.
         """
         disk = self.slow
         mount = f"umount /mnt/{disk.name} && mount -t ext4 {{}} /dev/{disk.name} /mnt/{disk.name}"
@@ -80,13 +80,13 @@ class Told:
         return [
             fact("verdict", told["verdict"] in ("missed", "leaks"), told["verdict"], "missed, or leaks"),
             fact("cause", ("escapes", "data-journal") in causes, str(causes), expected),
-            # The proof that explain is right.
-            least("what the disk takes all the same", rates.disk, 2 * LIMIT),
+            # Verifies the answer of explain.
+            least("bytes written nevertheless", rates.disk, 2 * LIMIT),
         ]
 
     def measure(self):
-        """The proof that explain makes itself: each way held to the limit, and seen to be held by
-        the kernel's throttle.
+        """The measurement by explain itself: each path is limited, and the kernel's throttle is
+        seen to do it.
         """
         mount = f"/mnt/{self.disk.name}"
         parts = self.limited(
@@ -116,17 +116,18 @@ class Told:
             kept = way.get("limit-is")
             checks.append(fact(f"{name}: the limit is", kept == "kept", str(kept or way), "kept"))
             rate = (f"{name}: the rate", way.get("bps", 0))
-            # When pages are written back is the kernel's to say: it may be later than the limit asks.
+            # The kernel decides when pages are written back; it may be later than the limit
+            # requires.
             checks.append(most(*rate, 1.15 * LIMIT, scale=1e6) if "buffered" in name else near(*rate, LIMIT, 0.15))
         direct = [way for name, way in ways.items() if "direct" in name]
         throttled = [way.get("trace", {}).get("sent-by-throttle-bytes", 0) for way in direct]
         return checks + [
-            fact("direct I/O held by the throttle", all(throttled), str(throttled), "bytes of each way"),
-            fact("what it made", parts["after"] == parts["before"], parts["after"], "gone"),
+            fact("direct I/O throttled by the kernel", all(throttled), str(throttled), "bytes of each way"),
+            fact("leftovers", parts["after"] == parts["before"], parts["after"], "gone"),
         ]
 
     def run(self):
-        """A command's status, its time, its bytes, and that its cgroup is gone."""
+        """Status, duration and bytes of a command, and the removal of its cgroup."""
         file = f"/mnt/{self.disk.name}/run"
         line = weir(
             "cgroup", "run", "--device", f"/dev/{self.disk.name}", "--bps-write", "8M", "--json", "--output"
@@ -157,7 +158,7 @@ class Told:
         ]
 
     def show(self):
-        """Bytes as the kernel counts them, the limit, and the task that writes."""
+        """Bytes counted by the kernel, the limit, and the task that writes."""
         parts = self.limited(f"""
             {streams.start(self.disk, "direct", ("a",))}
             pause 1

@@ -1,8 +1,7 @@
-"""Limits of a systemd unit: systemd is told the same as the kernel, and where it refuses, nothing
-has changed.
+"""Limits of a systemd unit: systemd gets the same limits as the kernel, and if it rejects them,
+nothing changes.
 
-There is no systemd in the guest; what stands in its place says what it was asked, and refuses when
-it is to.
+The guest has no systemd; a stand-in records the requests, and rejects them on demand.
 """
 
 from commands import weir
@@ -11,7 +10,7 @@ from outcome import contains, fact
 UNIT = "weir-test.service"
 ASKED = "/tmp/systemctl.log"
 STATUS = "/tmp/systemctl.status"
-# A systemctl, and the unit's control group.
+# The stand-in for systemctl, and the unit's control group.
 STAND_IN = f"""
     mkdir -p /run/systemd/system $cgroups/system.slice/{UNIT}
     echo 0 >{STATUS}
@@ -27,16 +26,16 @@ class Units:
     """The case, on one disk."""
 
     def __init__(self, disk):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.disk = disk
 
     def cases(self):
         """Name and function."""
-        yield "a unit of systemd: told as well, and set back where systemd refuses", self.unit
+        yield "a systemd unit: systemd gets the limit, and a rejection is rolled back", self.unit
 
     def unit(self):
-        """What systemd was asked, and what the kernel has, when it takes a change and when it does
-        not.
+        """The requests to systemd and the kernel's limits, for an accepted and for a rejected
+        change.
         """
         node = f"/dev/{self.disk.name}"
         command = ("cgroup", "limit", UNIT, "--device", node)
@@ -69,11 +68,11 @@ class Units:
         limits = f"IOReadBandwidthMax={node} infinity IOWriteBandwidthMax={node} 4000000"
         status, removed = parts["status"].strip(), parts["removed"].strip()
         return [
-            contains("what systemd was asked", parts["asked"], f"set-property --runtime -- {UNIT} {limits}"),
+            contains("requests to systemd", parts["asked"], f"set-property --runtime -- {UNIT} {limits}"),
             contains("io.max", parts["kept"], "rbps=max wbps=4000000 riops=max wiops=max"),
-            fact("a change that systemd refuses", status == "1", f"status {status}", "status 1"),
-            contains("what is said of it", parts["refused"], f"systemctl set-property {UNIT}: not now"),
+            fact("a change rejected by systemd", status == "1", f"status {status}", "status 1"),
+            contains("its error message", parts["refused"], f"systemctl set-property {UNIT}: not now"),
             fact("io.max after it", parts["after"] == parts["kept"], parts["after"], "as it was"),
-            contains("what is kept after it", parts["shown"], "bps-write 4000000"),
-            fact("io.max when it is removed", not removed, removed, "empty"),
+            contains("limits in weir's file after it", parts["shown"], "bps-write 4000000"),
+            fact("io.max after the removal", not removed, removed, "empty"),
         ]

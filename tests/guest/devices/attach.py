@@ -1,4 +1,4 @@
-"""`weir attach` and `weir detach` in the guest: by ublk and by the kernel's NBD client, limited,
+"""`weir attach` and `weir detach` in the guest: over ublk and the kernel's NBD client, with limits,
 detached under load, killed and recovered.
 """
 
@@ -13,15 +13,15 @@ DISK_MIB = 64
 WAYS = ("ublk", "nbd")
 # Options of `weir attach`.
 OPTIONS = {"ublk": "ublk", "nbd": "nbd-device"}
-# How often processes of weir's are killed, and with --full.
+# Number of kills of weir's processes, and with --full.
 KILLS, FULL_KILLS = 3, 20
-# Operations per second, at first and later, and how many are asked for at once: a tenth passes at
-# the beginning.
+# Operations per second, before and after a change, and the number of requests; a tenth of a
+# second's worth is admitted at once.
 LIMIT, LATER, ASKED = 200, 400, 400
-# Operations per second while a disk is taken away, without --full: it looks for its users for
+# Operations per second while a disk is detached, without --full: the search for its users takes
 # seconds.
 LOAD = 1000
-# What ends a case, however it went.
+# Cleanup after a case, whatever its result.
 CLEAN = f"""
     touch /tmp/stop
     umount /mnt/d 2>/dev/null
@@ -33,20 +33,20 @@ CLEAN = f"""
 
 
 def rounds(text):
-    """By thread, the round that the last line about it says first."""
+    """The first number of the last line about each thread: its round."""
     return {thread: int(last) for thread, last in re.findall(r"^(\d+) (\d+)", text, re.MULTILINE)}
 
 
 def kept(reports, found):
-    """Whether a disk has each round that a client was told is there, or a later one."""
+    """Checks that a disk has each round that was acknowledged to a client, or a later one."""
     told, there = rounds(reports), rounds(found)
     lost = {thread: last for thread, last in told.items() if there.get(thread, -1) < last}
     seen = f"{lost} is not in {there}" if lost else f"{sum(told.values())} rounds of {len(told)} threads"
-    return fact("what was acknowledged", told and not lost, seen, "all of it in the image")
+    return fact("acknowledged rounds", told and not lost, seen, "all of it in the image")
 
 
 def nothing(what, text):
-    """That a part is empty."""
+    """Checks that a part is empty."""
     return fact(what, not text.strip(), text.strip() or "none", "none")
 
 
@@ -54,32 +54,32 @@ class Attach:
     """The cases."""
 
     def __init__(self, full):
-        self.guest = None  # set when they run
+        self.guest = None  # set by the runner
         self._full = full
         self._kills = FULL_KILLS if full else KILLS
         self._load = 0 if full else LOAD
 
     def cases(self):
-        """Name and function."""
-        yield "attach: by ublk and by NBD", self.attached
-        # What limits is the same for both.
+        """Name and function of each case."""
+        yield "attach: over ublk and NBD", self.attached
+        # Limits use the same code for both.
         for way in WAYS if self._full else WAYS[:1]:
-            yield f"attach: a limit, by {way}", lambda way=way: self.limit(way)
+            yield f"attach: a limit, over {way}", lambda way=way: self.limit(way)
         for way, word in (("ublk", "disk"), ("nbd", "$device")):
             yield (
                 f"attach: detached under load, by {way}",
                 lambda way=way, word=word: self.detached(way, word),
             )
         for way in WAYS:
-            yield f"attach: detached while it is mounted, by {way}", lambda way=way: self.mounted(way)
+            yield f"attach: detached while it is mounted, over {way}", lambda way=way: self.mounted(way)
         for way in WAYS:
             yield (
                 f"attach: killed {self._kills} times under load, by {way}",
                 lambda way=way: self.killed(way),
             )
-        yield "attach: killed, and nobody goes on in time", self.given_up
+        yield "attach: killed, and not recovered in time", self.given_up
         for way in WAYS:
-            yield f"attach: its daemon killed, by {way}", lambda way=way: self.daemon_killed(way)
+            yield f"attach: its daemon killed, over {way}", lambda way=way: self.daemon_killed(way)
 
     def _parts(self, body):
         return self.guest.parts(
@@ -96,7 +96,7 @@ class Attach:
         )
 
     def attached(self):
-        """Each way that the kernel has, from the file system to nothing."""
+        """Each way that the kernel supports, from the file system to the removal."""
         parts = self._parts(f"""
             mkfs.ext4 -q {DISK}
             part first
@@ -120,7 +120,7 @@ class Attach:
             part partitions
             table() {{
                 head -c 446 /dev/zero
-                # From sector 2048 on, of 2048 sectors, of Linux.
+                # A Linux partition: start 2048, length 2048 sectors.
                 printf '\\0\\0\\0\\0\\203\\0\\0\\0\\0\\010\\0\\0\\0\\010\\0\\0'
                 head -c 48 /dev/zero
                 printf '\\125\\252'
@@ -144,11 +144,11 @@ class Attach:
         ]
 
     def limit(self, way):
-        """By the guest's own clock, and changed while the disk is attached."""
+        """A limit, measured with the guest's clock, and changed while the disk is attached."""
         parts = self._parts(f"""
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --iops-total {LIMIT})
             reads() {{
-                # For what it has used up to be there again.
+                # Until its burst has recovered.
                 pause 1
                 now; echo $now
                 dd if=$device of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
@@ -171,8 +171,8 @@ class Attach:
         return [waited("first", LIMIT), waited("later", LATER)]
 
     def detached(self, way, word):
-        """While numbers are written: refused by its name and by its device, and forced by one of
-        them. What was acknowledged is in the image, and nothing else is left.
+        """While numbers are written: refused by name and by device, and forced by one of them.
+        Acknowledged writes are in the image, and nothing else is left.
         """
         parts = self._parts(f"""
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --iops-total {LIMIT})
@@ -205,8 +205,8 @@ class Attach:
         ]
 
     def mounted(self, way):
-        """While files are written to a file system: refused by the name and by the device, and forced.
-        The next one finds all that was written back.
+        """While files are written to a file system: refused by name and by device, and forced. The
+        next attachment has all data that was written back.
         """
         parts = self._parts(f"""
             mkfs.ext4 -q {DISK}
@@ -251,8 +251,8 @@ class Attach:
         ]
 
     def killed(self, way):
-        """In turn the server, which its keeper starts again, the keeper, and both; where the keeper
-        was killed, --recover goes on. Nothing is lost, and nothing comes twice.
+        """Kills the server, which its keeper restarts, then the keeper, then both; after a kill of
+        the keeper, --recover continues. No write is lost or repeated.
         """
         parts = self._parts(f"""
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]})
@@ -266,7 +266,7 @@ class Attach:
                     2) kill_keeper; kill -KILL $(pidof_server) ;;
                 esac
                 [ $((time % 3)) = 1 ] || weir attach --recover
-                # So many that one of the eight threads has begun a round since.
+                # Enough that one of the eight threads has begun a round since.
                 more_numbers $((time % 5 + 9))
             done
             part ended
@@ -288,8 +288,8 @@ class Attach:
         ]
 
     def given_up(self):
-        """All of it is killed: the device goes when its `dead-timeout` is over, and --recover makes
-        another, as it was asked for.
+        """All processes are killed: the device is removed after its `dead-timeout`, and --recover
+        creates a new one with the same options.
         """
         parts = self._parts(f"""
             device=$(weir attach {DISK} -f raw --ublk=0,dead-timeout=2,zero-copy=off)
@@ -318,8 +318,8 @@ class Attach:
         ]
 
     def daemon_killed(self, way):
-        """A daemon that serves what is attached, killed and started again: the device has waited, and
-        --recover has the daemon serve it.
+        """A daemon that serves an attachment is killed and restarted: the device has waited, and
+        --recover makes the daemon serve it.
         """
         parts = self._parts(f"""
             truncate -s 1M /tmp/small.raw

@@ -1,9 +1,9 @@
-"""weir's block devices over a reboot, where systemd mounts what lies on them: a line of fstab for
-the device of a unit, and one of the type `weir`, as docs/containers.md has them.
+"""weir's block devices over a reboot, where systemd mounts their file systems: a line of fstab for
+the device of a unit, and one of the type `weir`, as in docs/containers.md.
 
-The order is what is tested: at the boot the images' own file system, weir, the device, its mount,
-then services; at the shutdown the opposite. A file system whose device went before it was unmounted
-has its journal replayed at the next boot, and the kernel says so.
+The order is tested: at the boot the images' own file system, weir, the device, its mount, then
+services; at the shutdown the reverse. If a device is removed before its file system is unmounted,
+the journal is replayed at the next boot, and the kernel logs that.
 """
 
 import re
@@ -19,7 +19,7 @@ LABEL=db        /srv/db   ext4  x-systemd.requires=weir-attach@db.service  0 2
 /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,noatime                    0 0
 """
 MOUNTS = ("/srv/db", "/mnt/vm1")
-# A service that is ordered like any other: it writes when it is started, and when it is stopped.
+# A service with default ordering: it writes when it is started, and when it is stopped.
 SERVICE = """\
 [Service]
 Type=oneshot
@@ -61,15 +61,16 @@ class Boot:
     """The case."""
 
     def __init__(self):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
 
     def cases(self):
-        """Name and function."""
+        """Name and function of each case."""
         yield "attach --udev: links by which a file system is found", self.links
-        yield "systemd: a mount on a device of weir's, over two reboots", self.reboots
+        yield "systemd: a mount on a device of weir, over two reboots", self.reboots
 
     def links(self):
-        """What is there once the device's name is printed, for each way that udev's rules may know."""
+        """Links that exist when the device's name is printed, for each way that udev's rules
+        support."""
         checks = []
         self.guest.run(INSTALL_RULES)
         for way, option in (("ublk", "ublk"), ("nbd", "nbd-device")):
@@ -91,7 +92,7 @@ class Boot:
         return checks
 
     def reboots(self):
-        """What two file systems have after each."""
+        """Contents of two file systems after each reboot."""
         self.guest.run(f"""
             set -e
             mkdir -p /etc/weir/attach /var/lib/weir {" ".join(MOUNTS)}
@@ -120,9 +121,9 @@ class Boot:
         turns, sums = parts["files"].count("started\nstopped\nstarted\n"), parts["sums"]
         kernel, failed = parts["kernel"], parts["failed"].strip()
         return [
-            *[contains("what is mounted", parts["mounts"], f" {mount} ext4 ") for mount in MOUNTS],
-            fact("a service's turns", turns == 2, f"right on {turns}", "started, stopped, started on 2"),
-            fact("20 MB that nobody synced", sums.count("large: OK") == 2, sums, "right on both"),
-            fact("what the kernel says", not re.search("recovery|rror", kernel), kernel, "clean mounts"),
+            *[contains("mounts", parts["mounts"], f" {mount} ext4 ") for mount in MOUNTS],
+            fact("starts and stops of the service", turns == 2, f"right on {turns}", "started, stopped, started on 2"),
+            fact("20 MB without a sync", sums.count("large: OK") == 2, sums, "right on both"),
+            fact("kernel log", not re.search("recovery|rror", kernel), kernel, "clean mounts"),
             fact("failed units", not failed, failed, "none"),
         ]

@@ -1,5 +1,5 @@
-"""Cases that hold for every block device that weir makes, in the guest: a limit, kills and takeovers under
-load. ublk.py and nbd.py have the devices and what is different there.
+"""Cases for every block device that weir makes, in the guest: a limit, kills and upgrades under
+load. ublk.py and nbd.py define the devices and their differences.
 """
 
 from pathlib import Path
@@ -9,46 +9,48 @@ from outcome import contains, near
 SHELL = Path(__file__).with_name("devices.sh").read_text()
 DISK = "/tmp/disk.raw"
 DISK_MIB = 64
-# How often weir is killed, and with --full.
+# Number of kills, and with --full.
 KILLS, FULL_KILLS = 3, 20
-# How often another weir takes over, and with --full.
+# Number of upgrades, and with --full.
 TAKEOVERS, FULL_TAKEOVERS = 3, 20
-# Operations per second, and how many are asked for at once: a tenth passes at the beginning.
+# Operations per second, and the number of requests; a tenth of a second's worth is admitted at
+# once.
 LIMIT, ASKED = 200, 400
 
 
 class Device:
-    """A device and the cases that it shares with others. A subclass sets the attributes."""
+    """A device and the cases that are common to all. A subclass sets the attributes."""
 
-    # Its node, and the option of `weir serve` that makes it.
+    # Device node, and the option of `weir serve` that creates it.
     node = option = None
-    # The option of the weir that is killed, of the one that goes on, and what the latter logs.
+    # Options of the weir that is killed and of the one that continues, and the latter's log
+    # message.
     killed_option = again_option = goes_on = None
-    # The option of a takeover, and a script that shows what others saw of it.
+    # Option of an upgrade, and a script that prints what other programs observe.
     takeover_option = seen = None
-    # Scripts in the guest: before a case, and at its end, however it went.
+    # Scripts in the guest: before a case, and after it, whatever its result.
     prologue = clean = None
 
     def __init__(self, full):
-        self.guest = None  # set when they run
+        self.guest = None  # set by the runner
         self._kills = FULL_KILLS if full else KILLS
         self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
 
     def parts(self, body):
-        """What the parts of a script have printed."""
+        """Runs a script; returns the output by part."""
         make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
         return self.guest.parts(f"{SHELL}\n{self.prologue}\n{make}\n{body}", self.clean)
 
     def takeover_checks(self, parts):
-        """Checks of what `seen` printed."""
+        """Checks of the output of `seen`."""
         raise NotImplementedError
 
     def nodes_checks(self, parts):
-        """Checks of the nodes that are left, which part `nodes` lists."""
+        """Checks of the remaining nodes, listed in part `nodes`."""
         raise NotImplementedError
 
     def limit(self):
-        """A limit by the guest's own clock."""
+        """A limit, measured with the guest's clock."""
         parts = self.parts(f"""
             serve {DISK} {self.option} --iops-total {LIMIT}
             pause 1
@@ -64,8 +66,8 @@ class Device:
         return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
 
     def killed(self):
-        """weir killed while numbers are written, and started again: the device waits, no write is lost, and
-        none is repeated.
+        """weir is killed while numbers are written, and restarted: the device waits, no write is
+        lost or repeated.
         """
         parts = self.parts(f"""
             serve {DISK} {self.killed_option}
@@ -90,8 +92,8 @@ class Device:
         return [contains("the client", parts["ended"], "ok "), *self.nodes_checks(parts)]
 
     def taken_over(self):
-        """Another weir goes on while numbers are written, under a limit and without, and one that lacks the
-        device leaves all as it was: no write is lost, and none is repeated.
+        """Upgrades while numbers are written, with and without a limit, and a failed upgrade
+        without the device: no write is lost or repeated.
         """
         parts = self.parts(f"""
             serve {DISK} {self.takeover_option}
@@ -113,7 +115,7 @@ class Device:
             part ended
             end_numbers
             part rest
-            # The last of them can still give it another length, and let it go.
+            # The last process can still resize it, and remove it.
             stop
             free
             check_numbers {DISK}

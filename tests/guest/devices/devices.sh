@@ -1,12 +1,12 @@
-# What scripts about block devices of the guest itself may use: weir as their server, files on them,
-# load (devices.py puts it in front).
+# Functions for scripts about block devices of the guest: weir as their server, files on them, load
+# (devices.py prepends this file).
 
 log=/tmp/weir.log
 qmp=/run/weir.qmp
 
-# serve OPTION…: weir, in the background, until it is ready; sets $weir
+# serve OPTION…: starts weir in the background and waits until it is ready; sets $weir
 serve() {
-    # What an earlier one has said is not there any more when it is looked for.
+    # Empty the log, so that an earlier `ready` is not found.
     : >$log
     RUST_BACKTRACE=1 weir serve --qmp unix:$qmp "$@" >$log 2>&1 &
     weir=$!
@@ -19,12 +19,12 @@ serve() {
     done
 }
 
-# gone PROCESS: waits until it is not there any more, and says its status
+# gone PROCESS: waits for its end; prints its status
 gone() {
     wait "$1" || return
 }
 
-# take_over OPTION…: another weir, which takes over from the one that runs; sets $weir
+# take_over OPTION…: upgrades the running weir; sets $weir
 take_over() {
     before=$weir
     : >$log.next
@@ -47,23 +47,23 @@ stop() {
     gone $weir || { cat $log; return 1; }
 }
 
-# killed: ends weir as nobody should
+# killed: kills weir with SIGKILL
 killed() {
     kill -KILL $weir
     gone $weir || :
 }
 
-# ask COMMAND: over QMP; prints the answer
+# ask COMMAND: sends a command over QMP; prints the reply
 ask() {
     printf '{"execute":"qmp_capabilities"}\n%s\n' "$1" | socat -t 400 - UNIX-CONNECT:$qmp | sed -n 3p
 }
 
-# until_no DEVICE: waits until there is no such node
+# until_no DEVICE: waits until the node is gone
 until_no() {
     while [ -e "$1" ]; do pause 0.02; done
 }
 
-# write_files DIRECTORY: some that stay, with their sums, and 6 MiB that go
+# write_files DIRECTORY: files that stay, with their checksums, and 6 MiB that are deleted
 write_files() (
     cd "$1"
     mkdir kept gone
@@ -76,7 +76,7 @@ write_files() (
     sync
 )
 
-# numbers DEVICE: starts the client that numbers what it writes (machines/numbered.rs)
+# numbers DEVICE: starts the client that numbers its writes (machines/numbered.rs)
 numbers() {
     rm -f /tmp/stop /tmp/reports /tmp/numbered
     : >/tmp/reports
@@ -85,13 +85,13 @@ numbers() {
     numbered=$!
 }
 
-# runs PROCESS: whether it has not ended; one of ours that has, and was not waited for, is a Z there
+# runs PROCESS: true until it has ended; an unreaped child is a zombie (Z)
 runs() {
     read -r nothing nothing state nothing <"/proc/$1/stat" && [ "$state" != Z ]
 } 2>/dev/null
 
-# more_numbers COUNT: waits until so many rounds more were reported; starts no program, as it may
-# wait for long
+# more_numbers COUNT: waits for this many further rounds; starts no program, because it may wait
+# long
 more_numbers() {
     while read -r nothing <&5; do :; done
     missing=$1
@@ -107,15 +107,15 @@ more_numbers() {
     done
 }
 
-# end_numbers: has all of them read once more; prints how it went
+# end_numbers: verifies everything once more; prints the result
 end_numbers() {
     touch /tmp/stop
     gone $numbered || { cat /tmp/numbered; return 1; }
     cat /tmp/numbered
 }
 
-# check_numbers FILE: that the file, too, has them; by a loop device, as tmpfs has no direct I/O before
-# Linux 6.6
+# check_numbers FILE: verifies the file too; over a loop device, because tmpfs lacks direct I/O
+# before Linux 6.6
 check_numbers() {
     loop=$(losetup -f)
     losetup "$loop" "$1"
@@ -123,12 +123,12 @@ check_numbers() {
     losetup -d "$loop"
 }
 
-# pidof_server: of the `weir serve` that `weir attach` has started
+# pidof_server: PID of the `weir serve` started by `weir attach`
 pidof_server() {
     grep -lz '^serve$' /proc/[0-9]*/cmdline | sed 's|/proc/\([0-9]*\)/.*|\1|'
 }
 
-# until_free DEVICE: waits until nobody serves it, by when one of ublk has gone
+# until_free DEVICE: waits until no process serves it; a ublk device is then removed
 until_free() {
     case $1 in
         /dev/nbd*) until ! [ -e "/sys/block/${1#/dev/}/pid" ]; do pause 0.02; done ;;
@@ -136,13 +136,12 @@ until_free() {
     esac
 }
 
-# stuck: names programs that the kernel has wait where nothing ends them, and still does after a
-# minute
+# stuck: names programs in uninterruptible sleep for a minute
 stuck() {
     tries=0
     while :; do
         found=
-        # The kernel's own threads have no memory, and wait as they like.
+        # Kernel threads have no VmSize and may sleep.
         for process in /proc/[0-9]*/status; do
             if grep -qs '^VmSize' $process && grep -qs '^State:.D' $process; then
                 found="$found $(tr '\0' ' ' <${process%status}cmdline)"
@@ -155,13 +154,13 @@ stuck() {
     [ -z "$found" ] || echo "stuck:$found"
 }
 
-# guards: how many processes guard devices
+# guards: number of processes that guard devices
 guards() {
     grep -lsz '^ublk-guard$' /proc/[0-9]*/cmdline | wc -l
 }
 
-# left: names what there still is of devices that were attached, and which of weir's processes are
-# still there after ten seconds: a keeper lets go before it ends
+# left: names remaining devices of attachments, and weir's processes that still exist after ten
+# seconds: a keeper releases its device before it ends
 left() {
     for path in /run/weir/attached/* /dev/ublkb* /dev/ublkc[0-9]* /sys/block/nbd*/pid; do
         [ ! -e "$path" ] || echo "$path"

@@ -1,6 +1,6 @@
-"""File systems on weir's block devices, by ublk and by the kernel's NBD client, over raw images,
-over qcow2, and over qcow2 with a backing file: made, remounted, trimmed, made larger, and checked
-on the device and in the image.
+"""File systems on weir's block devices, over ublk and the kernel's NBD client, on raw images, on
+qcow2, and on qcow2 with a backing file: created, remounted, trimmed, extended, and checked on the
+device and in the image.
 """
 
 import itertools
@@ -10,25 +10,25 @@ from outcome import contains, fact
 
 SHELL = Path(__file__).with_name("devices.sh").read_text()
 DISK, BASE = "/tmp/disk.image", "/tmp/base.qcow2"
-# What an image holds, as a raw one.
+# The content of an image in raw format.
 FLAT = "/tmp/flat.raw"
-# mkfs.xfs wants 300 MB at least; it is sparse.
+# mkfs.xfs needs at least 300 MB; the image is sparse.
 DISK_MIB, MORE_MIB = 400, 100
-# How weir serves it, and where.
+# Options of weir and the device, for each way.
 WAYS = {"ublk": ("--ublk=0", "/dev/ublkb0"), "nbd": ("--nbd-device /dev/nbd3,connections=3", "/dev/nbd3")}
-# How one is made, checked, and told that its device has grown.
+# Commands to create, check and grow a file system.
 KINDS = {
     "ext4": ("mkfs.ext4 -q", "e2fsck -fn", "resize2fs $device"),
     "xfs": ("mkfs.xfs -q", "xfs_repair -n", "xfs_growfs /mnt/d"),
 }
 IMAGES = {"raw": "", "qcow2": " on qcow2", "overlay": " on qcow2 over another"}
-# Without --full, each image by both ways, and once with each kind.
+# Without --full: each image with both ways, and once with each file system.
 SHORT = {
     ("ublk", "ext4", "raw"), ("nbd", "xfs", "raw"),
     ("ublk", "ext4", "qcow2"), ("nbd", "xfs", "qcow2"),
     ("ublk", "xfs", "overlay"), ("nbd", "ext4", "overlay"),
 }  # fmt: skip
-# What ends a case, however it went.
+# Cleanup after a case, whatever its result.
 CLEAN = f"""
     umount /mnt/d 2>/dev/null
     kill -KILL $weir 2>/dev/null
@@ -43,11 +43,11 @@ class Files:
     """The cases."""
 
     def __init__(self, full):
-        self.guest = None  # set when they run
+        self.guest = None  # set by the runner
         self._all = full
 
     def cases(self):
-        """Name and function."""
+        """Name and function of each case."""
         for way, kind, image in itertools.product(WAYS, KINDS, IMAGES):
             if self._all or (way, kind, image) in SHORT:
                 yield (
@@ -73,13 +73,13 @@ class Files:
         )
 
     def files(self, way, kind, image):
-        """A file system over a remount, trimmed and checked."""
+        """A file system: remounted, trimmed and checked."""
         make, check, _ = KINDS[kind]
         fresh = f"{make} $device"
         made = {
             "raw": f"format=raw; truncate -s {DISK_MIB}M {DISK}",
             "qcow2": f"format=qcow2; weir image create -q -f qcow2 {DISK} {DISK_MIB}M",
-            # It has a file system already, whose files are in the backing file.
+            # The backing file contains a file system with files.
             "overlay": f"""
                 format=qcow2
                 truncate -s {DISK_MIB}M {FLAT}
@@ -114,7 +114,7 @@ class Files:
             stat -c %b {DISK}
             part others
             rm -r /mnt/d/gone {"/mnt/d/below/gone" if below else ""}
-            # What is unlinked xfs frees in its own time, and by then at the latest.
+            # xfs frees unlinked files asynchronously, and by now at the latest.
             umount /mnt/d
             mounted
             fstrim /mnt/d
@@ -143,8 +143,8 @@ class Files:
         return checks
 
     def grown(self, way, kind):
-        """A file system on a disk that is made larger: as soon as the device is, which is at once but
-        for ublk before Linux 6.16.
+        """A file system grows after its device, which follows the disk at once, except for ublk
+        before Linux 6.16.
         """
         make, check, grow = KINDS[kind]
         size = (DISK_MIB + MORE_MIB) << 20
@@ -173,7 +173,7 @@ class Files:
             part after
             stat -f -c '%b %S' /mnt/d
             part others
-            # Nowhere but behind the old end, for the most part.
+            # Mostly beyond the old end.
             fallocate -l {DISK_MIB}M /mnt/d/large
             dd if=/mnt/d/kept/6 of=/mnt/d/large bs=100k seek=$(({DISK_MIB} * 10)) conv=notrunc,fsync
             umount /mnt/d

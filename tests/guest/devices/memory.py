@@ -1,8 +1,8 @@
-"""weir's block devices where memory is short: what is to be written back through them is more than
-weir may have, and its images lie on a file system of the same kernel.
+"""weir's block devices under memory pressure: the dirty pages to be written back through them
+exceed weir's memory limit, and its images are on a file system of the same kernel.
 
-A deadlock would be weir, in want of memory, waiting for pages that only it can write. The case ends
-then after ten minutes of the guest's own clock, which takes no time where all wait.
+A deadlock would be weir waiting for memory that only it can free by writing pages. The case then
+ends after ten minutes of the guest's clock, which takes no time while all processes wait.
 """
 
 import re
@@ -11,12 +11,12 @@ from pathlib import Path
 from outcome import fact, least
 
 SHELL = Path(__file__).with_name("devices.sh").read_text()
-# What docs/devices.md says is enough.
+# The limit that docs/devices.md calls sufficient.
 GROUP_MIB = 256
-# On each device, files with a line and then the same bytes, so that no page of one is in its place
-# in another.
+# Files on each device, each with a distinct line before equal bytes, so that no page of one is
+# valid at the same offset of another.
 FILES, FILE_MIB = 20, 8
-# Bits of the flags in /proc/PID/task/TID/stat that PR_SET_IO_FLUSHER sets: PF_MEMALLOC_NOIO and
+# Bits in the flags of /proc/PID/task/TID/stat that PR_SET_IO_FLUSHER sets: PF_MEMALLOC_NOIO and
 # PF_LOCAL_THROTTLE (linux/sched.h).
 FLUSHER = 0x0008_0000 | 0x0010_0000
 NODES = {"ublk": "/dev/ublkb0", "nbd": "/dev/nbd3"}
@@ -33,12 +33,12 @@ format = "raw"
 cache = "{cache}"
 export = [{{ type = "nbd-device", device = "/dev/nbd3" }}]
 """
-# What the kernel keeps to be written back: all that there is, until it is asked for.
+# Limits of dirty pages: above all memory, so that the kernel writes back only on sync.
 DIRTY = {"dirty_bytes": 2000000000, "dirty_background_bytes": 1900000000, "dirty_writeback_centisecs": 0}
 CLEAN = """
     echo $$ >$cgroups/cgroup.procs
     kill -KILL $weir 2>/dev/null
-    # What waits for a device ends with it, and ublk's is removed once nothing of it is mounted.
+    # Processes that wait for a device end with it; a ublk device is removed once it is not mounted.
     weir detach --force /dev/ublkb0 2>/dev/null &
     [ ! -e /sys/block/nbd3/pid ] || nbd-client -d /dev/nbd3 >/dev/null 2>&1
     until_no /dev/ublkb0
@@ -54,7 +54,7 @@ CLEAN = """
 
 
 def flags(threads):
-    """Of each thread by which weir does I/O, of /proc/PID/task/TID/stat."""
+    """Flags of weir's I/O threads, from /proc/PID/task/TID/stat."""
     return {
         name: int(rest.split()[6])
         for name, rest in re.findall(r"^\d+ \((.*)\) (.*)$", threads, re.MULTILINE)
@@ -66,14 +66,14 @@ class Memory:
     """The cases."""
 
     def __init__(self, full):
-        self.guest = None  # set when they run
-        # The images' pages are in the group too, or in nobody's.
+        self.guest = None  # set by the runner
+        # With writeback the images' pages are charged to the group too, with none there are none.
         self._caches = ("writeback", "none") if full else ("writeback",)
 
     def cases(self):
-        """Name and function."""
+        """Name and function of each case."""
         for cache in self._caches:
-            yield f"memory is short: ublk and nbd, cache={cache}", lambda cache=cache: self.short(cache)
+            yield f"memory pressure: ublk and nbd, cache={cache}", lambda cache=cache: self.short(cache)
 
     def short(self, cache):
         """Two file systems are written to from outside of weir's group, and synced."""
@@ -88,7 +88,7 @@ class Memory:
             make_disk image 200 128 1024
             mkdir -p /mnt/ublk /mnt/nbd $cgroups/short
             echo {GROUP_MIB}M >$cgroups/short/memory.max
-            # Sparse, and so large that ext4 lets pages wait whose place it has not chosen yet.
+            # Sparse, and large enough that ext4 delays the allocation of pages.
             truncate -s 1G /mnt/image/ublk.raw /mnt/image/nbd.raw
             echo '{CONFIG.format(cache=cache)}' >/tmp/config.toml
             echo $$ >$cgroups/short/cgroup.procs

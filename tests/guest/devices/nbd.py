@@ -1,11 +1,10 @@
-"""weir's devices of the kernel's NBD client, in the guest: as ublk.py, for what is different there.
-"""
+"""weir's devices of the kernel's NBD client, in the guest: the differences from ublk.py."""
 
 from device import DISK, DISK_MIB, Device
 from outcome import contains, fact
 
 NODE = "/dev/nbd3"
-# What ends a case, however it went.
+# Cleanup after a case, whatever its result.
 CLEAN = f"""
     touch /tmp/stop
     umount /mnt/d 2>/dev/null
@@ -26,7 +25,7 @@ class Nbd(Device):
     again_option = "--nbd-device auto,timeout=2"
     goes_on = "taking over"
     takeover_option = f"--nbd-device {NODE},connections=2"
-    # The kernel's client sees nothing of it.
+    # The kernel's client does not notice an upgrade.
     seen = """
             part kernel
             dmesg | grep -i nbd3 || echo nothing
@@ -37,16 +36,16 @@ class Nbd(Device):
     clean = CLEAN
 
     def cases(self):
-        """Name and function."""
-        yield "nbd: what the kernel is told", self.told
+        """Name and function of each case."""
+        yield "nbd: attributes in /sys", self.told
         yield "nbd: a limit", self.limit
         yield "nbd: another size", self.resized
         yield f"nbd: killed {self._kills} times under load", self.killed
-        yield f"nbd: taken over {self._takeovers} times under load", self.taken_over
-        yield "nbd: ended while it is mounted", self.ended
+        yield f"nbd: upgraded {self._takeovers} times under load", self.taken_over
+        yield "nbd: stopped while it is mounted", self.ended
         yield "nbd: removed under load", self.removed
-        yield "nbd: removed from outside", self.gone
-        yield "nbd: what cannot be", self.refused
+        yield "nbd: disconnected by another program", self.gone
+        yield "nbd: errors", self.refused
         yield "nbd: as qemu-nbd", self.as_qemu
 
     def takeover_checks(self, parts):
@@ -60,7 +59,7 @@ class Nbd(Device):
         return []
 
     def told(self):
-        """What /sys says of a device."""
+        """Attributes of a device in /sys."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE},connections=3
             part told
@@ -75,7 +74,7 @@ class Nbd(Device):
         return [fact("a device", told == expected, told, expected)]
 
     def resized(self):
-        """At once."""
+        """A new size takes effect at once."""
         larger = (DISK_MIB + 20) << 20
         resize = f'{{"execute":"block_resize","arguments":{{"node-name":"disk","size":{larger}}}}}'
         parts = self.parts(f"""
@@ -99,7 +98,7 @@ class Nbd(Device):
         ]
 
     def ended(self):
-        """weir told to end while a file system is mounted: it waits for the next weir."""
+        """weir is stopped while a file system is mounted: it waits for the next weir."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             mkfs.ext4 -q {NODE}
@@ -123,7 +122,8 @@ class Nbd(Device):
         return [contains("the device", parts["there"], "backend")]
 
     def removed(self):
-        """Over QMP, while it is used: not if it is to be safe; or else what is asked then fails."""
+        """Removal over QMP while the device is in use: rejected in safe mode; in hard mode later
+        requests fail."""
         remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
@@ -141,7 +141,7 @@ class Nbd(Device):
             stop
             part waiting
             for state in $(grep -l '^State:.D' /proc/[0-9]*/status); do
-                # The kernel's own threads, which have no command line, wait so as they like.
+                # Kernel threads, which have no command line, may sleep uninterruptibly.
                 tr '\\0' ' ' <${{state%status}}cmdline
             done
             echo none
@@ -154,7 +154,7 @@ class Nbd(Device):
         ]
 
     def gone(self):
-        """Somebody else lets the device go, and weir ends with it, as it was told."""
+        """Another program disconnects the device, and weir ends, as --exit-when-idle requires."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE} --exit-when-idle
             dd if={NODE} of=/dev/null bs=4k count=4 iflag=direct
@@ -169,7 +169,7 @@ class Nbd(Device):
         ]
 
     def refused(self):
-        """A device that another has, and an odd size."""
+        """Errors: a device in use, and a size that is not a multiple of a sector."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             truncate -s 1M /tmp/other.raw
@@ -190,7 +190,7 @@ class Nbd(Device):
         ]
 
     def as_qemu(self):
-        """Connected and disconnected by a link of qemu-nbd's name, as its scripts do."""
+        """Connected and disconnected by a link named qemu-nbd, as scripts for it do."""
         parts = self.parts(f"""
             weir=
             ln -sf "$(command -v weir)" /tmp/qemu-nbd

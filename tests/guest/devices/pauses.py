@@ -1,8 +1,8 @@
-"""What whoever uses a disk of weir's sees of a weir that is away for a second, ten seconds or a
-minute: the table of docs/recipes.md, as far as it is the kernel's.
+"""A client's view of a weir that is away for a second, ten seconds or a minute: the kernel's part
+of the table in docs/recipes.md.
 
-weir is killed while a client writes numbers, and served again after the pause. The clock is the
-guest's own, in which a minute of waiting costs nothing.
+weir is killed while a client writes numbers, and restarted after the pause. The guest's own clock
+makes a minute of waiting free.
 """
 
 from pathlib import Path
@@ -12,11 +12,11 @@ from outcome import contains, fact
 SHELL = Path(__file__).with_name("devices.sh").read_text()
 DISK = "/tmp/disk.raw"
 DISK_MIB = 64
-# The longest has all that a shorter one has; the others come with --full.
+# The longest pause covers the shorter ones, which run with --full.
 PAUSES_S, FULL_PAUSES_S = (60,), (1, 10, 60)
 PORT = 10809
-# As docs/recipes.md has it, but for the names, and for what is systemd's: busybox does not pass over
-# that. tests/packaging.rs has systemd read the line.
+# As in docs/recipes.md, except for the names and the options of systemd, which busybox does not
+# ignore. tests/packaging.rs parses the line with systemd.
 FSTAB = "/dev/nbd5 /mnt/d ext4 _netdev 0 2"
 NBDTAB = "nbd5 127.0.0.1 disk"
 CLEAN = f"""
@@ -35,11 +35,11 @@ class Pauses:
     """The cases."""
 
     def __init__(self, full):
-        self.guest = None  # set when they run
+        self.guest = None  # set by the runner
         self._pauses_s = FULL_PAUSES_S if full else PAUSES_S
 
     def cases(self):
-        """Name and function."""
+        """Name and function of each case."""
         for seconds in self._pauses_s:
             yield f"pause of {seconds} s: ublk", lambda seconds=seconds: self.waits("--ublk=0", "/dev/ublkb0", seconds)
             yield (
@@ -56,8 +56,8 @@ class Pauses:
         return self.guest.parts(f"{SHELL}\n{free}\n{load}\n{make}\n{body}", CLEAN)
 
     def waits(self, door, node, seconds):
-        """Requests wait, and go on where they were."""
-        # What waits no longer than that.
+        """Requests wait, and continue after the pause."""
+        # The kernel's NBD client waits at most for its dead-timeout.
         door = f"{door},dead-timeout={seconds + 30}" if "nbd" in door else door
         parts = self._parts(f"""
             serve {DISK} {door}
@@ -81,7 +81,7 @@ class Pauses:
             check_numbers {DISK}
         """)
         began, ended = parts["during"].splitlines()[0].split()
-        # A round may have been reported that had ended before.
+        # One round may have been reported that had ended before the pause.
         rounds = int(parts["during"].split()[-2])
         return [
             fact("the pause", float(ended) - float(began) >= seconds, parts["during"], f"{seconds} s"),
@@ -91,7 +91,7 @@ class Pauses:
         ]
 
     def client(self, seconds):
-        """Its requests fail, with -persist too, and it has to be connected again."""
+        """Requests of nbd-client fail, with -persist too, and it has to be reconnected."""
         parts = self._parts(f"""
             serve {DISK} --nbd 127.0.0.1:{PORT}
             nbd-client 127.0.0.1 /dev/nbd5 -N disk -persist >/tmp/client.log 2>&1 </dev/null || {{ cat /tmp/client.log; exit 1; }}
@@ -121,7 +121,7 @@ class Pauses:
         ]
 
     def fstab(self):
-        """What the recipe has, but for systemd: connected by its name in nbdtab, mounted by fstab."""
+        """The recipe without systemd: connected by name through nbdtab, mounted through fstab."""
         parts = self._parts(f"""
             mkfs.ext4 -q {DISK}
             serve {DISK} --nbd 127.0.0.1:{PORT}

@@ -1,7 +1,7 @@
-"""weir's ublk devices in the guest's own kernel: limits, and what becomes of them when weir ends in
-one way or another.
+"""weir's ublk devices in the guest's own kernel: limits, and the devices after different ends of
+weir.
 
-Each case is one script in the guest, and the checks of what it printed.
+Each case is one script in the guest, with checks of its output.
 """
 
 import json
@@ -11,10 +11,10 @@ from device import DISK, DISK_MIB, LIMIT, Device
 from outcome import contains, fact
 
 NODE = "/dev/ublkb0"
-# Seconds for which requests wait for weir to come back, and how much later they may fail, the
-# kernel's own time to notice on 6.1 included.
+# Seconds for which requests wait for a restart of weir, and the additional time until they fail,
+# including the kernel's own delay on 6.1.
 PATIENCE, LATER = 3, 6
-# What ends a case, however it went.
+# Cleanup after a case, whatever its result.
 CLEAN = f"""
     touch /tmp/stop
     umount /mnt/d 2>/dev/null
@@ -26,7 +26,7 @@ CLEAN = f"""
 
 
 def version(release):
-    """The two numbers that a kernel's features are known by."""
+    """Major and minor version of a kernel."""
     return [int(number) for number in release.split(".")[:2]]
 
 
@@ -46,20 +46,20 @@ class Ublk(Device):
     clean = CLEAN
 
     def cases(self):
-        """Name and function."""
-        yield "ublk: what the kernel is told", self.told
+        """Name and function of each case."""
+        yield "ublk: attributes in /sys", self.told
         yield "ublk: a limit", self.limit
         yield "ublk: another size", self.resized
         yield f"ublk: killed {self._kills} times under load", self.killed
-        yield f"ublk: taken over {self._takeovers} times under load", self.taken_over
-        yield "ublk: without a copy", self.not_copied
-        yield "ublk: ended while it is mounted", self.ended
-        yield "ublk: killed, and nobody goes on", self.lost
-        yield "ublk: killed, and nobody goes on in time", self.given_up
-        yield "ublk: killed, and somebody goes on in time", self.in_time
+        yield f"ublk: upgraded {self._takeovers} times under load", self.taken_over
+        yield "ublk: zero copy", self.not_copied
+        yield "ublk: stopped while it is mounted", self.ended
+        yield "ublk: killed, and orphaned", self.lost
+        yield "ublk: killed, and not recovered in time", self.given_up
+        yield "ublk: killed, and recovered in time", self.in_time
         yield "ublk: removed under load", self.removed
-        yield "ublk: of another user than root", self.unprivileged
-        yield "ublk: what cannot be", self.refused
+        yield "ublk: an unprivileged user", self.unprivileged
+        yield "ublk: errors", self.refused
 
     def takeover_checks(self, parts):
         return [contains("the new one", parts["said"], "pause_us=")]
@@ -69,13 +69,13 @@ class Ublk(Device):
         return [fact("nodes afterwards", nodes.split() == ["/dev/ublk-control"], nodes, "none")]
 
     def _waits_for_users(self):
-        """Whether the driver of this kernel does nothing for anybody while a device that was removed has
-        a user: then whoever removed it cannot be ended either.
+        """True if the driver of this kernel blocks all commands while a removed device has openers:
+        then the process that removes it cannot be killed either.
         """
         return self.guest.run("uname -r").startswith("6.1.")
 
     def told(self):
-        """What /sys says of a device."""
+        """Attributes of a device in /sys."""
         shown = "ro queue/logical_block_size queue/physical_block_size queue/write_cache queue/fua size"
         parts = self.parts(f"""
             read_all() {{ for name in {shown}; do cat /sys/block/ublkb0/$name; done; }}
@@ -106,7 +106,7 @@ class Ublk(Device):
         return [
             fact("a device", parts["writable"].split() == writable, parts["writable"], writable),
             fact("its queues", parts["queues"].strip() in "12", parts["queues"], "no more than processors"),
-            fact("what it erases at once", parts["erases"].split() == [str(1 << 30)] * 2, parts["erases"], "1 GiB"),
+            fact("maximum discard", parts["erases"].split() == [str(1 << 30)] * 2, parts["erases"], "1 GiB"),
             fact("a read-only one", read_only[:3] == ["1", "512", "4096"], read_only, "1 512 4096"),
             fact(
                 "one without a cache and without discards",
@@ -117,7 +117,8 @@ class Ublk(Device):
         ]
 
     def resized(self):
-        """At once from Linux 6.16 on; before, it is said that it cannot be."""
+        """A new size takes effect at once from Linux 6.16 on; earlier, it is rejected with a
+        message."""
         larger = (DISK_MIB + 20) << 20
         parts = self.parts(f"""
             part kernel
@@ -142,14 +143,14 @@ class Ublk(Device):
         now = str(larger) if can else "keeps its length"
         return [
             fact("the answer", "return" in parts["asked"], parts["asked"], "a return"),
-            contains("its size" if can else "what is said", parts["now"], now),
+            contains("its size" if can else "log", parts["now"], now),
             contains("its size when it is made again", parts["anew"], str(larger)),
         ]
 
     def not_copied(self):
-        """Data of a raw image stays where it is from Linux 6.16 on, through kills, file systems and
-        discards, and what has to be copied is: what was read ahead, and what might be a header. On
-        other kernels, and where it is switched off, memory is lent.
+        """Zero copy for raw images from Linux 6.16 on, through kills, file systems and discards;
+        data that was prefetched, or that might be a header, is copied. On earlier kernels, and if
+        it is switched off, memory is mapped.
         """
         parts = self.parts(f"""
             part kernel
@@ -220,14 +221,14 @@ class Ublk(Device):
         ahead, guarded = counted("ahead"), counted("guarded")
         return [
             fact("it stays", counted("stayed") == (can, 0), counted("stayed"), (can, 0)),
-            fact("what was read ahead", ahead[0] == can and (ahead[1] > 1 << 20) == can, ahead, "is copied"),
-            fact("what might be a header", guarded == (can, can * (128 << 10)), guarded, "is copied, twice"),
-            fact("what was counted, taken over", counted("carried") == guarded, counted("carried"), guarded),
+            fact("prefetched data", ahead[0] == can and (ahead[1] > 1 << 20) == can, ahead, "is copied"),
+            fact("data that might be a header", guarded == (can, can * (128 << 10)), guarded, "is copied, twice"),
+            fact("counters after the upgrade", counted("carried") == guarded, counted("carried"), guarded),
             fact("switched off", counted("off") == (False, 0), counted("off"), (False, 0)),
         ]
 
     def ended(self):
-        """weir told to end while a file system is mounted: it waits for the next weir."""
+        """weir is stopped while a file system is mounted: it waits for the next weir."""
         parts = self.parts(f"""
             serve {DISK} --ublk
             mkfs.ext4 -q {NODE}
@@ -254,7 +255,7 @@ class Ublk(Device):
             ls /dev/ublk*
         """)
         return [
-            contains("what is said", parts["said"], "the device is in use and stays"),
+            contains("log", parts["said"], "the device is in use and stays"),
             contains("a start that fails later", parts["failed"], "the device is in use and stays"),
             contains("its end", parts["failed"], "ended by 1"),
             contains("the device", parts["nodes"], NODE),
@@ -262,7 +263,7 @@ class Ublk(Device):
         ]
 
     def lost(self):
-        """A device that no weir serves any more is listed, and can be removed."""
+        """An orphaned device is listed, and can be removed."""
         goes = f"""
             part goes
             serve {DISK} --ublk
@@ -302,21 +303,21 @@ class Ublk(Device):
             weir attach --list
         """)
         checks = [
-            contains("one that is open for long", parts["goes"], "is removed with its last user (in use: open in ")
+            contains("a device that stays open", parts["goes"], "goes with its last user (in use: open in ")
         ] if goes else []
         return [
             *checks,
             contains("the list", parts["listed"], "ublk, orphaned"),
-            contains("one that somebody uses", parts["used"], "in use: "),
+            contains("a device in use", parts["used"], "in use: "),
             fact("its guard", parts["guards"].strip() == "0", parts["guards"], "has gone with it"),
-            fact("one that is mounted", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
+            fact("a mounted device", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
             contains("nodes afterwards", parts["after"].split()[0], "/dev/ublk-control"),
             fact("and devices", NODE not in parts["after"], parts["after"], "none"),
         ]
 
     def given_up(self):
-        """Requests fail after `dead-timeout`, and nothing is left of the device; but its number, while
-        somebody has it open, whom the next weir does not wait for.
+        """Requests fail after `dead-timeout`, and the device is removed; its number stays while it
+        has openers, for which the next weir does not wait.
         """
         another = f"""
             part others
@@ -348,7 +349,7 @@ class Ublk(Device):
             gone $reader
             cat /tmp/failed
             until_no {NODE}
-            # Which goes after it.
+            # The node is removed after it.
             until_no /dev/ublkc0
             part left
             left
@@ -362,10 +363,10 @@ class Ublk(Device):
             left
             ls /dev/ublk*
         """)
-        # The shell may say that it has killed weir.
+        # The shell may print that it has killed weir.
         died, failed = map(float, re.findall(r"^[\d.]+$", parts["failed"], re.MULTILINE))
         checks = [
-            contains("the next one beside one that is open", parts["another"], "/dev/ublkb1")
+            contains("the next device beside an open one", parts["another"], "/dev/ublkb1")
         ] if another else []
         return [
             fact("guards", parts["guards"].strip() == "1", parts["guards"], "one"),
@@ -375,17 +376,18 @@ class Ublk(Device):
                 f"after {failed - died:.2f} s",
                 f"after {PATIENCE} s, {LATER} s later at most",
             ),
-            contains("what is said", parts["said"], f"no process has served it for {PATIENCE} s"),
-            fact("what is left", not parts["left"].strip(), parts["left"], "nothing"),
+            contains("log", parts["said"], f"nobody has served it for {PATIENCE} s"),
+            fact("leftovers", not parts["left"].strip(), parts["left"], "nothing"),
             *checks,
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]
 
     def in_time(self):
-        """Whoever takes the device over before has it for good: twice, the second time while the first
-        weir's patience would have ended, and in an upgrade. Without `dead-timeout` it waits for ever.
+        """A weir that recovers the device in time keeps it: twice, the second time when the first
+        weir's timeout would have expired, and in an upgrade. Without `dead-timeout` the device
+        waits forever.
         """
-        # With a limit, or the machine has much to emulate meanwhile.
+        # The limit reduces the work of the emulator meanwhile.
         door = f"--ublk=0,dead-timeout={PATIENCE} --iops-total {LIMIT}"
         parts = self.parts(f"""
             serve {DISK} {door}
@@ -435,7 +437,8 @@ class Ublk(Device):
         ]
 
     def removed(self):
-        """Over QMP, while it is used: not if it is to be safe; or else what is asked then fails."""
+        """Removal over QMP while the device is in use: rejected in safe mode; in hard mode later
+        requests fail."""
         remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
         parts = self.parts(f"""
             serve {DISK} --ublk
@@ -450,7 +453,7 @@ class Ublk(Device):
             gone $numbered || echo it failed
             cat /tmp/numbered
             part others
-            # Its number is free when the export has gone, which is after its node.
+            # Its number is free once the export is removed, which is after its node.
             until ! ask '{{"execute":"query-block-exports"}}' | grep -q disk; do pause 0.02; done
             ask '{{"execute":"block-export-add","arguments":{{"type":"x-ublk","id":"again","node-name":"disk","writable":true}}}}'
             numbers {NODE}
@@ -458,21 +461,21 @@ class Ublk(Device):
             end_numbers
             stop
             part waiting
-            # The kernel's own threads have no memory, and wait as they like.
+            # Kernel threads have no VmSize and may sleep uninterruptibly.
             for process in /proc/[0-9]*/status; do
                 ! grep -qs '^VmSize' $process || grep -s '^State:.D' $process || :
             done
         """)
         return [
-            contains("if it is to be safe", parts["safe"], "numbered"),
-            contains("if it need not", parts["hard"], "return"),
+            contains("in safe mode", parts["safe"], "numbered"),
+            contains("in hard mode", parts["hard"], "return"),
             contains("its client", parts["client"], "it failed"),
-            fact("processes that wait for ever", not parts["waiting"].strip(), parts["waiting"], "none"),
+            fact("processes that hang", not parts["waiting"].strip(), parts["waiting"], "none"),
         ]
 
     def unprivileged(self):
-        """Whom udev gives the device that they make, which is done here in its place; they serve it,
-        remove what is left of it, and are told where they are not given it.
+        """Unprivileged users, to whom udev gives the devices that they create, which the test does
+        in its place; they serve a device, remove an orphaned one, and get an error without access.
         """
         serve = f"weir serve {DISK} --ublk=0,unprivileged --qmp unix:/run/user/qmp"
         parts = self.parts(f"""
@@ -522,14 +525,14 @@ class Ublk(Device):
             return [contains("before Linux 6.5", parts["refused"], "may not use the ublk driver"), nodes]
         sums = re.findall(r"^\w{32}(?=  -$)", parts["served"], re.MULTILINE)
         return [
-            contains("one whom nobody gives it", parts["refused"], "not given to this user within 10 s"),
+            contains("a user without access", parts["refused"], "not this user's after 10 s"),
             fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
-            contains("what is left when its weir is killed", parts["served"], "ublk, orphaned"),
+            contains("leftovers of a killed weir", parts["served"], "ublk, orphaned"),
             nodes,
         ]
 
     def refused(self):
-        """A number that is taken, an image that is in use, a device that was never started."""
+        """Errors: a number in use, an image in use, a device that was never started."""
         parts = self.parts(f"""
             serve {DISK} --ublk=0
             part same
@@ -549,8 +552,8 @@ class Ublk(Device):
             rm -f /tmp/other.raw /tmp/odd.raw
         """)
         return [
-            contains("an image that is served", parts["same"], "locked for writing by another process"),
-            contains("a number that is taken", parts["number"], "there is a device of this number already"),
+            contains("an image in use", parts["same"], "locked for writing by another process"),
+            contains("a number in use", parts["number"], "there is a device of this number already"),
             contains("an odd size", parts["odd"], "no multiple of 512"),
             contains("more memory than there is", parts["memory"], "memory lent to the kernel"),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),

@@ -1,8 +1,8 @@
-"""Back ends of vhost-user-blk as the tests run them: weir, and QEMU's daemon to try the tests
-themselves on.
+"""Back ends of vhost-user-blk for the tests: weir, and QEMU's daemon to validate the tests
+themselves.
 
-One process serves one disk on one socket. Started, it is ready; it may be killed and started again
-on the same socket, as a service manager would.
+One process serves one disk on one socket. `start` returns when it is ready; it may be killed and
+restarted on the same socket, as by a service manager.
 
 Never leaves a process behind; never touches the image.
 """
@@ -19,40 +19,41 @@ from lines import Lines
 from monitor import Monitor
 
 STOP_SECONDS = 120
-# A process that was killed holds its locks until the kernel has ended its last request.
+# A killed process holds its locks until the kernel has completed its last request.
 STARTS = 500
 
 
 class BackEndFailed(Exception):
-    """It did not start, ended by itself, or ended with an error; the text says what it said."""
+    """The back end did not start, ended on its own, or ended with an error; the text contains its
+    messages."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a machine is offered."""
+    """Options of the export."""
 
     queues: int = 1
     serial: str = ""
     read_only: bool = False
-    # A write is answered when it is durable, and not before.
+    # A write is acknowledged when it is durable.
     write_through: bool = False
     # The machine listens, and the back end connects to it.
     connects: bool = False
-    # Another back end may have the image, whenever no machine runs here.
+    # Another back end may open the image while no machine runs here.
     handover: bool = False
 
 
 class BackEnd:
     """One running server of one image. Use it in a `with` statement."""
 
-    # What it can do that another cannot.
+    # Features that another back end may lack.
     RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = TAKES_OVER = True
 
     def __init__(self, program, image, kind, offer=Offer()):
         self.program, self.image, self.kind, self.offer = program, Path(image), kind, offer
 
     def __enter__(self):
-        # A name for sockets is short (unix(7): 108 bytes), so not beside the images.
+        # Paths of sockets are limited (unix(7): 108 bytes), so not beside the images.
         self._directory = tempfile.mkdtemp(prefix="weir-vm.")
         self.socket = Path(self._directory, "disk.sock")
         self._process = self.monitor = self._log = None
@@ -70,7 +71,7 @@ class BackEnd:
             shutil.rmtree(self._directory)
 
     def start(self):
-        """Starts it, again where it ends at once, until it is ready."""
+        """Starts it, with retries if it exits at once, until it is ready."""
         for _ in range(STARTS):
             if self._launch():
                 return
@@ -79,13 +80,13 @@ class BackEnd:
         raise BackEndFailed(f"{self.program}: ended with {status} at each of {STARTS} starts:\n{said}")
 
     def kill(self):
-        """Ends it without a word of warning."""
+        """Kills it with SIGKILL."""
         self._process.kill()
         self._process.wait()
         self._close()
 
     def stop(self, quiet=False):
-        """Ends it in order; `quiet` when another failure is on its way out."""
+        """Ends it cleanly; `quiet` suppresses errors while another exception is propagated."""
         if self._process is None:
             return
         early = self._process.poll()
@@ -105,15 +106,15 @@ class BackEnd:
             raise BackEndFailed(f"{self.program}: {when} with {status}:\n{said}")
 
     def log(self):
-        """What it has said since it was started."""
+        """The end of its log since the last start."""
         return "\n".join(self.log_lines()[-60:])
 
     def log_lines(self):
-        """All of that."""
+        """All log lines since the last start."""
         return self._log.all() if self._log else []
 
     def second_socket(self):
-        """Opens another export of the disk; where it is."""
+        """Opens another export of the disk; returns its socket."""
         path = Path(self._directory, "second.sock")
         self.monitor.run(
             "block-export-add",
@@ -124,14 +125,14 @@ class BackEnd:
         return path
 
     def resize(self, size_bytes):
-        """Makes the disk that large."""
+        """Resizes the disk."""
         self.monitor.run("block_resize", **{"node-name": "disk", "size": size_bytes})
 
     def _launch(self):
         raise NotImplementedError
 
     def _run(self, words, passed=()):
-        # What a developer has in the environment must not decide a test.
+        # The developer's environment must not influence a test.
         drop = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "RUST_LOG")
         environment = {name: value for name, value in os.environ.items() if name not in drop}
         self._process = subprocess.Popen(
@@ -154,7 +155,7 @@ class Weir(BackEnd):
     """`weir serve`."""
 
     def take_over(self):
-        """Has another process go on where this one stops. The machine is not to notice."""
+        """Upgrades to a new process. The machine must not notice."""
         before, log = self._process, self._log
         self._close()
         control = Path(self._directory, "qmp.sock")
@@ -184,7 +185,7 @@ class Weir(BackEnd):
         if offer.connects:
             keys["client"] = "on"
         export = ",".join([f"unix:{self.socket}", *(f"{key}={value}" for key, value in keys.items())])
-        # Never the page cache, so that what the guest sends is what the device gets.
+        # Never the page cache: the guest's requests must reach the device.
         cache = "directsync" if offer.write_through else "none"
         control = Path(self._directory, "qmp.sock")
         handover = ["--handover"] if offer.handover else []
@@ -200,10 +201,9 @@ class Weir(BackEnd):
 
 
 class Daemon(BackEnd):
-    """qemu-storage-daemon. What it lacks in version 7.2: the guest does not see a new size, its
-    serial number is fixed, it says "write through" whatever happens, after it was killed requests
-    are lost or done twice, as it remembers none (INFLIGHT_SHMFD), it only listens,
-    and it holds an image as long as it has it.
+    """qemu-storage-daemon. Limitations of version 7.2: the guest does not see a new size; its
+    serial number is fixed; it always reports write-through; after a kill requests are lost or
+    repeated, because it lacks INFLIGHT_SHMFD; it only listens; and it locks an image all the time.
     """
 
     RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = TAKES_OVER = False
@@ -222,7 +222,7 @@ class Daemon(BackEnd):
                 "--chardev", f"socket,id=monitor,fd={theirs.fileno()}", "--monitor", "monitor",
             ], [theirs.fileno()])  # fmt: skip
         try:
-            # It greets when all else is there.
+            # It sends its greeting when everything else is ready.
             self.monitor = Monitor(ours)
         except Exception:
             ours.close()

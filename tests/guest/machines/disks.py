@@ -1,6 +1,4 @@
-"""What a guest does with its disks on an ordinary day: files on them, a reset, settings, a size
-that changes, disks that come and go.
-"""
+"""Ordinary use of disks by a guest: files, a reset, settings, resizing, hotplug."""
 
 import json
 import subprocess
@@ -9,18 +7,18 @@ from load import BLOCKS, FILES_MIB, THREADS, Load, Wrong, check_files, make_file
 from stage import MIB, LeftOut, allocated
 from virtual_machine import Drive
 
-# What weir logs.
+# weir's log message.
 SWITCHED = "the guest switched the write cache"
 
 
 def same(what, seen, wanted):
-    """Fails if this is not what it should be."""
+    """Raises Wrong unless both are equal."""
     if seen != wanted:
         raise Wrong(f"{what}: {seen!r} (asked: {wanted!r})")
 
 
 def files(stage):
-    """A raw and a qcow2 image."""
+    """Files on a raw and on a qcow2 image."""
     kinds = {"vda": "raw", "vdb": "qcow2"}
     images = {disk: stage.image("files", kind) for disk, kind in kinds.items()}
     servers = {disk: stage.serve(images[disk], kind) for disk, kind in kinds.items()}
@@ -40,12 +38,12 @@ def files(stage):
             check_files(machine, disk)
         for server in servers.values():
             server.stop()
-        # Now, as a qcow2 image frees what was discarded when its metadata is durable.
+        # After the flush: a qcow2 image frees discarded clusters when its metadata is durable.
         for disk, image in images.items():
             freed = full[disk] - allocated(image)
             if freed < 4 * MIB:
                 raise Wrong(f"{disk}: fstrim has freed {freed} bytes of the image (asked: 4 MiB and more)")
-        # What the guest flushed is a whole image for others, too.
+        # An image that the guest has flushed is consistent for other programs.
         subprocess.run(["qemu-img", "check", "-q", images["vdb"]], check=True)
         subprocess.run(["/sbin/e2fsck", "-fn", images["vda"]], check=True, capture_output=True)
 
@@ -53,7 +51,7 @@ def files(stage):
 
 
 def _write_files(machine, disk):
-    """Some that stay, with their sums, and 6 MiB that go."""
+    """Writes files that stay, with their checksums, and 6 MiB that are deleted."""
     make_files(machine, disk)
     machine.run(f"""
         set -e
@@ -70,7 +68,7 @@ def _write_files(machine, disk):
 
 
 def settings(stage):
-    """One machine with two processors, and disks that differ in what they are offered."""
+    """One machine with two processors, and disks with different options."""
     daemon = stage.features
     servers = [
         stage.serve(stage.image("two"), queues=2, serial="first-of-all"),
@@ -82,7 +80,7 @@ def settings(stage):
     comers = [stage.serve(stage.image("comer", kind), kind) for kind in ("raw", "qcow2")]
     queues = (2, 4, 1)
     drives = [Drive(server.socket, number) for server, number in zip(servers, queues)]
-    # The last by their names, as they are behind bridges.
+    # The last disks are identified by name, because they are behind bridges.
     drives += [Drive(server.socket, slot=slot) for slot, server in enumerate(comers)]
     pluggable = ("vdd", "vde")
     if daemon.CONNECTS:
@@ -93,14 +91,14 @@ def settings(stage):
 
     def several_queues():
         for disk, number in (("vda", 2), ("vdb", 4)):
-            # Linux uses no more than it has processors.
+            # Linux uses at most one queue per processor.
             seen = machine.run(f"ls /sys/block/{disk}/mq | wc -l").strip()
             same(f"{disk}: queues in use", seen, str(min(number, 2)))
             load = Load(disk, files=False)
             load.begin(machine)
             load.more(machine, 3)
             load.end(machine)
-            # From each of its processors, so that both queues carry some.
+            # From each of its processors, so that both queues are used.
             for processor in (0, 1):
                 read = f"dd if=/dev/{disk} of=/dev/null bs=64k count=32 iflag=direct"
                 machine.run(f"taskset {1 << processor:x} {read}")
@@ -139,7 +137,7 @@ def settings(stage):
             for mib in (300, 320):
                 size = mib * MIB
                 server.resize(size)
-                # No event tells a script in the guest; its kernel is told at once.
+                # A script in the guest has no event to wait for; its kernel is notified at once.
                 machine.run(f"until [ $(blockdev --getsize64 /dev/{disk}) = {size} ]; do pause 0.02; done")
                 machine.run(f"dd if=/dev/urandom of=/dev/{disk} bs=1M count=1 seek={mib - 1} oflag=direct")
                 same(f"{disk}: the image's size", _size(server), size)
@@ -156,11 +154,11 @@ def settings(stage):
         load.end(machine)
 
     def plugged():
-        # They are there from the start, and come once more, each where the other was.
+        # The disks are present from the start, and are then swapped between their slots.
         before = [_loaded(machine, disk) for disk in pluggable]
         for number, disk in enumerate(pluggable):
             machine.unplug(f"disk{3 + number}")
-            # No event tells a script in the guest.
+            # A script in the guest has no event to wait for.
             machine.run(f"until [ ! -e /dev/{disk} ]; do pause 0.02; done")
         for number, disk in enumerate(pluggable):
             machine.plug(f"disk{3 + number}", Drive(comers[number].socket, slot=1 - number))
@@ -182,18 +180,18 @@ def settings(stage):
 
 
 def _size(server):
-    """Bytes of a disk, by its image."""
+    """Size of a disk according to its image."""
     info = ["qemu-img", "info", "-U", "--output=json", "-f", server.kind, server.image]
     return json.loads(subprocess.run(info, check=True, capture_output=True).stdout)["virtual-size"]
 
 
 def _numbers(machine, disk):
-    """What the load has left there."""
+    """The numbers that the load has left on the disk."""
     return machine.run(f"numbered check /dev/{disk} {FILES_MIB} {THREADS} {BLOCKS}")
 
 
 def _loaded(machine, disk):
-    """What a little load leaves there."""
+    """The numbers that a short load leaves on the disk."""
     load = Load(disk, files=False)
     load.begin(machine)
     load.more(machine)

@@ -1,6 +1,4 @@
-"""A back end that is killed under load and started again, or that another goes on for, and a machine
-to which that happens.
-"""
+"""Back ends that are killed under load and restarted, or upgraded, and machines that are killed."""
 
 import random
 import subprocess
@@ -9,27 +7,25 @@ from load import Load, check_files, make_files
 from stage import LeftOut
 from virtual_machine import Drive
 
-# How often, and with --full.
+# Number of kills, and with --full.
 SERVER, MACHINE, FULL = 3, 2, 50
-# Most rounds of the load before the next time.
+# Maximum number of rounds of the load between kills.
 ROUNDS = 4
 
 
 def raw(stage):
-    """Of a raw image, with two queues. The machine lives on, with requests that nobody answers for
-    a while.
-    """
+    """A raw image with two queues. The machine keeps running while its requests wait."""
     stage.case("server-killed-raw", lambda: _server(stage, "raw", queues=2))
 
 
 def packed(stage):
-    """The same with virtio's other kind of ring."""
+    """As `raw`, with packed rings."""
     stage.case("server-killed-packed", lambda: _server(stage, "raw", queues=2, packed=True))
 
 
 def qcow2(stage):
-    """Of a qcow2 image. Without a write cache, as its mapping is in the back end's memory until the
-    next flush: what was acknowledged before that may go with it.
+    """A qcow2 image. Without a write cache, because the mapping is in the back end's memory until
+    the next flush: a kill loses writes acknowledged after the last flush.
     """
     stage.case("server-killed-qcow2", lambda: _server(stage, "qcow2", write_through=True))
 
@@ -47,7 +43,7 @@ def _server(stage, kind, queues=1, packed=False, **offer):
         load.more(machine, moments.randint(1, ROUNDS))
         server.kill()
         server.start()
-    # And as a service manager does it, in order.
+    # An orderly restart, as by a service manager.
     load.more(machine)
     server.stop()
     server.start()
@@ -58,8 +54,8 @@ def _server(stage, kind, queues=1, packed=False, **offer):
 
 
 def taken_over(stage):
-    """Another process goes on, again and again, and nobody connects anew. The last is killed: so a
-    qcow2 image is without a write cache here too.
+    """Repeated upgrades, without a reconnection of any machine. The last process is killed: so a
+    qcow2 image has no write cache here either.
     """
     stage.case("taken-over-raw", lambda: _taken_over(stage, "raw", queues=2))
     stage.case("taken-over-packed", lambda: _taken_over(stage, "qcow2", packed=True, write_through=True))
@@ -81,7 +77,7 @@ def _taken_over(stage, kind, queues=1, packed=False, **offer):
             lost = [line for line in server.log_lines() if "a front end has connected" in line]
             assert not lost, lost
     load.more(machine)
-    # What has come along serves as the one that it began with.
+    # After the upgrades, a restart works as after a normal start.
     server.kill()
     server.start()
     load.more(machine)
@@ -91,7 +87,7 @@ def _taken_over(stage, kind, queues=1, packed=False, **offer):
 
 
 def machine(stage):
-    """What it was told to be flushed is there for the next one on the same socket."""
+    """Data that the machine has flushed is present for the next one on the same socket."""
     stage.case("machine-killed", lambda: _machine(stage))
 
 
@@ -112,7 +108,7 @@ def _machine(stage):
         load.remember(current)
     last = stage.machine([Drive(server.socket)])
     load.check(last)
-    # What was being done to the file system is done by its journal.
+    # Operations of the file system that were in progress are completed by its journal.
     last.run("mkdir /mnt/vda; mount -t ext4 /dev/vda /mnt/vda")
     check_files(last, "vda")
     server.stop()

@@ -1,20 +1,20 @@
-"""Lines that another program writes, kept as they come, and waited for.
+"""Lines that another program writes, collected as they arrive, and waited for.
 
-Never drops one; never judges any.
+Never drops a line; never judges any.
 """
 
 import threading
 
-# Much longer than anything takes that is waited for, also on a machine that stands still.
+# Much longer than any awaited event takes, on stalled hosts as well.
 SECONDS = 300
 
 
 class LinesFailed(Exception):
-    """A line did not come; the text says what came instead."""
+    """A line did not arrive; the text contains the lines that did."""
 
 
 class Lines:
-    """All lines of a file until its end, read by a thread of its own. Closes the file."""
+    """All lines of a file until its end, read by a separate thread. Closes the file."""
 
     def __init__(self, file, what):
         self._what = what
@@ -29,7 +29,7 @@ class Lines:
             return len(self._lines)
 
     def all(self, begin=0):
-        """Those so far, from that one on."""
+        """The lines so far, starting at index `begin`."""
         with self._changed:
             return self._lines[begin:]
 
@@ -39,8 +39,8 @@ class Lines:
         return self.all()
 
     def wait_for(self, holds, begin=0):
-        """Waits until this holds of the lines from that one on. Says whether it did before the file
-        ended.
+        """Waits until the predicate holds for the lines from `begin` on; False if the file ended
+        before.
         """
         with self._changed:
             came = self._changed.wait_for(

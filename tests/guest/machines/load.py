@@ -1,9 +1,9 @@
-"""Load on a disk in a guest: numbered blocks (numbered.rs beside this), and files in a file system.
+"""Load on a disk in a guest: numbered blocks (numbered.rs), and files in a file system.
 
-The file system has the first 64 MiB of a disk, the numbers come behind it. Both go on until they
-are ended; what they acknowledged on the way is in the machine's reports.
+The file system occupies the first 64 MiB of a disk, the numbers follow. Both run until they are
+ended; their acknowledgements are in the machine's reports.
 
-Never judges what it cannot see from inside: that is the caller's.
+Never checks properties that are visible only from outside: that is the caller's task.
 """
 
 import fcntl
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from guest import GuestFailed
 
-# Megabytes of the file system, and where the numbers begin.
+# Size of the file system, and offset of the numbers.
 FILES_MIB = 64
 THREADS, BLOCKS = 8, 32
 REPORTED = re.compile(r"(\d+) (\d+)$")
 
 
 class Wrong(Exception):
-    """A disk has not what it should have; the text says what."""
+    """Wrong content of a disk; the text describes it."""
 
 
 def numbered_program(cache):
-    """The program that writes the numbers, made by the compiler where it is not there; where it is."""
+    """Path of the program that writes the numbers; compiles it if it is missing."""
     source, program = Path(__file__).with_name("numbered.rs"), Path(cache, "numbered")
     with open(Path(cache, "lock"), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -38,7 +38,7 @@ def numbered_program(cache):
 
 
 def make_files(machine, disk):
-    """An empty file system, mounted."""
+    """Creates and mounts an empty file system."""
     machine.run(f"""
         mkfs.ext4 -q /dev/{disk} {FILES_MIB}M || exit
         mkdir -p /mnt/{disk} && mount -t ext4 -o discard /dev/{disk} /mnt/{disk}
@@ -46,22 +46,23 @@ def make_files(machine, disk):
 
 
 def check_files(machine, disk):
-    """Ends the file system, and has it checked."""
+    """Unmounts the file system and checks it."""
     machine.run(f"umount /mnt/{disk} && e2fsck -fn /dev/{disk}")
 
 
 class Load:
-    """Numbers, and files if wanted, on one disk of a machine. It may begin again on another."""
+    """Numbers, and optionally files, on one disk of a machine. It may continue on another machine.
+    """
 
     def __init__(self, disk, files=True):
         self.disk, self.files = disk, files
-        # By thread, the last round that was reported.
+        # Last reported round, by thread.
         self.rounds = {}
 
     def begin(self, machine):
-        """Starts it."""
+        """Starts the load."""
         numbers = f"numbered write {self._where()} /dev/vport*p1 /tmp/stop"
-        # A pipe to wait for each: that a program has ended is then an event for another shell.
+        # A pipe for each program: its end becomes an event that another shell can wait for.
         machine.run(f"""
             rm -f /tmp/stop /tmp/numbers /tmp/files
             mkfifo /tmp/numbers /tmp/files
@@ -82,7 +83,7 @@ class Load:
         """)
 
     def more(self, machine, rounds=1):
-        """Waits until each thread has reported so many rounds from now on."""
+        """Waits until each thread has reported this number of further rounds."""
         begin = len(machine.reports)
 
         def enough(lines):
@@ -101,7 +102,7 @@ class Load:
             raise Wrong(f"{self.disk}: " + "\n".join(wrong))
 
     def end(self, machine):
-        """Ends it after the rounds that are under way, and has everything read once more."""
+        """Ends the load after the rounds in progress, and verifies everything once more."""
         said = machine.run("touch /tmp/stop; cat /tmp/numbers").strip()
         if not said.startswith("ok "):
             raise Wrong(f"{self.disk}: {said}")
@@ -112,13 +113,13 @@ class Load:
         return said
 
     def remember(self, machine):
-        """Takes over what a machine that is gone has reported."""
+        """Reads the reports of a machine that has ended."""
         for line in machine.reports.all():
             if report := REPORTED.match(line):
                 self.rounds[int(report[1])] = int(report[2])
 
     def check(self, machine):
-        """That all which was reported and flushed is there."""
+        """Asserts that all reported and flushed rounds are on the disk."""
         for line in machine.run(f"numbered check {self._where()}").splitlines():
             thread, lowest, _ = map(int, line.split())
             flushed = self.rounds.get(thread, 0)

@@ -1,9 +1,9 @@
-"""A guest under load moves between machines on the host. Its disk has an export for each, of one
-back end or of two that share the image.
+"""A guest under load migrates between machines on the host. Its disk has an export for each
+machine, of one back end or of two that share the image.
 
-Requests that are in flight, the rings and their indices move so, and the memory that a back end has
-written to meanwhile. Where QEMU itself misses writes to memory that it has copied, the last is seen
-in part only (`Emulator.misses_writes`).
+This transfers requests in flight, the rings and their indices, and memory that a back end has
+written meanwhile. Where QEMU itself misses writes to memory that it has copied, the last is tested
+only in part (`Emulator.misses_writes`).
 """
 
 import os
@@ -14,19 +14,19 @@ from load import Load, Wrong, check_files, make_files
 from stage import MIB, LeftOut
 from virtual_machine import Drive
 
-# How often, and with --full.
+# Number of migrations, and with --full.
 MOVES, FULL = 2, 20
-# Queues, and whether they are packed.
+# Number of queues, and True for packed rings.
 RINGS = {"split": (1, False), "two-split": (2, False), "packed": (1, True), "two-packed": (2, True)}
-# What is enough for each change of weir.
+# Cases that suffice for each change of weir.
 SHORT = ["migration-two-split", "migration-two-packed", "handover-raw-packed", "handover-qcow2-split"]
-# What is read into a guest's page cache while it moves.
+# Data that is read into a guest's page cache during the migration.
 READ_MIB = 16
 
 
 def parts(full):
-    """There and back again with each kind of rings: over one back end, and over two on each format.
-    And memory that only a back end writes to.
+    """Migrations forth and back with each kind of rings: over one back end, and over two on each
+    format; and memory that only a back end writes.
     """
     cases = {}
     for rings in RINGS:
@@ -62,9 +62,9 @@ def _over_two(kind, rings, stage):
 
 
 def _move(stage, sockets, rings):
-    """Moves a guest from the one to the other, and back."""
+    """Migrates a guest from one socket to the second, and back."""
     queues, packed = RINGS[rings]
-    # Linux uses no more queues than it has processors.
+    # Linux uses at most one queue per processor.
     machine = stage.machine([Drive(sockets[0], queues, packed)], processors=queues)
     make_files(machine, "vda")
     load = Load("vda")
@@ -83,8 +83,8 @@ def _move(stage, sockets, rings):
 
 
 def _log(stage):
-    """Memory that was copied, to which then a back end alone writes: the guest's page cache. What is
-    read from the disk later is something else, so that what is seen is what came along.
+    """Memory that is written only by a back end after it was copied: the guest's page cache. The
+    disk is changed before it is read again, so that only the transferred memory is compared.
     """
     if stage.emulator.misses_writes:
         raise LeftOut(f"{stage.emulator} misses what a guest writes to memory that was copied")
@@ -94,7 +94,7 @@ def _log(stage):
     read = f"dd 2>/dev/null if=/dev/vda bs=1M count={READ_MIB}"
     machine.run(f"dd if=/dev/urandom of=/dev/vda bs=1M count={READ_MIB} oflag=direct")
     written = machine.run(f"{read} iflag=direct | md5sum")
-    # So that there always is something left to copy.
+    # Load, so that the copy does not converge at once.
     load = Load("vda", files=False)
     load.begin(machine)
     other = stage.machine([Drive(sockets[1])], incoming=_waiting(sockets[0], 1))
@@ -117,5 +117,5 @@ def _log(stage):
 
 
 def _waiting(socket, number):
-    """Where a machine waits. Short, as sockets' names are."""
+    """Address where a machine waits; short, because paths of sockets are limited."""
     return socket.with_name(f"move{number}.sock")

@@ -1,4 +1,4 @@
-"""QMP over a socket that is already there, with the events that the bench's client drops.
+"""QMP over an existing socket, with the events, which the bench's client drops.
 
 Never reconnects.
 """
@@ -7,7 +7,7 @@ import qmp  # bench/qmp.py
 
 
 class Monitor(qmp.Monitor):
-    """One connection, past its greeting. `socket` is closed with it."""
+    """One connection, past its greeting. Closes `socket` with it."""
 
     def __init__(self, socket):
         self._socket = socket
@@ -18,7 +18,7 @@ class Monitor(qmp.Monitor):
         self.run("qmp_capabilities")
 
     def wait_for(self, event, holds=lambda data: True):
-        """The data of the next such event, of those too that came while commands ran."""
+        """The data of the next matching event, including events that arrived during commands."""
         while True:
             while self._events:
                 message = self._events.pop(0)

@@ -1,22 +1,21 @@
-//! Writes numbered blocks to a disk and checks that what it reads is what it last wrote: a program
-//! for the guest of `tests/guest/virtual-machines`, made by `rustc` alone.
+//! Writes numbered blocks to a disk and verifies that each read returns the last acknowledged
+//! write: a program for the guest of `tests/guest/virtual-machines`, compiled with `rustc` alone.
 //!
 //!     numbered write DISK MIB THREADS BLOCKS REPORTS STOP
 //!     numbered check DISK MIB THREADS BLOCKS
 //!
-//! From MIB mebibytes on, each thread has so many blocks of 4 KiB to itself, and one request in
-//! flight, which bypasses the guest's page cache. In a round it goes through its blocks in pieces
-//! of 1 to 8 and in a random order: it reads a piece, which must hold what was last acknowledged,
-//! neither older nor newer, and writes it with the round's number. Then it flushes and appends a
-//! line `THREAD ROUND` to REPORTS. Whoever reads such a line knows that all blocks of that thread
-//! have that number or a later one, for ever. A thread that finds something wrong reports `wrong`
-//! and what instead, and all end.
+//! From offset MIB on, each thread owns BLOCKS blocks of 4 KiB, and has one request in flight,
+//! which bypasses the guest's page cache. In a round it visits its blocks in pieces of 1 to 8 and
+//! in random order: it reads a piece, which must hold the last acknowledged write, neither older
+//! nor newer, and writes it with the round's number. Then it flushes and appends a line `THREAD
+//! ROUND` to REPORTS: from then on all blocks of that thread must have that number or a later one.
+//! A thread that finds an error reports `wrong` and the error, and all threads end.
 //!
 //! `write` ends after the round in which a file STOP exists, having read everything once more. It
-//! prints `ok ROUNDS REQUESTS`, or what was wrong, and then its status is 1. It goes on with the
-//! numbers that it finds. `check` prints `THREAD LOWEST HIGHEST` for each thread.
+//! prints `ok ROUNDS REQUESTS`, or the errors with status 1. It continues from the numbers on the
+//! disk. `check` prints `THREAD LOWEST HIGHEST` for each thread.
 //!
-//! Never waits, never tries again.
+//! Never waits, never retries.
 
 use std::{
     alloc::{self, Layout},
@@ -34,21 +33,21 @@ use std::{
 
 const BLOCK: usize = 4096;
 const PIECE: u64 = 8;
-/// Of x86-64 (asm/fcntl.h).
+/// Value on x86-64 (asm/fcntl.h).
 const O_DIRECT: i32 = 0o40000;
 
-/// What a thread needs to know.
+/// Parameters of all threads.
 struct Job {
     disk: String,
-    /// Bytes.
+    /// Offset in bytes.
     start: u64,
     threads: u64,
     blocks: u64,
-    /// A thread has found something wrong.
+    /// True once a thread has found an error.
     failed: AtomicBool,
 }
 
-/// What went wrong, for people.
+/// An error message.
 struct Wrong(String);
 
 impl From<io::Error> for Wrong {
@@ -57,7 +56,7 @@ impl From<io::Error> for Wrong {
     }
 }
 
-/// Memory as O_DIRECT wants it.
+/// Memory aligned for O_DIRECT.
 struct Buffer(*mut u8, Layout);
 
 impl Buffer {
@@ -70,19 +69,20 @@ impl Buffer {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: so many bytes were allocated and zeroed, and the slice borrows their owner.
+        // SAFETY: `layout.size()` bytes were allocated and zeroed, and the slice borrows their
+        // owner.
         unsafe { slice::from_raw_parts_mut(self.0, self.1.size()) }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: from `alloc_zeroed` with this layout.
+        // SAFETY: allocated by `alloc_zeroed` with this layout.
         unsafe { alloc::dealloc(self.0, self.1) }
     }
 }
 
-/// xorshift64*: the same numbers from the same seed.
+/// xorshift64*: deterministic for a seed.
 struct Random(u64);
 
 impl Random {
@@ -100,7 +100,8 @@ impl Random {
     }
 }
 
-/// A block is its place, its round, and words that follow from both. One never written is zeroes.
+/// Fills a block with its index, its round, and words derived from both. Unwritten blocks are
+/// zeroes.
 fn fill(block: &mut [u8], index: u64, round: u64) {
     let mut random = Random::new(index << 32 ^ round);
     for (number, word) in block.chunks_exact_mut(8).enumerate() {
@@ -113,7 +114,7 @@ fn fill(block: &mut [u8], index: u64, round: u64) {
     }
 }
 
-/// The round of a block, if it is whole and in its place.
+/// The round of a block; `None` if the block is torn or misplaced.
 fn round_of(block: &[u8], index: u64) -> Option<u64> {
     if block.iter().all(|byte| *byte == 0) {
         return Some(0);
@@ -146,7 +147,7 @@ impl Job {
         both.map(|(index, block)| round_of(block, index).ok_or_else(|| damaged(index, block))).collect()
     }
 
-    /// Rounds without an end, until there is such a file. Says how many, and how many requests.
+    /// Runs rounds until the file `stop` exists; returns the numbers of rounds and requests.
     fn write(&self, thread: u64, reports: &File, stop: &Path) -> Result<(u64, u64), Wrong> {
         let disk = self.open()?;
         let mut known = self.rounds(&disk, thread)?;
@@ -173,7 +174,7 @@ impl Job {
                 requests += 2;
             }
             disk.sync_data()?;
-            // One write, so that the lines of several threads stay apart.
+            // A single write, so that lines of different threads do not mix.
             let mut reports = reports;
             reports.write_all(format!("{thread} {round}\n").as_bytes())?;
             rounds += 1;
@@ -189,7 +190,7 @@ impl Job {
     }
 }
 
-/// All of so many blocks, in pieces, in a random order.
+/// All blocks in pieces, in random order.
 fn pieces(blocks: u64, random: &mut Random) -> Vec<Range<u64>> {
     let mut all = Vec::new();
     let mut next = 0;
@@ -213,7 +214,7 @@ fn differs(index: u64, found: u64, acknowledged: u64) -> Wrong {
     Wrong(format!("block {index} has round {found}; round {acknowledged} was acknowledged last"))
 }
 
-/// What each thread came to; all of them have ended.
+/// Runs `work` in all threads; returns the results, or the errors.
 fn each<T: Send>(job: &Job, work: impl Fn(u64) -> Result<T, Wrong> + Sync) -> Result<Vec<T>, Wrong> {
     let all: Vec<Result<T, Wrong>> = thread::scope(|scope| {
         let work = &work;
@@ -253,7 +254,7 @@ fn run(words: &[String]) -> Result<String, Wrong> {
             let done = each(&job, |thread| {
                 job.write(thread, &reports, Path::new(stop)).inspect_err(|wrong| {
                     job.failed.store(true, Ordering::Relaxed);
-                    // If that fails too, it is said at the end.
+                    // If this fails too, the error is printed at the end.
                     let _ = (&reports).write_all(format!("wrong {wrong}\n").as_bytes());
                 })
             })?;

@@ -1,7 +1,7 @@
-"""What cases stand on: images, back ends and machines, all of which end with it; and the verdicts
-on the cases.
+"""The environment of cases: images, back ends and machines, all of which end with it; and the
+results of the cases.
 
-Never decides what is tested.
+Never decides which cases run.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ MIB = 1 << 20
 
 
 class LeftOut(Exception):
-    """A case that cannot run here; the text says why."""
+    """A case that cannot run here; the text gives the reason."""
 
 
 class Verdicts:
-    """How many cases passed, and which of all are wanted."""
+    """Counts results, and selects cases."""
 
     def __init__(self, only):
         self._only = only
@@ -32,11 +32,11 @@ class Verdicts:
         self.passed = self.failed = 0
 
     def wanted(self, name):
-        """Whether this case is to run."""
+        """True if this case is to run."""
         return not self._only or name in self._only
 
     def tell(self, name, seconds, why=""):
-        """One case has ended; `why` it failed."""
+        """Records the end of a case; `why` is the reason of a failure."""
         with self._lock:
             self._told.add(name)
             if why:
@@ -48,14 +48,14 @@ class Verdicts:
                 print("  " + "\n  ".join(why.splitlines()), flush=True)
 
     def left_out(self, name, why):
-        """One case has not run."""
+        """Records a case that did not run."""
         with self._lock:
             self._told.add(name)
             print(f"not    {name}: {why}", flush=True)
 
     def missed(self, names, why):
-        """These have ended, those too that have not come to run, for this reason. Where all did, it
-        is the end of what they ran on that failed.
+        """Records these cases as failed for this reason, unless they have ended. If all have, the
+        end of their environment has failed.
         """
         silent = [name for name in names if self.wanted(name) and name not in self._told]
         for name in silent or [f"the end after {', '.join(names)}"]:
@@ -63,7 +63,7 @@ class Verdicts:
 
 
 class Stage(contextlib.ExitStack):
-    """Where some cases run, one after another. Use it in a `with` statement."""
+    """The environment in which some cases run, one after another. Use it in a `with` statement."""
 
     def __init__(self, verdicts, cache, numbered, weir, emulator, daemon, full):
         super().__init__()
@@ -74,22 +74,22 @@ class Stage(contextlib.ExitStack):
 
     def __enter__(self):
         super().__enter__()
-        # Beside the cache, as that is on a disk: not every file system in memory has O_DIRECT.
+        # Beside the cache, which is on a disk: not every file system in memory has O_DIRECT.
         kept = tempfile.TemporaryDirectory(prefix="guest-test.", dir=self._cache.parent)
         self.directory = Path(self.enter_context(kept))
         return self
 
     @property
     def features(self):
-        """The kind of back end, for what it can and cannot do."""
+        """The class of the back end, for its features."""
         return Daemon if self._daemon else Weir
 
     def wanted(self, name):
-        """Whether this case is to run."""
+        """True if this case is to run."""
         return self._verdicts.wanted(name)
 
     def case(self, name, function):
-        """Runs a case, and says how it ended. A failure is no reason not to run the next."""
+        """Runs a case, and records its result. After a failure the next case runs."""
         if not self.wanted(name):
             return
         begin, why = time.monotonic(), ""
@@ -98,25 +98,25 @@ class Stage(contextlib.ExitStack):
         except LeftOut as error:
             self._verdicts.left_out(name, error)
             return
-        except Exception as error:  # whatever it is, it is this case's failure
+        except Exception as error:  # any exception is a failure of this case
             why = f"{type(error).__name__}: {error}\n{self._said()}"
         self._verdicts.tell(name, time.monotonic() - begin, why)
 
     def image(self, name, kind="raw", mib=256):
-        """An empty image."""
+        """Creates an empty image."""
         path = self.directory / f"{name}.{kind}"
         subprocess.run(["qemu-img", "create", "-q", "-f", kind, path, f"{mib}M"], check=True)
         return path
 
     def serve(self, image, kind="raw", **offer):
-        """A back end of this image."""
+        """Starts a back end of this image."""
         program = "qemu-storage-daemon" if self._daemon else self._weir
         back_end = self.enter_context(self.features(program, image, kind, Offer(**offer)))
         self._back_ends.append(back_end)
         return back_end
 
     def machine(self, drives, **kind):
-        """A machine that has booted, or waits for another to move in."""
+        """Starts a machine; returns when it has booted, or waits for a migration."""
         machine = self.enter_context(Machine(self._cache, self._numbered, drives, self.emulator, **kind))
         self._machines.append(machine)
         return machine
@@ -128,5 +128,5 @@ class Stage(contextlib.ExitStack):
 
 
 def allocated(path):
-    """Bytes of a file that take space."""
+    """Allocated bytes of a file."""
     return os.stat(path).st_blocks * 512

@@ -1,6 +1,6 @@
-"""QEMU's own client of vhost-user-blk, which its tools have: no machine.
+"""QEMU's tools as clients of vhost-user-blk, without a machine.
 
-A tool opens a disk, and the next one does when it has ended.
+A tool opens a disk, and the next tool opens it after the first has ended.
 """
 
 import subprocess
@@ -26,7 +26,7 @@ def _one(stage, kind):
     disk = f"driver={DRIVER},path={server.socket},cache.direct=on"
 
     def tool(name, *words):
-        """What it says. What it reads and is not the pattern is an error, too."""
+        """Runs a tool; returns its output. A mismatch of a pattern is an error as well."""
         command = [stage.emulator.tool(name), *words]
         ended = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if f"Unknown driver '{DRIVER}'" in ended.stderr:
@@ -45,7 +45,7 @@ def _one(stage, kind):
     )  # fmt: skip
     size = 300 * MIB
     server.resize(size)
-    # Unlike a machine, it asks for a size when it opens a disk.
+    # Unlike a machine, a tool reads the size when it opens a disk.
     io(f"write -P 18 {size - MIB} 1M", f"read -P 18 {size - MIB} 1M")
     copy = stage.directory / f"copy-of-{kind}"
     tool("qemu-img", "convert", "--image-opts", disk, "-O", "raw", copy)

@@ -1,10 +1,10 @@
-"""A virtual machine whose disks are exports of vhost-user-blk, on sockets of one back end or
-several.
+"""A virtual machine whose disks are exports of vhost-user-blk, on sockets of one or several back
+ends.
 
-Its memory is shared with them. It has the host's clock, as it talks to programs outside, and the
-guest of guest.py otherwise: scripts are done one after another. Beside them its programs report
-through a port of their own, line by line. It may be reset, be killed, be given and lose disks while
-it runs, and move to another machine.
+Its memory is shared with them. It uses the host's clock, because it talks to programs outside;
+otherwise it is the guest of guest.py: scripts run one after another. Programs in the guest report
+through a separate port, line by line. The machine may be reset, killed, gain and lose disks at run
+time, and migrate to another machine.
 
 Never serves a disk.
 """
@@ -20,13 +20,14 @@ from guest import KERNEL, MIB, Guest, GuestFailed
 from lines import Lines
 from monitor import Monitor
 
-# Enough for a kernel, its initramfs in memory, and what the tests write there.
+# Enough for a kernel, its initramfs in memory, and the files of the tests.
 MEMORY = "320M"
-# A page that the kernel has cleared is copied for that, whoever writes to it next.
+# QEMU copies a page that the kernel has cleared for that reason alone, so migrations would be
+# tested less.
 NOT_CLEARED = "init_on_alloc=0"
-# Where a disk may be plugged while the machine runs.
+# Number of slots for hotplug.
 SLOTS = 2
-# The end of the reports' port in the guest; the number of its device follows from the others.
+# The guest's end of the reports' port; its device number depends on the other devices.
 REPORTS = "/dev/vport*p1"
 
 
@@ -39,7 +40,7 @@ class Emulator:
 
     @classmethod
     def of(cls, program):
-        """The one that this program is."""
+        """The version of this program."""
         said = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
         version = re.search(r"version (\d+)\.(\d+)", said)
         return cls(program, tuple(map(int, version.groups())))
@@ -48,18 +49,18 @@ class Emulator:
         return "QEMU {}.{}".format(*self.version)
 
     def tool(self, name):
-        """Another program of it."""
+        """Another program of the same installation."""
         return name if self.program == Path(self.program).name else Path(self.program).with_name(name)
 
     @property
     def misses_writes(self):
-        """Whether it misses some of what emulated processors write to memory that was copied, with
-        any back end. 7.2 does, and 11.1 does not.
+        """True if it misses some writes of emulated processors to memory that was copied, with any
+        back end. 7.2 does, and 11.1 does not.
         """
         return self.version < (11, 0)
 
     def reconnects(self):
-        """That a character device connects again a second after it was lost."""
+        """Option of a character device to reconnect a second after a disconnect."""
         return {"reconnect-ms": 1000} if self.version >= (9, 2) else {"reconnect": 1}
 
 
@@ -69,20 +70,20 @@ class Drive:
 
     socket: Path
     queues: int = 1
-    # Of virtio's two kinds of ring the second.
+    # True for packed rings.
     packed: bool = False
-    # Where it can be unplugged and plugged, from 0 to SLOTS; otherwise it is there for good.
+    # Slot for hotplug, from 0 to SLOTS - 1; None for a disk that cannot be unplugged.
     slot: int | None = None
     # The machine listens, and the back end connects to it.
     listens: bool = False
 
     def connection(self, name, emulator):
-        """As a character device of QEMU's."""
+        """Options of its character device for QEMU."""
         who = {"server": True, "wait": False} if self.listens else emulator.reconnects()
         return "socket," + words({"id": f"{name}-connection", "path": self.socket} | who)
 
     def device(self, name):
-        """As a device of QEMU's."""
+        """Options of its device for QEMU."""
         keys = {
             "driver": "vhost-user-blk-pci",
             "id": name,
@@ -97,7 +98,7 @@ class Drive:
 
 
 def words(keys):
-    """Keys as one word of QEMU's command line."""
+    """Options as one argument of QEMU's command line."""
     switches = {key: "on" if value else "off" for key, value in keys.items() if isinstance(value, bool)}
     return ",".join(f"{key}={value}" for key, value in (keys | switches).items())
 
@@ -105,8 +106,8 @@ def words(keys):
 class Machine(Guest):
     """One running machine, whose disks are /dev/vda and so on. Use it in a `with` statement.
 
-    `incoming` is the path of a socket where it waits for another machine that moves in (`move_to`)
-    instead of booting.
+    `incoming` is the path of a socket where it waits for an incoming migration (`move_to`) instead
+    of booting.
     """
 
     PROGRAM = "/bin/numbered"
@@ -118,8 +119,8 @@ class Machine(Guest):
         self.incoming = incoming
 
     def reset(self):
-        """As the button does; returns when it has booted again."""
-        # Otherwise a guest that starts again has broken.
+        """Resets the machine; returns when it has booted again."""
+        # By default a reset of the guest is treated as a crash.
         self.monitor.run("set-action", reboot="reset")
         self.monitor.run("system_reset")
         self.monitor.wait_for("RESET")
@@ -127,15 +128,15 @@ class Machine(Guest):
         self.monitor.run("set-action", reboot="shutdown")
 
     def kill(self):
-        """Ends it without a word of warning. What it reported before is in `reports`."""
+        """Kills it with SIGKILL. Its earlier reports are in `reports`."""
         self._process.kill()
         self._process.wait()
         self.reports.until_end()
-        # Of fifty machines, not fifty initramfs.
+        # Releases the initramfs at once: a test may use fifty machines.
         self._directory.cleanup()
 
     def plug(self, name, drive):
-        """Gives it a disk while it runs. Those that it has from its start are disk0 and so on."""
+        """Adds a disk at run time. The initial disks are disk0 and so on."""
         backend = {
             "type": "socket",
             "data": {
@@ -148,36 +149,36 @@ class Machine(Guest):
         self.monitor.run("device_add", **drive.device(name))
 
     def unplug(self, name):
-        """Takes the disk; returns when the guest has let it go."""
+        """Removes a disk; returns when the guest has released it."""
         self.monitor.run("device_del", id=name)
         self.monitor.wait_for("DEVICE_DELETED", lambda data: data.get("device") == name)
         self.monitor.run("chardev-remove", id=f"{name}-connection")
 
     def move_to(self, other, meanwhile):
-        """Moves the guest into a machine that waits for it, with all that runs in it.
+        """Migrates the guest to a machine that waits for it.
 
-        `meanwhile` is called when it is under way; it cannot end before that has returned.
+        `meanwhile` is called during the migration, which cannot complete before it has returned.
         """
         self.monitor.run("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
-        # Until `meanwhile` has returned, there is always something left to copy: little is copied, or
-        # all of it again and again.
+        # Until `meanwhile` has returned, the migration must not converge: it copies slowly, or
+        # repeatedly.
         slow, no_limit = (1 if self.qemu.misses_writes else 16) * MIB, 1 << 40
         self.monitor.run("migrate-set-parameters", **{"max-bandwidth": slow, "downtime-limit": 1})
         self.monitor.run("migrate", uri=f"unix:{other.incoming}")
         self.monitor.wait_for("MIGRATION", lambda data: data["status"] == "active")
         meanwhile()
-        # The rest while it stands still, for as long as it takes.
+        # The rest is copied while the guest is paused, without a time limit.
         self.monitor.run("migrate-set-parameters", **{"max-bandwidth": no_limit, "downtime-limit": 20_000})
         ended = self.monitor.wait_for(
             "MIGRATION", lambda data: data["status"] in ("completed", "failed", "cancelled")
         )
         if ended["status"] != "completed":
             raise GuestFailed(f"moving {ended['status']}: {self.monitor.run('query-migrate')}")
-        # The guest answers there now.
+        # From here on the guest runs in the target.
         other.monitor.wait_for("RESUME")
 
     def quit(self):
-        """Ends it in order."""
+        """Ends it cleanly."""
         self.monitor.run("quit")
         self._process.wait()
         self._directory.cleanup()

@@ -1,9 +1,9 @@
 """The kernel's NBD client against weir: a raw file with the page cache bypassed, over TCP, two
 connections.
 
-Why a file and not memory: the guest's unaligned and overlapping writes then meet the alignment
-rules of O_DIRECT. Afterwards the file must hold what the guest wrote and flushed: the same 2 MiB at
-4 MiB and at 16 MiB.
+A file and not memory, so that unaligned and overlapping writes of the guest meet the alignment
+rules of O_DIRECT. Afterwards the file must hold the data that the guest wrote and flushed: the same
+2 MiB at 4 MiB and at 16 MiB.
 """
 
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ STEPS = ("direct write", "buffered write", "discard", "attached again")
 
 @contextmanager
 def served(weir, directory):
-    """A server of a new file, and the file."""
+    """Context manager: a server of a new file; yields both."""
     image = directory / "nbd.raw"
     with open(image, "wb") as file:
         file.truncate(64 * MIB)
@@ -30,7 +30,7 @@ class KernelClient:
     """The case."""
 
     def __init__(self, server, image):
-        self.guest = None  # set when it runs
+        self.guest = None  # set by the runner
         self.server = server
         self.image = image
 
@@ -39,7 +39,7 @@ class KernelClient:
         yield "the kernel's NBD client, over TCP with two connections", self.uses
 
     def uses(self):
-        """That it reads what it wrote, and that the file has it."""
+        """The guest reads its writes, and they are in the file."""
         port = self.server.address.rpartition(":")[2]
         # The host's loopback is the gateway of QEMU's user-mode network.
         printed, status = self.guest.run_status(f"sh /client.sh 10.0.2.2 {port} '' {CONNECTIONS}")

@@ -3,9 +3,9 @@
 #
 # Usage: client.sh SERVER PORT EXPORT CONNECTIONS
 #
-# Every step that writes reads back past the guest's page cache, and says that it is done. Exit
-# status 0 after the last one; otherwise 1, and why. Never relies on what the export held before,
-# which must be 32 MiB at least.
+# Every step that writes reads back past the guest's page cache, and prints that it is done. Exit
+# status 0 after the last one; otherwise 1, and the reason. Never relies on the previous content of
+# the export, which must be 32 MiB at least.
 SERVER=$1 PORT=$2 EXPORT=$3 CONNECTIONS=$4
 
 fail() { dmesg | tail -n 15; echo "$*"; exit 1; }
@@ -19,7 +19,7 @@ ip route add default via 10.0.2.2
 disk=/dev/nbd0
 attach() {
     nbd-client "$SERVER" "$PORT" $disk -N "$EXPORT" -C "$CONNECTIONS" </dev/null || fail "nbd-client could not attach"
-    # The first read of the partition table has happened once the size is visible.
+    # The size becomes visible before the first read of the partition table.
     size=$(cat /sys/block/nbd0/size)
     [ "$size" -ge 65536 ] || fail "the disk has $size sectors, at least 65536 are needed"
 }
@@ -40,8 +40,7 @@ dd if=/tmp/pattern of=$disk bs=4096 seek=4096 conv=notrunc,fsync 2>/dev/null || 
 expect "buffered write" "$pattern" "$(sum 4096 512)"
 echo "step buffered write: ok"
 
-# A discard must leave its neighbours alone. What the discarded range reads as is the server's
-# choice.
+# A discard must not affect its neighbours. The content of the discarded range is undefined.
 [ "$(cat /sys/block/nbd0/queue/discard_max_bytes)" -gt 0 ] || fail "the export offers no discard"
 dd if=/tmp/pattern of=$disk bs=1M seek=24 conv=notrunc oflag=direct 2>/dev/null
 blkdiscard -o $((24 * 1048576 + 524288)) -l 1048576 $disk || fail "blkdiscard"
@@ -51,7 +50,7 @@ expect "before the discard" "$before" "$(sum 6144 128)"
 expect "after the discard" "$after" "$(sum 6528 128)"
 echo "step discard: ok"
 
-# Detach and attach again: what was flushed is still there.
+# Detach and attach again: flushed data is still present.
 nbd-client -d $disk || fail "nbd-client could not detach"
 for wait in 1 2 3 4 5 6 7 8 9 10; do
     [ -e /sys/block/nbd0/pid ] || break
