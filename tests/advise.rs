@@ -154,12 +154,12 @@ fn truncated_recording_is_used_up_to_its_last_complete_block() {
     let torn = scratch.file("torn.recording", &bytes[..bytes.len() - 10]);
     let outcome = advise(&[text(&torn), "--json"]);
     assert_eq!(outcome.status(), Some(1));
-    assert_contains(&outcome.stderr(), &["weir: not read to the end: ", "cut off in a block"]);
+    assert_contains(&outcome.stderr(), &["weir: not read to the end: ", "ends within a block"]);
     let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let read: u64 =
         told["tenants"].as_array().expect("a list").iter().filter_map(|it| it["requests"].as_u64()).sum();
     assert_eq!(read, 131_072, "two blocks");
-    assert_contains(told["partial"].as_str().expect("it is said"), &["131072 requests before it are whole"]);
+    assert_contains(told["partial"].as_str().expect("it is said"), &["131072 requests before it are complete"]);
     assert_eq!(told["commands"].as_array().map(Vec::len), Some(2));
 }
 

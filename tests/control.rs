@@ -109,7 +109,7 @@ fn a_disk_is_resized_under_its_clients() {
     party.refused(
         "block_resize",
         json!({"node-name": "vm", "size": 1000}),
-        "Parameter 'size' (1000) cannot be: a size is a multiple of 512 bytes, and not 0 (round it)",
+        "Parameter 'size' (1000) cannot be: the size must be a multiple of 512 bytes, and not 0 (round it)",
     );
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
     drop(client);

@@ -327,8 +327,8 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
     let weir = waiting(&scratch, &at, &[]);
     for (byte, ways, why) in [
         ('a', ScriptedServerBehaviour { flags: USUAL & !WITH_FLUSH, ..ORDINARY }, "it no longer supports flushes"),
-        ('b', ScriptedServerBehaviour { flags: USUAL | READ_ONLY, ..ORDINARY }, "it is read-only now"),
-        ('c', ScriptedServerBehaviour { size: MIB - 4096, ..ORDINARY }, "it has 1044480 bytes now, and the disk has 1048576"),
+        ('b', ScriptedServerBehaviour { flags: USUAL | READ_ONLY, ..ORDINARY }, "the export is read-only now"),
+        ('c', ScriptedServerBehaviour { size: MIB - 4096, ..ORDINARY }, "the export has 1044480 bytes now, but the disk has 1048576"),
         ('d', ScriptedServerBehaviour { blocks: [512, 4096, 1 << 20], ..ORDINARY }, "its minimum block is 512 bytes now"),
     ] {
         weir.nbdsh("front", &format!("h.pwrite(b'{byte}' * 4096, 0)"));

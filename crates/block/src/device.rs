@@ -13,7 +13,7 @@
 //! a device that processes many requests at once, that means little more than "not idle".
 //!
 //! Disks on one device share one [`Device`]. Several observers may read it, each with its own
-//! [`Meter`].
+//! [`UtilizationMeter`].
 //!
 //! Never opens a device and never waits for it: the kernel's statistics and the lines of an
 //! imitated device are enough.
@@ -49,7 +49,7 @@ use crate::disk::Disk;
 
 /// Minimum interval of a measurement; a shorter one would cover only a few requests.
 const MIN_INTERVAL: Duration = Duration::from_millis(20);
-/// Minimum interval that [`Device::use_now`] averages over.
+/// Minimum interval that [`Device::utilization`] averages over.
 const AVERAGING_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum age of a measurement's beginning.
 const MAX_AVERAGING_INTERVAL: Duration = Duration::from_secs(3);
@@ -89,10 +89,11 @@ pub struct Device {
     recent: Mutex<RecentUtilization>,
 }
 
-/// Utilization shared by occasional readers: each gets an average over at least [`A_WHILE`].
+/// Utilization shared by occasional readers: each gets an average over at least
+/// [`AVERAGING_INTERVAL`].
 #[derive(Clone, Copy, Debug, Default)]
 struct RecentUtilization {
-    /// Begun at least [`A_WHILE`] before the next.
+    /// Begun at least [`AVERAGING_INTERVAL`] before the next.
     older: UtilizationMeter,
     newer: UtilizationMeter,
     utilization: u32,
@@ -213,7 +214,7 @@ impl Device {
         }
     }
 
-    /// Name for people: `/dev/vda`, `rate:NAME`.
+    /// Display name: `/dev/vda`, `rate:NAME`.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -256,7 +257,7 @@ impl Device {
         let mut lately = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         let is_for = |meter: &UtilizationMeter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
         let is_old = is_for(&lately.older, MAX_AVERAGING_INTERVAL);
-        // The older meter covers at least `A_WHILE`, unless it is too old to be recent.
+        // The older meter covers at least `AVERAGING_INTERVAL`, unless it is too old to be recent.
         let mut meter = if is_old { lately.newer } else { lately.older };
         if let Some(used) = meter.measure(self, now)? {
             lately.utilization = used;

@@ -9,9 +9,9 @@
 //! completes exactly once, with data or an error. The disk does not check again, and has no
 //! dependency on protocols.
 //!
-//! A request first needs admission, which [`Disk::admit`] returns as a permit (`Pass`). All worker
-//! threads share a disk: every method takes `&self`, and the future of a request belongs to the
-//! thread that made it.
+//! A request first needs admission, which [`Disk::admit`] returns as a permit (`AdmissionPermit`).
+//! All worker threads share a disk: every method takes `&self`, and the future of a request belongs
+//! to the thread that made it.
 
 mod failures;
 mod handover;
@@ -144,7 +144,7 @@ pub struct DiskCounters {
     merged_requests: AtomicU64,
 }
 
-/// Snapshot of [`Counters`].
+/// Snapshot of [`DiskCounters`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskTotals {
     /// Reads.
@@ -163,10 +163,10 @@ impl Disk {
     /// Creates a disk over `image`, in `group` if there is one.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or a reservation that does not fit into the group.
+    /// [`ThrottleError`]: invalid limits, or a reservation that does not fit into the group.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn new(
         name: &str,
         image: Image,
@@ -253,7 +253,7 @@ impl Disk {
     /// changing their sizes.
     ///
     /// # Errors
-    /// [`NotEnough`]; the previous reservation stays in force.
+    /// [`OutOfBudget`]; the previous reservation stays in force.
     pub fn reserve_memory(&self) -> std::result::Result<(), OutOfBudget> {
         let bytes = self.image.most_cache_bytes() + self.prefetch.max_bytes();
         self.memory.reserve("its metadata caches and read-ahead", bytes)
@@ -491,7 +491,7 @@ impl Disk {
     /// Writes `data` at `offset`.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn write(&self, pass: AdmissionPermit, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
@@ -515,7 +515,7 @@ impl Disk {
     /// Makes all completed writes durable. Not throttled: it transfers no data.
     ///
     /// # Errors
-    /// The image's; writes since the last flush may then be lost.
+    /// The image's error; writes since the last flush may then be lost.
     pub async fn flush(&self) -> Result<()> {
         self.flush_for(None).await
     }
@@ -533,7 +533,7 @@ impl Disk {
         self.run_until_done(DiskOperation::Flush, (0, 0), &pass, flush).await
     }
 
-    /// See [`Image::would_lose`].
+    /// See [`Image::has_volatile_writes`].
     pub fn has_volatile_writes(&self) -> bool {
         self.image.has_volatile_writes()
     }
@@ -542,7 +542,7 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::UNSUPPORTED`] if `only_if_fast` is set and it would be slow,
-    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn write_zeroes(
         &self,
         pass: AdmissionPermit,
@@ -558,7 +558,7 @@ impl Disk {
     /// Discards `length` bytes at `offset`, which read as undefined content afterwards.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn discard(&self, pass: AdmissionPermit, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let discard = async || match self.discards {
@@ -615,7 +615,7 @@ impl Disk {
     /// Reserves space for a range, which may lie past the end: see [`Image::reserve`].
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn reserve(&self, _: AdmissionPermit, offset: u64, length: u64) -> Result<()> {
         self.check_writable()?;
         let _inside = self.enter().await?;

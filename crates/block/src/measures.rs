@@ -23,7 +23,7 @@ use policy::{
 
 use crate::recorder::{RequestRecord, DiskOperation};
 
-/// Upper bounds for people, in nanoseconds: from 20 µs to 10 s.
+/// Round upper bounds, for display, in nanoseconds: from 20 µs to 10 s.
 pub const ROUND_BOUNDS_NS: [u64; 18] = [
     20_000,
     50_000,
@@ -173,7 +173,7 @@ impl HistogramSnapshot {
         Self::round_of(&self.counts)
     }
 
-    /// As [`Spread::round`], for counts by bucket.
+    /// As [`HistogramSnapshot::round_counts`], for counts by bucket.
     pub fn round_of(counts: &[u64]) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
         let mut sums = [0; ROUND_BOUNDS_NS.len() + 1];
         for (place, count) in counts.iter().enumerate() {
@@ -263,20 +263,21 @@ pub struct Measures {
     latency: [Histogram; 3],
     waits: [Histogram; 2],
     waiting: [CoveredTime; 2],
-    /// By [`Whose`], [`LimitKind::index`] and direction.
+    /// By [`CauseLevel`], [`LimitKind::index`] and direction.
     held: [[[CoveredTime; 2]; 6]; 3],
 }
 
 /// Snapshot of [`Measures`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeasuresSnapshot {
-    /// By [`Timed`].
+    /// By [`OperationClass`].
     pub latency: [HistogramSnapshot; 3],
     /// By direction.
     pub waits: [HistogramSnapshot; 2],
     /// Time with a waiting request, in nanoseconds, by direction.
     pub waiting_ns: [u64; 2],
-    /// Time by throttle cause, in nanoseconds, by [`Whose`], [`LimitKind::index`] and direction.
+    /// Time by throttle cause, in nanoseconds, by [`CauseLevel`], [`LimitKind::index`] and
+    /// direction.
     pub held_ns: [[[u64; 2]; 6]; 3],
 }
 
@@ -318,7 +319,7 @@ impl Measures {
         self.waits[direction.index()].add(waited_ns, requests.into());
         if waited_ns > 0 {
             self.waiting[direction.index()].add(arrived, admitted);
-            // All groups above the disk's group count as `Whose::Above`.
+            // All groups above the disk's group count as `CauseLevel::Above`.
             if let Some(LevelCause { level, kind }) = held {
                 self.held[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
             }

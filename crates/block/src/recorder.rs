@@ -49,7 +49,7 @@ impl DiskOperation {
 /// Record of a completed request.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestRecord {
-    /// Number that the disk was given by [`Recorded::set`].
+    /// Number that the disk was given by [`RecordingSwitch::set`].
     pub disk: u32,
     /// Type of the request.
     pub operation: DiskOperation,
@@ -99,7 +99,7 @@ impl RecordingSwitch {
     /// Records its requests from now on as those of `disk`; `None` ends the recording.
     ///
     /// # Panics
-    /// If the number is [`u32::MAX`].
+    /// Panics if the number is [`u32::MAX`].
     pub fn set(&self, disk: Option<u32>) {
         let number = disk.map_or(0, |disk| disk.checked_add(1).expect("there are fewer disks"));
         self.disk_plus_one.store(number, Ordering::Relaxed);
@@ -190,7 +190,7 @@ impl Collector {
     }
 
     /// Calls `each` for all records since the last call, thread by thread. Returns true if records
-    /// were dropped since then; [`Recorded::lost`] of each disk returns how many.
+    /// were dropped since then; [`RecordingSwitch::dropped`] of each disk returns how many.
     pub fn take(&mut self, mut each: impl FnMut(&RequestRecord)) -> bool {
         let mut have_lost = false;
         for RecordRing { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {

@@ -1,9 +1,8 @@
 //! Image formats: map offsets of a disk to offsets in storage.
 //!
-//! One enum instead of a trait, for the same reason as [`Storage`]. Methods and contract
-//! are those of
-//! [`Storage`], with offsets of the disk. Never throttles, merges or caches data: `block`
-//! does that.
+//! One enum instead of a trait, for the same reason as [`Storage`]. Methods and contract are those
+//! of [`Storage`], with offsets of the disk. Never throttles, merges or caches data: `block` does
+//! that.
 
 #![forbid(unsafe_code)]
 
@@ -70,7 +69,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::look_again`]. Returns the stored size for a format that stores its
+    /// See [`Storage::poll_size`]. Returns the stored size for a format that stores its
     /// size.
     pub async fn probe_size(&self) -> Result<u64> {
         if let Self::Raw(raw) = self {
@@ -99,7 +98,7 @@ impl Image {
     /// See [`Storage::resize`].
     ///
     /// # Errors
-    /// Those of [`Storage::resize`]; [`ResizeError::ReadOnly`] if the image was opened
+    /// Errors of [`Storage::resize`]; [`ResizeError::ReadOnly`] if the image was opened
     /// read-only; EPERM if the remaining bytes would look like another format.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self {
@@ -165,7 +164,7 @@ impl Image {
         }
     }
 
-    /// Starts detection of writes to backing files: see [`Qcow2::watch_backing`].
+    /// Starts detection of writes to backing files: see [`Qcow2Image::watch_backing`].
     pub fn watch_backing(&self) {
         if let Self::Qcow2(qcow2) = self {
             qcow2.watch_backing();
@@ -191,7 +190,7 @@ impl Image {
 
     /// See [`Storage::block_size`].
     pub fn block_size(&self) -> BlockSize {
-        // A cached page may be lent: storage in memory returns it without a copy.
+        // A cached page may be shared: storage in memory returns it without a copy.
         match self {
             Self::Raw(raw) => raw.storage().block_size(),
             Self::Qcow2(qcow2) => qcow2.block_size(),
@@ -206,8 +205,8 @@ impl Image {
         }
     }
 
-    /// Reads `length` bytes at `offset`: see [`Storage::read`]. Storage in memory lends its
-    /// pages instead of copying them.
+    /// Reads `length` bytes at `offset`: see [`Storage::read`]. Storage in memory shares
+    /// its pages instead of copying them.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
         self.read_to(offset, ReadTarget::Anywhere(length)).await
     }
@@ -253,7 +252,7 @@ impl Image {
     /// if the storage or format does not support registered buffers.
     ///
     /// # Errors
-    /// Those of [`Image::write`].
+    /// Errors of [`Image::write`].
     pub async fn write_registered(
         &self,
         offset: u64,
@@ -300,7 +299,7 @@ impl Image {
     /// See [`Storage::write`].
     ///
     /// # Errors
-    /// Those of [`Storage::write`];
+    /// Errors of [`Storage::write`];
     /// [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED) also for a write that
     /// would make a raw image look like another format.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
@@ -361,7 +360,7 @@ impl Image {
     }
 
     /// Tries to take the locks of an image that was opened for handover. Takes those of all
-    /// its files or none: see [`Storage::take_locks`].
+    /// its files or none: see [`Storage::try_lock`].
     pub fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
         for storage in self.files() {
             match storage.try_lock(last) {
@@ -415,7 +414,7 @@ impl Image {
     ///
     /// # Errors
     /// [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT) if one does not answer in
-    /// time, or after [`Image::give_up`].
+    /// time, or after [`Image::abandon`].
     pub async fn request_within(&self, timeout: Duration) -> Result<()> {
         for storage in self.chain().flat_map(Self::files) {
             reactor::timeout(timeout, storage.ping()).await.unwrap_or(Err(Error::TIMED_OUT))?;
@@ -423,12 +422,12 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::give_up`], for all files of the chain.
+    /// See [`Storage::abandon`], for all files of the chain.
     pub fn abandon(&self) {
         self.chain().flat_map(Self::files).for_each(Storage::abandon);
     }
 
-    /// See [`Storage::closed`], for all files of the chain.
+    /// See [`Storage::closed_channel`], for all files of the chain.
     pub fn closed(&self) -> Vec<async_channel::Receiver<()>> {
         self.chain().flat_map(Self::files).filter_map(Storage::closed_channel).collect()
     }
@@ -459,7 +458,7 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::lay_down`]. Must be the last step of handing the image over.
+    /// See [`Storage::suspend`]. Must be the last step of handing the image over.
     pub async fn leave_clusters(&self) -> Result<()> {
         for storage in self.files() {
             storage.suspend().await?;
@@ -467,7 +466,7 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::shut_out`].
+    /// See [`Storage::blocklist`].
     pub async fn close_for_new_requests(&self, clients: &[u64]) -> Result<()> {
         for storage in self.files() {
             storage.blocklist(clients).await?;
@@ -475,7 +474,7 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::is_lost`].
+    /// See [`Storage::is_blocklisted`].
     pub fn is_lost(&self) -> bool {
         self.files().any(Storage::is_blocklisted)
     }
@@ -499,7 +498,7 @@ impl Image {
     }
 
     /// Takes the locks of clusters and reads again what another process may have written.
-    /// The locks of files must have been taken. `heirs`: see [`Storage::take_up`].
+    /// The locks of files must have been taken. `heirs`: see [`Storage::resume`].
     pub async fn take_over(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let said = |failure| open::open_error(name, &failure);
@@ -520,7 +519,7 @@ impl Image {
     /// See [`Storage::write_zeroes`].
     ///
     /// # Errors
-    /// Those of [`Storage::write_zeroes`] and [`Image::write`].
+    /// Errors of [`Storage::write_zeroes`] and [`Image::write`].
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.write_zeroes(offset, length, options).await,
@@ -540,7 +539,7 @@ impl Image {
     /// are written.
     ///
     /// # Errors
-    /// Those of [`Storage::reserve`].
+    /// Errors of [`Storage::reserve`].
     pub async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
         match self {
             Self::Raw(raw) if raw.is_read_only() => Err(Error::NOT_PERMITTED),
@@ -554,7 +553,7 @@ impl Image {
     /// limited to the disk's size.
     ///
     /// # Errors
-    /// Those of [`Storage::allocated_bytes`].
+    /// Errors of [`Storage::allocated_bytes`].
     pub async fn allocated_bytes(&self) -> Result<u64> {
         if let Self::Raw(raw) = self {
             return raw.storage().allocated_bytes().await;
@@ -602,7 +601,7 @@ impl Image {
     }
 
     /// Position in the chain of the image that allocates each part of a range, counted as
-    /// by QEMU. Returns 1 to [`MOST_EXTENTS`](storage::MOST_EXTENTS) contiguous runs from
+    /// by QEMU. Returns 1 to [`MAX_EXTENTS`](storage::MAX_EXTENTS) contiguous runs from
     /// `offset` on, which cover at most `length` bytes and may end earlier. `length` must
     /// not be zero.
     pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<ChainDepthRun>> {

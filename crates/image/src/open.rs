@@ -3,7 +3,7 @@
 //! ```text
 //!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw      downwards: open, lock, read the header
 //!       └──data file──► vm1.data
-//!                                                                  upwards: Qcow2::open over the backing image
+//!                                                                  upwards: Qcow2Image::open over the backing image
 //! ```
 //!
 //! An image names the files behind it, and its author is not trusted:
@@ -69,7 +69,7 @@ pub enum BackingChoice {
 /// The cause, in the image or in a file behind it, as a message for users.
 ///
 /// # Panics
-/// Outside a reactor.
+/// Panics outside a reactor.
 pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError> {
     let mut levels = chain::find(spec, &options).await?;
     let mut ciphers = secrets::unlock(&levels, &options.secrets).await?;

@@ -20,10 +20,10 @@
 //! - `fuzzing`: entry points of the fuzz targets.
 //! - `handover`: temporary use by another process.
 //! - `quiet`: changes of the whole image while no request is in flight: `resize`,
-//!   `preallocate`, `backing`, and [`Qcow2::close`].
+//!   `preallocate`, `backing`, and [`Qcow2Image::close`].
 //!
-//! Lock order, for tasks that hold several: guard of the gate (`Pass`), guest range, L2
-//! table or slice, metadata writing, refcounts, file. The mutexes of `Pending` and of the
+//! Lock order, for tasks that hold several: guard of the gate (`RequestGuard`), guest range, L2
+//! table or slice, metadata writing, refcounts, file. The mutexes of `PendingMetadata` and of the
 //! refcounts' state are innermost and held for nanoseconds.
 //!
 //! An image is hostile input: every offset, size and count is checked before use, and an
@@ -96,7 +96,7 @@ impl InvalidImage {
 /// An open image. Clones refer to the same image.
 ///
 /// Requests may come from any worker. Changed metadata stays in memory until a flush,
-/// so [`Qcow2::close`] must be the last call; otherwise unflushed changes are lost.
+/// so [`Qcow2Image::close`] must be the last call; otherwise unflushed changes are lost.
 #[derive(Clone, Debug)]
 pub struct Qcow2Image(Arc<Qcow2State>);
 

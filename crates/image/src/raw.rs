@@ -85,7 +85,7 @@ impl RawImage {
         self.storage.write(offset, data, durability).await
     }
 
-    /// Writes like [`Raw::write`] from a request's pages: see
+    /// Writes like [`RawImage::write`] from a request's pages: see
     /// [`Storage::write_registered`]. `None` if the data must be copied first.
     pub(super) async fn write_registered(
         &self,
@@ -252,7 +252,7 @@ mod tests {
             assert_eq!(write(&raw, 2, b"I\xfbxyz").await, Err(Error::NOT_PERMITTED));
             assert_eq!(write(&raw, 512, b"QFI\xfb").await, Ok(()), "no place for a header");
             let read = raw.storage().read(0, IoBuffer::new(8)).await.expect("memory");
-            assert_eq!(read[..], *b"QFI\0\0\0\0\0", "what was refused was not written");
+            assert_eq!(read[..], *b"QFI\0\0\0\0\0", "the rejected write changed nothing");
         });
     }
 
@@ -339,7 +339,7 @@ mod tests {
             place.write(0, b"QFI\xfb");
             let write = async |offset| image.write_registered(offset, &buffer, Durability::Cached).await;
             assert_eq!(write(0).await, Err(Error::NOT_PERMITTED));
-            assert_eq!(copied.load(Relaxed), 512, "what is judged is a copy");
+            assert_eq!(copied.load(Relaxed), 512, "a copy is validated");
             assert_eq!(write(512).await, Ok(()));
             assert_eq!(write(4096).await, Err(Error::INVALID));
             assert_eq!(write(1000).await, Ok(()), "no whole blocks");

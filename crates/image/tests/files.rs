@@ -411,7 +411,7 @@ fn one_image_is_served_once() {
     let reading = |force_share| OpenOptions { read_only: true, force_share, ..OpenOptions::default() };
     let served = open_raw(spec, OpenOptions::default()).expect("opens");
     assert!(refusal(spec, OpenOptions::default()).contains("locked for writing by this process"));
-    assert!(refusal(spec, reading(false)).contains("it is open here already"));
+    assert!(refusal(spec, reading(false)).contains("it is open already"));
     open_raw(spec, reading(true)).expect("shares");
     drop(served);
     open_raw(spec, OpenOptions::default()).expect("the lock has gone with the image");

@@ -60,7 +60,7 @@ use reactor::{
     spawn_joinable, timeout,
 };
 
-/// Error of requests after the connection is lost; [`Client::fault`] returns the reason.
+/// Error of requests after the connection is lost; [`NbdClient::fault`] returns the reason.
 pub const CONNECTION_LOST: Error = Error::from_errno(libc::ENOTCONN);
 
 /// Maximum number of errors in one reply: one for each part of a large request.
@@ -119,7 +119,7 @@ enum ConnectionFault {
     Breach(&'static str),
     #[error("the server is shutting down")]
     ShuttingDown,
-    #[error("the thread that had the connection has ended")]
+    #[error("the thread of the connection has ended")]
     Ended,
 }
 
@@ -149,7 +149,7 @@ struct PendingRequest {
     error: Option<Error>,
     errors: u32,
     answered: bool,
-    /// The caller was cancelled; the reply is still expected.
+    /// True if the caller was cancelled; the reply is still expected.
     abandoned: bool,
     waiting: Option<Waker>,
 }
@@ -183,7 +183,7 @@ impl NbdClient {
     /// Continues after the handshake, on this thread.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn start(established: EstablishedConnection) -> Self {
         let (stream, about, inbox) = established.into_parts();
         let connection = Rc::new(ClientConnection {
@@ -241,7 +241,8 @@ impl NbdClient {
     /// Reads `length` bytes at `offset`.
     ///
     /// # Errors
-    /// The server's, or [`GONE`]; [`Error::INVALID`] for more than [`About::maximum_payload`].
+    /// The server's error, or [`CONNECTION_LOST`]; [`Error::INVALID`] for more than
+    /// [`NbdExportInfo::maximum_payload`].
     pub async fn read(&self, offset: u64, length: usize) -> Result<IoBuffer> {
         let read = PendingRead { offset, length, pieces: ReceivedPieces::default(), data: None };
         let ask = RequestFields { command: cmd::READ, flags: 0, offset, length };
@@ -252,7 +253,7 @@ impl NbdClient {
     }
 
     /// Writes `data` at `offset`. With `force` (FUA) it is durable when the call returns, otherwise
-    /// after a flush. `force` requires [`About::can_force`].
+    /// after a flush. `force` requires [`NbdExportInfo::can_fua`].
     ///
     /// # Errors
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
@@ -262,7 +263,7 @@ impl NbdClient {
     }
 
     /// Zeroes a range. `flags` are those of the command (`proto::cmd_flag`). Requires
-    /// [`About::can_zero`].
+    /// [`NbdExportInfo::can_zero`].
     ///
     /// # Errors
     /// As for writes.
@@ -270,7 +271,7 @@ impl NbdClient {
         self.change(RequestFields { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize }, None).await
     }
 
-    /// Discards a range. Requires [`About::can_trim`].
+    /// Discards a range. Requires [`NbdExportInfo::can_trim`].
     ///
     /// # Errors
     /// As for writes.
@@ -279,10 +280,10 @@ impl NbdClient {
     }
 
     /// Allocation status of a range, from its beginning: at least one extent, perhaps not up to its
-    /// end. Requires [`About::tells_allocation`].
+    /// end. Requires [`NbdExportInfo::has_allocation`].
     ///
     /// # Errors
-    /// The server's, or [`GONE`].
+    /// The server's error, or [`CONNECTION_LOST`].
     pub async fn extents(&self, offset: u64, length: u32) -> Result<Vec<RawExtent>> {
         let ask = RequestFields { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
         let expects = Expects::Extents { asked: length, found: Vec::new() };
@@ -302,7 +303,7 @@ impl NbdClient {
     /// Makes acknowledged writes durable. Does nothing if the server does not support flushes.
     ///
     /// # Errors
-    /// The server's, or [`GONE`].
+    /// The server's error, or [`CONNECTION_LOST`].
     pub async fn flush(&self) -> Result<()> {
         if !self.export().can_flush() {
             return Ok(());

@@ -117,7 +117,7 @@ impl ReceiveBuffer {
     /// Consumes the first `count` bytes.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn consume(&mut self, count: usize) {
         assert!(count <= self.end - self.start, "consuming more than was received");
         self.start += count;
@@ -175,10 +175,10 @@ impl ReceiveBuffer {
         self.payload_in_parts(length, stream, |_| {}).await
     }
 
-    /// As [`Inbox::payload`]; calls `moved` with the length of each received part.
+    /// As [`ReceiveBuffer::payload`]; calls `moved` with the length of each received part.
     ///
     /// # Errors
-    /// As [`Inbox::payload`].
+    /// As [`ReceiveBuffer::payload`].
     pub async fn payload_in_parts(
         &mut self,
         length: usize,
@@ -198,7 +198,7 @@ impl ReceiveBuffer {
                     moved(count);
                 }
                 Err(error) => {
-                    // Kept for `rest`: another process may continue the connection at this byte.
+                    // Kept for `take_rest`: another process may continue the connection here.
                     self.unfinished = payload[..filled].to_vec();
                     return Err(error);
                 }

@@ -49,7 +49,7 @@ impl NbdStream {
     /// Sends everything.
     ///
     /// # Errors
-    /// The socket's; a part may have been sent.
+    /// The socket's error; a part may have been sent.
     pub async fn send(&self, segments: Segments) -> io::Result<()> {
         match self {
             Self::Plain(fd) => send_plain(fd, segments).await,
@@ -63,11 +63,11 @@ impl NbdStream {
         }
     }
 
-    /// As [`Stream::send`], for data that the peer should process early: it is submitted before the
-    /// current turn of the reactor ends.
+    /// As [`NbdStream::send`], for data that the peer should process early: it is submitted before
+    /// the current turn of the reactor ends.
     ///
     /// # Errors
-    /// As [`Stream::send`].
+    /// As [`NbdStream::send`].
     pub async fn send_now(&self, mut segments: Segments) -> io::Result<()> {
         if let Self::Plain(fd) = self {
             // A socket usually accepts everything at once; the rest is sent below.
@@ -156,7 +156,7 @@ impl NbdStream {
     /// start.
     ///
     /// # Errors
-    /// Those of the handshake and of the socket.
+    /// Errors of the handshake and of the socket.
     pub async fn start_tls(self, tls: TlsStream, mut received: &[u8]) -> Result<Self, TlsFailure> {
         let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
         let tls = RefCell::new(Box::new(tls));

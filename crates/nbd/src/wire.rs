@@ -10,7 +10,7 @@ use super::proto::MAX_STRING_BYTES;
 pub struct WireFields<'a>(&'a [u8]);
 
 impl<'a> WireFields<'a> {
-    /// Parses these bytes.
+    /// A parser that has consumed nothing of `bytes`.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
@@ -21,22 +21,22 @@ impl<'a> WireFields<'a> {
         Some(*head)
     }
 
-    /// The next field.
+    /// Consumes a 16-bit field.
     pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    /// The next field.
+    /// Consumes a 32-bit field.
     pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// The next field.
+    /// Consumes a 64-bit field.
     pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A 32-bit length and a string ("Conventions": UTF-8, no NUL, at most 4096 bytes).
+    /// Consumes a 32-bit length and a string ("Conventions": UTF-8, no NUL, at most 4096 bytes).
     pub fn string(&mut self) -> Option<&'a str> {
         let length = usize::try_from(self.u32()?).ok()?;
         let (head, rest) = self.0.split_at_checked(length)?;

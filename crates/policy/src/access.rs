@@ -2,9 +2,9 @@
 //! its TLS credentials prove.
 //!
 //! ```text
-//!   address ─► Networks: the narrowest match decides ─┐
+//!   address ─► networks: the narrowest match decides ─┐
 //!                                                     ├─► both must allow the client
-//!   name ────► Names: the first match decides ────────┘
+//!   name ────► names: the first match decides ────────┘
 //! ```
 //!
 //! Never authenticates: the code that owns the connection determines address and name.

@@ -2,17 +2,17 @@
 //!
 //! ```text
 //!                demand, lease in force            grant of a quota lease
-//!     [Host] ──────────────────────────► [Leader] ─────────────────────────► [Host]
-//!       │                                   │  divide()                        │
-//!       ▼ Tree::divide                      ▼ fenced by its term               ▼
+//!      host ───────────────────────────►  leader  ─────────────────────────►  host
+//!       │                                   │  divides the limit               │
+//!       ▼ set_quota of the tree             ▼ fenced by its term               ▼
 //!     fallback share + lease          the store (etcd) holds the messages    fallback share + lease
 //! ```
 //!
 //! A host admits each request alone, within its quota. The leader moves quota between hosts. These
 //! rules keep the sum of the quotas in force at or below the limit:
 //!
-//! 1. Every host may always use its **fallback share** ([`Spec::safe`]). The fallback shares of all
-//!    hosts are reserved; only the remainder is leased.
+//! 1. Every host may always use its **fallback share** ([`ClusterGroupLimits::fallback_share`]).
+//!    The fallback shares of all hosts are reserved; only the remainder is leased.
 //! 2. A lease answers one report of its host and ends [`Timing::lease`] after the host *sent* that
 //!    report, by the host's clock. A late, repeated or restored grant is therefore never valid
 //!    longer than the original.
@@ -25,7 +25,8 @@
 //! 6. A leader acts only until its own lease expires by its own clock, and writes in a transaction
 //!    on its key.
 //! 7. Burst capacity moves with the rates and accrues only with time
-//!    ([`Tree::divide`](crate::throttle::Tree::divide)). A host begins with full buckets.
+//!    ([`ThrottleTree::set_quota`](crate::throttle::ThrottleTree::set_quota)). A host begins with
+//!    full buckets.
 //!
 //! Required of the store: a key for the leader with a lease of [`Timing::term_lease`], transactions
 //! on that key, a key for each host's report and one for each grant. It may lose its last writes.
@@ -116,7 +117,7 @@ impl ClusterGroupLimits {
     /// have different `version`s.
     ///
     /// # Errors
-    /// [`Indivisible`] if a fallback share is below 1 unit per second or all exceed the limit.
+    /// [`DivisionError`] if a fallback share is below 1 unit per second or all exceed the limit.
     pub fn new(version: u64, limits: Limits, hosts: u32, safe_ppm: Option<u32>) -> Result<Self, DivisionError> {
         if !(1..=MAX_HOSTS).contains(&hosts) {
             return Err(DivisionError::Hosts(hosts));

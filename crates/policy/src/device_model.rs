@@ -9,7 +9,7 @@
 //!         other requests   ours
 //! ```
 //!
-//! An idle line may start up to [`CATCH_UP_NS`] in the past. Without that, a client with a queue
+//! An idle line may start up to [`IDLE_CREDIT_NS`] in the past. Without that, a client with a queue
 //! depth of 1 would get less than the rate, because timers fire late and clients need time to
 //! react.
 //!

@@ -5,8 +5,8 @@
 //!   plan    [1 3 0]                      [2]                             [4]       [5]
 //! ```
 //!
-//! A device serves one long request faster than many adjacent short ones. virtio-blk merges the
-//! requests in its ring; this module does it for every export. It only plans: the caller gathers
+//! A device serves one long request faster than many adjacent short ones. QEMU's virtio-blk merges
+//! the requests of a ring; this module does it for every export. It only plans: the caller gathers
 //! the buffers, submits the I/O and completes each request.
 //!
 //! Never merges across barriers, nor requests with different flags. If two requests overlap and one
@@ -54,7 +54,7 @@ impl MergeCandidate {
     }
 }
 
-/// Maximum size of a merged request. A single request above it is left alone.
+/// Maximum size of a merged request. A single request that exceeds it is not split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergeBounds {
     /// Number of requests, each with one buffer. 0 and 1 disable merging.
@@ -64,7 +64,8 @@ pub struct MergeBounds {
 }
 
 impl Default for MergeBounds {
-    /// Linux's `IOV_MAX` segments, and the largest request that every NBD server must accept.
+    /// Linux's `IOV_MAX` segments, and the largest payload that an NBD client may send without
+    /// having negotiated block sizes.
     fn default() -> Self {
         Self { segments: 1024, bytes: 32 << 20 }
     }
@@ -172,7 +173,8 @@ impl MergePlanner {
     }
 }
 
-/// True if some request may begin where another ends. False is certain, true is not.
+/// True if some request may begin where another ends. A hash collision may cause a wrong true;
+/// false is always right.
 ///
 /// Without this check, most of the planning time would be spent on sorting batches in vain. It is
 /// linear: a small hash table marks where requests begin, and their ends are looked up in it.

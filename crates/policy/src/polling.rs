@@ -97,8 +97,9 @@ enum PollingStage {
     Standing(Instant),
 }
 
-/// The decision for one thread. Call [`Polling::next`] at [`Polling::ends`] or any time after it: a
-/// sleeping thread need not be woken for that.
+/// The decision for one thread. Call [`PollingDecision::advance`] at
+/// [`PollingDecision::next_check`] or any time after it: a sleeping thread need not be woken for
+/// that.
 #[derive(Clone, Debug)]
 pub struct PollingDecision {
     awake: bool,
@@ -129,7 +130,7 @@ impl PollingDecision {
         self.awake
     }
 
-    /// Time of the next call of [`Polling::next`].
+    /// Time of the next call of [`PollingDecision::advance`].
     pub fn next_check(&self) -> Instant {
         self.ends
     }
@@ -181,8 +182,8 @@ impl PollingDecision {
         let percent = |awake: u64, asleep: u64| awake.saturating_mul(100) / asleep.max(1);
         let rate = percent(self.polling_sample.rate(), self.sleeping_sample.rate());
         let cost = percent(self.polling_sample.cost(), self.sleeping_sample.cost());
-        // The gain must be noticeable, and each percent of it may cost PRICE percent per
-        // completion.
+        // The gain must be noticeable, and each percent of it may cost
+        // `COST_PERCENT_PER_RATE_PERCENT` percent per completion.
         rate >= MIN_RATE_PERCENT && cost <= 100 + COST_PERCENT_PER_RATE_PERCENT * (rate - 100)
     }
 

@@ -6,7 +6,7 @@
 //!               ▼                                                                     ▼
 //!            expectations.rs: expected? ── third request ──► streams.rs: position, lead
 //!               │ no                                            │  window.rs: how much, how early
-//!               ▼                                               │  gate.rs: does it pay?
+//!               ▼                                               │  gate.rs: worth its cost?
 //!            record what may follow                             ▼  congestion.rs: in-flight limit
 //!                                                            ahead.rs: ranges to read
 //!

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!                   I/O counters, throttling                        rates, for each member
-//!   control groups ────────────────────────────► [Pool] ─────────────────────────────► io.max
+//!   control groups ────────────────────────────►  pool  ─────────────────────────────► io.max
 //!                                          buckets │ division                            │
 //!   control groups ◄─────────────────────────────────────────────── enforced by the kernel
 //! ```
@@ -19,7 +19,8 @@
 //! - **watermarks**: an [`Enforcement`](crate::throttle::Enforcement) decided by the controller of
 //!   the device applies to all limits.
 //!
-//! A failure must not leave a burst rate in force: set [`Pool::settled`] before steering stops.
+//! A failure must not leave a burst rate in force: set [`SteeringPool::rates_without_steering`]
+//! before steering stops.
 
 mod demand;
 mod division;

@@ -40,7 +40,7 @@
 //! second level on top of the guests', which leaks only while theirs is empty. Read-ahead is
 //! admitted if both together do not exceed the size at any level and no request waits there. Guests
 //! are charged for cached data as for any other, and the spare level is refunded that amount
-//! ([`GivenBack`]).
+//! ([`SpareRefund`]).
 //!
 //! Names, defaults and validity of limits are those of QEMU (docs/throttle.txt; `throttle_is_valid`
 //! in util/throttle.c).

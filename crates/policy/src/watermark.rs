@@ -23,8 +23,8 @@
 //! If the factor rises and utilization does not follow, the groups are not throttled by the limits:
 //! the factor stops at four times, and below the watermark the limits are lifted instead. Without
 //! this test one busy group among many would oscillate, because the factor that it needs is far
-//! from the ratio of all groups together. The factor does not rise either while no group uses what
-//! it already allows; otherwise a stalled device would wind it up.
+//! from the ratio of all groups together. Nor does the factor rise while no group reaches the
+//! limits that it already allows: a stalled device would wind it up.
 //!
 //! Never measures a device itself: samples are the input, an [`Enforcement`] is the output.
 
@@ -48,7 +48,7 @@ pub struct MeasuredCapacity {
     pub write_bps: u64,
 }
 
-/// Measured rates of a device, averaged over some short time.
+/// Measured rates of a device, averaged over a short time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceLoad {
     /// Read operations per second.
@@ -127,12 +127,13 @@ impl Watermark {
 /// Measurements of a device since the last sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UtilizationSample {
-    /// Utilization in thousandths ([`Capacity::use_of`], or the busy time of the device).
+    /// Utilization in thousandths ([`MeasuredCapacity::utilization`], or the busy time of the
+    /// device).
     pub utilization: u64,
     /// Consumption of all groups as a multiple of their limits, in thousandths
-    /// ([`Consumed::together`]).
+    /// ([`DeviceConsumption::combined_multiple`]).
     pub combined_multiple: u64,
-    /// Consumption of the group with the largest multiple ([`Consumed::most`]).
+    /// Consumption of the group with the largest multiple ([`DeviceConsumption::max_multiple`]).
     pub max_multiple: u64,
 }
 
@@ -149,20 +150,21 @@ const TARGET: f64 = 0.98;
 const SATURATED: f64 = 0.99;
 const HYSTERESIS: f64 = 0.05;
 const SMOOTHING_S: f64 = 0.15;
-/// Relative change of the factor per second and relative error; gives a damping of 0.7.
+/// Relative change of the factor per second, for each unit of relative error of utilization. With
+/// `SMOOTHING_S` this gives a damping ratio of 0.7.
 const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
-/// Rate at which the factor falls on a saturated device, per second; its increase per second; its
-/// maximum.
+/// Rate at which the factor falls on a saturated device, per second; growth of that rate per
+/// second; its maximum.
 const FALL: f64 = 0.07;
 const FALL_FASTER: f64 = 4.0;
 const FALL_FASTEST: f64 = 2.5;
-/// If the factor has risen this many times and utilization has not, limits do not throttle any
-/// group.
+/// If the factor has risen to this multiple since utilization last responded, the limits throttle
+/// no group.
 const UNRESPONSIVE_FACTOR: f64 = 4.0;
-/// Utilization counts as risen if it rose by this factor, and by this share of the device.
+/// Utilization has responded if it rose by this factor and by this share of the device.
 const RESPONSE_FACTOR: f64 = 1.1;
 const MIN_RESPONSE: f64 = 0.02;
-/// A factor this many times above the recent multiple of the greediest group throttles no group.
+/// A factor of this many times the recent multiple of the greediest group throttles no group.
 const UNBINDING_FACTOR: f64 = 1.25;
 const LATELY_S: f64 = 2.0;
 /// Time between samples, in seconds, above which the earlier one is discarded.
@@ -170,9 +172,9 @@ const STALE_S: f64 = 1.0;
 
 /// Decides how the limits of all groups with a watermark on one device are enforced.
 ///
-/// Call [`observe`](Controller::observe) about every 50 ms, then
-/// [`enforcement`](Controller::enforcement) for every watermark in use on the device; the state of
-/// all others is dropped.
+/// Call [`observe`](WatermarkController::observe) about every 50 ms, then
+/// [`enforcement`](WatermarkController::enforcement) for every watermark in use on the device; the
+/// state of all others is dropped.
 #[derive(Clone, Debug)]
 pub struct WatermarkController {
     last: Option<Instant>,
@@ -292,7 +294,7 @@ impl WatermarkController {
             return;
         }
         let is_full = is_saturated || self.full_s >= SMOOTHING_S;
-        // A larger factor would admit nothing more, or the device is full.
+        // No increase on a full device, nor if a larger factor would admit nothing more.
         if change <= 0.0 || !(self.is_unbinding() || is_full) {
             self.factor *= 1.0 + change * elapsed_s;
         }

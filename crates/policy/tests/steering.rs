@@ -327,7 +327,7 @@ fn steady_load_sets_rates_once() {
     bench.run(5.0);
     let told = bench.told;
     bench.run(30.0);
-    assert!(bench.told - told <= 2, "told {} times more", bench.told - told);
+    assert!(bench.told - told <= 2, "{} more reports", bench.told - told);
 }
 
 #[test]
@@ -420,8 +420,8 @@ fn small_quota_cuts_lower_higher_rates() {
             pool.decide(now);
             let told = pool.members().iter().filter_map(|member| member.rates_set()?.bps[1]);
             let sum: u64 = told.sum();
-            assert!(sum <= part, "{members:?}: {sum} told of {part}");
-            assert!(sum > part * 9 / 10, "{members:?}: only {sum} told of {part}");
+            assert!(sum <= part, "{members:?}: rates of {sum} for a part of {part}");
+            assert!(sum > part * 9 / 10, "{members:?}: rates of only {sum} for a part of {part}");
         }
     }
 }
@@ -473,7 +473,7 @@ proptest! {
             let told = |member: &SteeredMember| member.rates_set().map_or(0, |told| told.bps.into_iter().flatten().sum::<u64>());
             let sum: u64 = bench.pool.members().iter().map(told).sum();
             // A fall of less than 0.5 % is not set, and an unlimited direction does not count.
-            prop_assert!(sum as f64 <= most as f64 * 1.005 + members.len() as f64 * 4.0, "{} told of {}", sum, most);
+            prop_assert!(sum as f64 <= most as f64 * 1.005 + members.len() as f64 * 4.0, "rates of {} for a limit of {}", sum, most);
         }
         // In the long run I/O is bounded by the rate, the bucket, and one request of each member.
         let largest: u64 = members.iter().map(|member| member.4).sum();

@@ -2,7 +2,7 @@
 //!
 //! An idle thread is reused for [`IDLE`], except while a process starts that will drop privileges:
 //! a thread keeps the privileges it has, so no thread may outlive the start. Until
-//! [`threads_may_stay`], each call has a thread that exits after it.
+//! [`join_transient_threads`], each call has a thread that exits after it.
 //!
 //! The number of threads is unbounded: a call to a file system that has stopped answering never
 //! returns, and with a bound the calls to one file system would occupy all threads. Callers bound
@@ -114,7 +114,7 @@ pub fn join_transient_threads() {
     }
 }
 
-/// True between [`threads_must_end`] and [`threads_may_stay`].
+/// True between [`use_transient_threads`] and [`join_transient_threads`].
 pub(super) fn uses_transient_threads() -> bool {
     TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner).is_some()
 }
@@ -122,7 +122,7 @@ pub(super) fn uses_transient_threads() -> bool {
 /// Starts `call` on a thread of the pool without waiting for it.
 ///
 /// # Panics
-/// Panics if no thread can be created before [`threads_may_stay`].
+/// Panics if no thread can be created before [`join_transient_threads`].
 pub(super) fn start(call: impl FnOnce() + Send + 'static) {
     let mut passing = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
     match &mut *passing {
@@ -140,7 +140,7 @@ pub(super) fn start(call: impl FnOnce() + Send + 'static) {
 /// Runs `f` on a thread of the pool and waits for its result.
 ///
 /// # Panics
-/// Panics if `f` does, or if no thread can be created before [`threads_may_stay`].
+/// Panics if `f` does, or if no thread can be created before [`join_transient_threads`].
 pub(super) async fn run<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = async_channel::bounded(1);
     // Sending fails if the caller no longer waits.

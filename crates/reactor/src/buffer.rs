@@ -5,14 +5,14 @@
 //! copying, so that one merged read can answer several requests.
 //!
 //! ```text
-//!   Block (power of two, aligned)   ▕────────────────────────────────▏
-//!   Buffer, Buffer (disjoint views)  ▕──── a ────▏▕──────── b ──────▏
+//!   block (power of two, aligned)     ▕────────────────────────────────▏
+//!   two `IoBuffer`s (disjoint views)   ▕──── a ────▏▕──────── b ──────▏
 //! ```
 //!
-//! A buffer may also be *lent*: a view of shared bytes that do not change while it exists. In this
-//! way data in memory reaches a client without a copy.
+//! A buffer may also be a *view* of shared bytes that do not change while it exists. In this way
+//! data in memory reaches a client without a copy.
 //!
-//! A [frozen](Buffer::freeze) buffer is immutable and can be read by all threads.
+//! A [frozen](IoBuffer::freeze) buffer is immutable and can be read by all threads.
 //!
 //! Data in a guest's memory is not a buffer: see [`Segment`].
 //!
@@ -48,7 +48,7 @@ const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
 /// bursts of huge ones are returned to the allocator.
 pub const POOL_BYTES: usize = 16 << 20;
 
-/// The current maximum: see [`keep_at_most`].
+/// The current maximum: see [`set_pool_limit`].
 static POOL_LIMIT: AtomicUsize = AtomicUsize::new(POOL_BYTES);
 
 /// Limits the memory that each thread keeps for reuse. Freed allocations of 128 KiB and more are
@@ -83,7 +83,7 @@ pub fn trim() {
     }
 }
 
-/// One allocation. Freed when its last [`Buffer`] is dropped, unless the pool keeps it.
+/// One allocation. Freed when its last [`IoBuffer`] is dropped, unless the pool keeps it.
 struct BufferBlock {
     memory: NonNull<u8>,
     layout: Layout,
@@ -124,7 +124,7 @@ fn class_of(len: usize) -> u32 {
     len.next_power_of_two().trailing_zeros().max(SMALLEST_CLASS)
 }
 
-/// Owned bytes, aligned to [`ALIGNMENT`] unless advanced, split off or [lent](Buffer::lent).
+/// Owned bytes, aligned to [`ALIGNMENT`] unless advanced, split off or a [view](IoBuffer::view_of).
 ///
 /// Not `Send`: it returns to the pool of its thread.
 pub struct IoBuffer {
@@ -338,7 +338,7 @@ fn return_to_pool(block: Rc<BufferBlock>) {
     });
 }
 
-/// Immutable bytes that all threads can read: see [`Buffer::freeze`].
+/// Immutable bytes that all threads can read: see [`IoBuffer::freeze`].
 pub struct FrozenBuffer {
     /// `Some` until dropped.
     block: Option<BufferBlock>,
@@ -401,7 +401,7 @@ mod tests {
         assert_eq!(
             IoBuffer::new(8192).as_ptr() as usize,
             address,
-            "same class, so the pooled block comes back"
+            "same class, so the pooled block is reused"
         );
     }
 
@@ -428,7 +428,7 @@ mod tests {
         assert_eq!(tail.as_ptr(), shared[3..].as_ptr());
         tail[0] = b'x';
         assert_eq!((&tail[..], &shared[..]), (&b"xe"[..], &b"abcdef"[..]));
-        assert_eq!(Arc::strong_count(&shared), 2, "the copy has let go");
+        assert_eq!(Arc::strong_count(&shared), 2, "the copy has released its reference");
     }
 
     #[test]
@@ -439,7 +439,7 @@ mod tests {
         assert!(zeroes.is_known_zero() && rest.is_known_zero());
         rest[7] = 1;
         assert!(zeroes.is_known_zero() && !rest.is_known_zero());
-        assert!(!IoBuffer::copy_of(&zeroes).is_known_zero(), "nobody has looked");
+        assert!(!IoBuffer::copy_of(&zeroes).is_known_zero(), "not scanned yet");
         drop((zeroes, rest));
         assert!(!IoBuffer::new(8192).is_known_zero(), "a block that is used again");
     }

@@ -22,7 +22,7 @@ pub struct RingCounters {
     pub(super) sleeps: SingleWriterCounter,
 }
 
-/// Values of [`Figures`] at one instant.
+/// Values of [`RingCounters`] at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingTotals {
     /// Iterations of the loop.

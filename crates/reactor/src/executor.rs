@@ -4,7 +4,7 @@
 //! wake-up on the task's own thread pushes to a plain queue. One from another thread pushes to a
 //! locked list and writes an eventfd, but only if the reactor sleeps.
 //!
-//! Tasks belong to a task group ([`Party`]) that they inherit from the task that spawns them.
+//! Tasks belong to a task group ([`TaskGroup`]) that they inherit from the task that spawns them.
 //! Groups are served round robin, one task each, so a group with many tasks does not delay the
 //! others. Within a group the oldest task runs first.
 
@@ -135,7 +135,7 @@ impl RemoteHandle {
 
     pub(super) fn send(&self, arrival: RemoteWork) {
         self.lock().push(arrival);
-        // SeqCst, paired with `fall_asleep`: either this thread sees the reactor asleep, or the
+        // SeqCst, paired with `prepare_sleep`: either this thread sees the reactor asleep, or the
         // reactor sees `pending` before it sleeps.
         self.pending.store(true, Ordering::SeqCst);
         if self.asleep.swap(false, Ordering::SeqCst) {

@@ -1,18 +1,18 @@
 //! A guest's memory, passed by its front end as files that both sides map; and own memory that is
-//! shared with the kernel in the same way ([`Region::lent`]).
+//! shared with the kernel in the same way ([`Region::shared_with_kernel`]).
 //!
 //! ```text
-//!   Memory    ▕─ Region ──▏   ▕─ Region ─▏▕─── Region ────────▏     guest-physical addresses
-//!   Place           ▕──▏              ▕──▏▕──▏                      bytes in one region
+//!   GuestMemory   ▕─ region ──▏   ▕─ region ─▏▕─── region ────────▏     guest-physical addresses
+//!   GuestBytes          ▕──▏              ▕──▏▕──▏                      bytes in one region
 //! ```
 //!
 //! The guest may change every byte at any time, and the front end may remove a region at any time.
 //! Three rules follow:
-//! - No code ever has a `&[u8]` of it. A [`Place`] is read and written by volatile copies and
+//! - No code ever has a `&[u8]` of it. A [`GuestBytes`] is read and written by volatile copies and
 //!   atomics, and the kernel gets its address. Data that must be validated is copied first, and
 //!   only the copy is validated and used.
-//! - A place keeps its region mapped, so a removed region is unmapped with its last place. The
-//!   amount mapped for one front end is bounded: see [`Quota`].
+//! - A [`GuestBytes`] keeps its region mapped, so a removed region is unmapped when the last one is
+//!   dropped. The amount mapped for one front end is bounded: see [`MappingQuota`].
 //! - A file that shrinks under its mapping affects that region only: see [`sigbus`]. The zeroes
 //!   that replace it are private memory, so nothing more is copied to it.
 //!
@@ -229,7 +229,7 @@ impl GuestMemory {
     /// This memory with an additional region.
     ///
     /// # Errors
-    /// As [`Memory::new`].
+    /// As [`GuestMemory::new`].
     pub fn with(&self, region: Region) -> Result<Self, RegionError> {
         let regions = self.regions().cloned().chain([region]).collect();
         Self::with_regions(regions, self.log.clone())
@@ -264,7 +264,7 @@ impl GuestMemory {
         self.wholes.iter().map(GuestBytes::region)
     }
 
-    /// The regions as places.
+    /// Each region as a whole.
     pub fn whole_regions(&self) -> &[GuestBytes] {
         &self.wholes
     }
@@ -292,7 +292,7 @@ impl GuestMemory {
         })
     }
 
-    /// Appends the places of bytes that may span adjacent regions, in order; none for zero bytes.
+    /// Appends a range that may span adjacent regions, one piece for each; nothing for zero bytes.
     /// Returns false, and appends nothing, if any byte is outside of all regions.
     pub fn ranges(&self, mut address: u64, bytes: usize, into: &mut SmallVec<[GuestBytes; 4]>) -> bool {
         let before = into.len();

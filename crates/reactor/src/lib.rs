@@ -70,7 +70,7 @@ pub use uring::PollingMode;
 pub use worker::debug_assert_may_block;
 pub use worker::{ReactorWorker, is_worker, may_block, forbid_blocking};
 
-/// The reactor of a thread. [`Driver`] is the part that differs in simulation.
+/// The reactor of a thread. [`ReactorDriver`] is the part that differs in simulation.
 struct Reactor {
     executor: Executor,
     timers: RefCell<timer::TimerQueue>,
@@ -90,7 +90,7 @@ thread_local! {
 /// Calls `f` with this thread's reactor.
 ///
 /// # Panics
-/// Panics outside of [`run`], [`sim::run`] and a [`Worker`].
+/// Panics outside of [`run`], [`sim::run`] and a [`ReactorWorker`].
 fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
     CURRENT.with_borrow(|current| f(current.as_ref().expect("no reactor runs on this thread")))
 }
@@ -175,7 +175,7 @@ pub fn spawn_detached<T: 'static>(future: impl Future<Output = T> + 'static) -> 
     DetachedTask(Some(task.fallible()))
 }
 
-/// Handle of a task that completes even if it is not awaited: see [`spawn_to_end`].
+/// Handle of a task that completes even if it is not awaited: see [`spawn_detached`].
 #[derive(Debug)]
 #[must_use = "the handle returns the task's result"]
 pub struct DetachedTask<T>(Option<async_task::FallibleTask<T>>);
@@ -204,8 +204,8 @@ pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep::new(deadline)
 }
 
-/// Lets all ready tasks of the same task group ([`Party`]) run first, and those of other groups in
-/// their turn.
+/// Lets all ready tasks of the same task group ([`TaskGroup`]) run first, and those of other groups
+/// in their turn.
 pub async fn yield_now() {
     let mut yielded = false;
     std::future::poll_fn(|context| {
@@ -270,9 +270,9 @@ pub async fn run_blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'sta
 }
 
 /// Runs `f` on another thread and waits for it: for long computations (compression, key
-/// derivation). The number of threads is bounded, except between [`threads_must_end`] and
-/// [`threads_may_stay`]: then each call has a thread that exits after it. In simulation `f` runs in
-/// place.
+/// derivation). The number of threads is bounded, except between [`use_transient_threads`] and
+/// [`join_transient_threads`]: then each call has a thread that exits after it. In simulation `f`
+/// runs in place.
 ///
 /// # Panics
 /// Panics if `f` does.

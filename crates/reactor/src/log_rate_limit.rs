@@ -22,8 +22,8 @@ impl LogRateLimit {
         self.try_log_burst(now, 1)
     }
 
-    /// As [`Seldom::line`], with a burst of `at_once` lines before the rate of one per second
-    /// applies: for rare events that should be logged in full.
+    /// As [`LogRateLimit::try_log`], with a burst of `at_once` lines before the rate of one per
+    /// second applies: for rare events that should be logged in full.
     pub fn try_log_burst(&self, now: Instant, at_once: u64) -> Option<u64> {
         let (now_ns, next_ns) = (now.as_nanos(), self.next_ns.load(Relaxed));
         // A generic cell rate limiter: `next_ns` advances by a second for each line, and may lead

@@ -15,10 +15,10 @@
 //! ([`holders`]). A client therefore delays neither other disks nor other clients of its disk for
 //! long, and cannot exhaust the memory of the process.
 //!
-//! One waiting request, the watchman, checks for clients without progress. All others sleep until
-//! they are served. Charging and returning memory within a disk's part is one atomic operation,
-//! even while requests of other disks wait. Everything else is O(log n) in disks, clients and
-//! waiting requests.
+//! One waiting request (`watchman`) also checks for clients without progress. All others sleep
+//! until they are served. Charging and returning memory within a disk's part is one atomic
+//! operation, even while requests of other disks wait. Everything else is O(log n) in disks,
+//! clients and waiting requests.
 //!
 //! A request is charged its payload. Memory for its execution (tables, bounce buffers, ciphertext)
 //! is not counted; a fifth of the machine's memory is left for it.
@@ -115,7 +115,7 @@ impl MemoryReservation {
     /// Reserves `bytes` for `what`.
     ///
     /// # Errors
-    /// [`NotEnough`] if the budget is exhausted.
+    /// [`OutOfBudget`] if the budget is exhausted.
     pub fn new(budget: &Arc<MemoryBudget>, what: &'static str, bytes: u64) -> Result<Self, OutOfBudget> {
         budget.reserve(what, 0, bytes)?;
         Ok(Self { budget: budget.clone(), what, bytes })
@@ -124,7 +124,7 @@ impl MemoryReservation {
     /// Changes the size of the reservation.
     ///
     /// # Errors
-    /// [`NotEnough`]; the reservation is unchanged.
+    /// [`OutOfBudget`]; the reservation is unchanged.
     pub fn change(&mut self, bytes: u64) -> Result<(), OutOfBudget> {
         self.budget.reserve(self.what, self.bytes, bytes)?;
         self.bytes = bytes;
@@ -148,7 +148,7 @@ pub struct ConnectionMemory {
 
 impl ConnectionMemory {
     /// Charges `bytes` to `budget`; `None` if they do not fit. All connections together can use
-    /// 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even if the budget is exhausted.
+    /// 1/64 of the budget, up to [`MAX_CONNECTION_RESERVE`], even if the budget is exhausted.
     pub fn new(budget: &Arc<MemoryBudget>, bytes: u64) -> Option<Self> {
         let least = budget.total() / 64;
         let fits = budget.charge_other(&budget.connections, bytes, least.min(MAX_CONNECTION_RESERVE));
@@ -184,7 +184,7 @@ pub struct MemoryBudget {
 struct BudgetState {
     reserved: u64,
     requests: RequestMemory,
-    /// Time of the watchman's next check for clients without progress.
+    /// Time of the next check for clients without progress.
     next_look: Instant,
 }
 
@@ -203,7 +203,7 @@ impl MemoryBudget {
         })
     }
 
-    /// The budget of this process. Unlimited until [`Budget::set_total`].
+    /// The budget of this process. Unlimited until [`MemoryBudget::set_total`].
     pub fn process() -> &'static Arc<Self> {
         &PROCESS
     }
@@ -241,7 +241,7 @@ impl MemoryBudget {
         ((self.total() - reserved.min(self.total())) / 4).clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
     }
 
-    /// Bytes that can still be [reserved](Budget::reserve).
+    /// Bytes that can still be [reserved](MemoryBudget::reserve).
     pub fn free(&self) -> u64 {
         self.available(self.lock().reserved)
     }
@@ -263,7 +263,7 @@ impl MemoryBudget {
     /// Changes the reservation for `what` from `before` to `bytes`.
     ///
     /// # Errors
-    /// [`NotEnough`]; nothing is changed.
+    /// [`OutOfBudget`]; nothing is changed.
     pub fn reserve(&self, what: &'static str, before: u64, bytes: u64) -> Result<(), OutOfBudget> {
         let mut state = self.lock();
         let rest = state.reserved - before;
@@ -305,8 +305,8 @@ impl MemoryBudget {
     /// Disconnects clients without progress, at most one for each waiting request, and schedules
     /// the next check.
     fn disconnect_overdue(&self, now: Instant) {
-        // Clients are collected under the lock and disconnected without it: `push_out` may take
-        // other locks, and dropping a client takes this one (`Account::forget`).
+        // Clients are collected under the lock and disconnected without it: `disconnect` may take
+        // other locks, and dropping a client takes this one (`MemoryAccount::forget`).
         let (mut overdue, mut seen) = (Vec::new(), Vec::new());
         let waiting = {
             let mut state = self.lock();
@@ -376,14 +376,15 @@ impl MemoryAccount {
     /// Replaces the account's reservation by one of `bytes` for `what`.
     ///
     /// # Errors
-    /// [`NotEnough`]; the previous reservation is unchanged.
+    /// [`OutOfBudget`]; the previous reservation is unchanged.
     pub fn reserve(&self, what: &'static str, bytes: u64) -> Result<(), OutOfBudget> {
         self.budget.reserve(what, self.reserved(), bytes)?;
         self.reserved.store(bytes, SeqCst);
         Ok(())
     }
 
-    /// Charges memory for a request if that needs no waiting. Return it by [`Account::give_back`].
+    /// Charges memory for a request if that needs no waiting. Return it by
+    /// [`MemoryAccount::release`].
     pub fn try_acquire(&self, bytes: u64) -> bool {
         if let Some(sum) = self.used.add_within(bytes, self.part()) {
             // The part may have shrunk meanwhile, while the sum is recorded as within it.
@@ -398,7 +399,7 @@ impl MemoryAccount {
     /// Charges memory for a request of the client with this `flow`, and waits for it if necessary.
     /// Dropping the future charges nothing.
     ///
-    /// `bytes` must be at most half of [`LEAST_REQUESTS`].
+    /// `bytes` must be at most half of [`MIN_REQUEST_BYTES`].
     pub async fn acquire(&self, flow: &FairQueueFlow, bytes: u64) {
         if self.try_acquire(bytes) {
             return;
@@ -437,8 +438,8 @@ impl MemoryAccount {
     }
 
     /// Lists a client whose transfer has started, so that it can be disconnected if it holds memory
-    /// without progress. Call it after [`Holder::due`] has changed; it takes two atomic operations
-    /// while the client is listed.
+    /// without progress. Call it after [`MemoryHolder::on_schedule_until`] has changed; it takes
+    /// two atomic operations while the client is listed.
     pub fn watch(&self, holder: &Arc<impl MemoryHolder + 'static>) {
         if !holder.listing().is_done() {
             let holder: Arc<dyn MemoryHolder> = Arc::clone(holder) as _;
@@ -448,7 +449,7 @@ impl MemoryAccount {
         }
     }
 
-    /// Removes a client that has disconnected from the list of [`Account::watch`].
+    /// Removes a client that has disconnected from the list of [`MemoryAccount::watch`].
     pub fn forget(&self, listing: &HolderEntry) {
         if listing.is_listed()
             && let Some(list) = self.budget.lock().requests.holders(self.number)

@@ -50,7 +50,7 @@ fn make() -> io::Result<IoUring> {
     ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::Nop::CODE], &registered)
 }
 
-/// Number of descriptors that [`set_aside`] uses for `count` notifiers.
+/// Number of descriptors that [`create_spare`] uses for `count` notifiers.
 pub fn spare_descriptors(count: usize) -> usize {
     // The spare rings, and the shared one.
     max_spare(count) + 1

@@ -39,7 +39,7 @@ struct OpenDescriptor {
 
 /// Callbacks that precede the closing of a file. Callback and close may both block on the file
 /// system (a close sends locks and written data to an NFS or FUSE server), so they run on a thread
-/// that may block. A [`Closing`] is dropped after the file is closed.
+/// that may block. A [`CloseHook`] is dropped after the file is closed.
 pub trait CloseHook: std::fmt::Debug + Send + Sync {
     /// Called at the last use of the file, when no operation on it is in flight.
     fn before_close(&self, fd: BorrowedFd<'_>);
@@ -119,7 +119,7 @@ impl Fd {
         Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
     }
 
-    /// A clone that holds a permit until it and all operations on it are gone.
+    /// A clone that holds a permit until it is dropped and all operations on it have completed.
     pub fn with_permit(&self, permit: OperationPermit) -> Self {
         Self { open: Arc::clone(&self.open), permit: Some(Arc::new(permit)) }
     }
@@ -192,7 +192,7 @@ impl Drop for FilledSegments {
 }
 
 /// Reads at `offset` into `segments`, after their first `filled` bytes, which must not be all;
-/// returns the number of bytes, 0 at the end of the file. More than [`MOST_SEGMENTS`] segments, or
+/// returns the number of bytes, 0 at the end of the file. More than [`MAX_SEGMENTS`] segments, or
 /// too many bytes, yield a short read.
 pub async fn read_at(
     fd: &Fd,
@@ -384,7 +384,7 @@ pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
 /// Number of descriptors reserved from clients for the rest of the process: control sockets,
 /// images.
 const RESERVED_DESCRIPTORS: u64 = 64;
-/// Maximum number reserved from clients with many descriptors: see [`descriptors_left_to_others`].
+/// Maximum number reserved from clients with many descriptors: see [`has_shared_descriptors`].
 pub const MAX_RESERVED_DESCRIPTORS: u64 = 2 * RESERVED_DESCRIPTORS;
 
 /// True if a client may use another descriptor: the lowest free one is not among the last ones of
@@ -393,8 +393,8 @@ pub fn has_client_descriptors() -> bool {
     are_left_beside(1)
 }
 
-/// As [`descriptors_left`], for a client that has many: twice as many are reserved, half of them
-/// for other clients.
+/// As [`has_client_descriptors`], for a client that has many: twice as many are reserved, half of
+/// them for other clients.
 pub fn has_shared_descriptors() -> bool {
     are_left_beside(2)
 }
@@ -506,7 +506,7 @@ impl IoVectors {
         Self(Box::new(segments.iter().map(vector).collect()))
     }
 
-    /// Vectors over the bytes after the first `filled` ones, for at most [`MOST_SEGMENTS`]
+    /// Vectors over the bytes after the first `filled` ones, for at most [`MAX_SEGMENTS`]
     /// segments.
     fn to_fill(segments: &mut Segments, mut filled: usize) -> Self {
         let vectors = segments.as_mut_slice().iter_mut().filter_map(|segment| {

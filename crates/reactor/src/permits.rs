@@ -22,7 +22,7 @@ struct PermitQueue {
     waiting: BTreeMap<u64, Waker>,
 }
 
-/// One of [`Permits`], returned when dropped.
+/// One of [`OperationPermits`], returned when dropped.
 #[derive(Debug)]
 pub struct OperationPermit(Arc<OperationPermits>);
 

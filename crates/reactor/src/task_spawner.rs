@@ -14,12 +14,13 @@ use super::{ReactorDriver, spawn, with_current};
 #[derive(Debug)]
 pub struct TaskSpawner<F> {
     slot: Option<Pin<Box<Option<F>>>>,
-    /// In simulation every future becomes a task, because the seed decides the order of execution.
+    /// True in simulation: every future becomes a task, because the seed decides the order of
+    /// execution.
     is_simulated: bool,
 }
 
 impl<F: Future<Output = ()> + 'static> TaskSpawner<F> {
-    /// A launcher for this thread.
+    /// A spawner for this thread.
     ///
     /// # Panics
     /// Panics without a reactor on this thread.

@@ -2,9 +2,9 @@
 //! `Documentation/block/ublk.rst`).
 //!
 //! ```text
-//!   /dev/ublk-control   Control   create, start, stop, recover and remove devices
-//!   /dev/ublkcN         Queue     requests of device N, by tag: fetch, then commit and fetch
-//!                       Registered   the data of a request, in place
+//!   /dev/ublk-control   UblkControl      create, start, stop, recover and remove devices
+//!   /dev/ublkcN         UblkQueue        requests of device N, by tag: fetch, then commit and fetch
+//!                       RegisteredData   the data of a request, in place
 //!   /dev/ublkbN         the block device, for all other processes
 //! ```
 //!
@@ -36,7 +36,7 @@ pub mod feature {
     pub const ZERO_COPY: u64 = 1 | 1 << 7 | 1 << 11;
     /// Commands are encoded like ioctls. Reported by the driver.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
-    /// [`Control::update_size`](super::Control::update_size) is supported.
+    /// [`UblkControl::update_size`](super::UblkControl::update_size) is supported.
     pub const UPDATE_SIZE: u64 = 1 << 10;
     /// Display name of each feature, by bit.
     pub const NAMES: [&str; 20] = [

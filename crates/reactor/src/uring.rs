@@ -34,8 +34,8 @@ const COMPLETIONS: u32 = 4096;
 /// Time for which [`super::linger`] lets completions accumulate, in microseconds: a few requests of
 /// a fast client.
 const LINGER_US: u32 = 8;
-/// Polling limit of [`Polling::Auto`]: the time between two completions of a busy disk. With 50 µs
-/// a thread sleeps so often that the kernel still migrates it.
+/// Polling limit of [`PollingMode::Auto`]: the time between two completions of a busy disk. With 50
+/// µs a thread sleeps so often that the kernel still migrates it.
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// Number of queued reads or writes that are submitted before the end of a turn. Otherwise the
 /// first of a turn's twelve would wait for all others, and the device would have less to do
@@ -64,7 +64,7 @@ pub enum PollingMode {
     Off,
     /// Polls while measurements show that it pays ([`policy::polling`]).
     Auto,
-    /// Polls for up to this time; zero is [`Polling::Off`].
+    /// Polls for up to this time; zero is [`PollingMode::Off`].
     UpTo(Duration),
 }
 
@@ -115,7 +115,7 @@ enum OperationSlot {
     Complete(i32),
     /// In flight, future dropped; owns the memory in use. Never read, only dropped.
     Abandoned(OrphanHandler),
-    /// As `Abandoned`, but only the end of the ring ends it: see [`Op::until_the_ring_ends`].
+    /// As `Abandoned`, but only the end of the ring ends it: see [`RingOperation::uncancellable`].
     Uncancellable(OrphanHandler),
 }
 
@@ -137,9 +137,9 @@ pub(super) struct UringDriver {
     typical_gap_ns: Cell<u64>,
     /// True if [`super::linger`] was called since the last wait.
     linger: Cell<bool>,
-    /// True if [`super::was_long`] was called: the turn runs no further tasks.
+    /// True if [`super::yield_after_turn`] was called: the turn runs no further tasks.
     was_long_task: Cell<bool>,
-    /// Result of [`Uring::recently`] in this turn, once it was called.
+    /// Result of [`UringDriver::recently`] in this turn, once it was called.
     recent: Cell<Option<Instant>>,
     /// True if the kernel can wait for a minimum time (since 6.12).
     can_linger: bool,
@@ -382,7 +382,7 @@ impl UringDriver {
         if self.event_armed.replace(true) {
             return;
         }
-        // Announced before the last check for arrivals: see `Remote::send`.
+        // Announced before the last check for arrivals: see `RemoteHandle::send`.
         let fd = types::Fd(reactor.executor.remote().event.as_raw_fd());
         let entry = opcode::Read::new(fd, self.event_counter.as_ptr().cast(), 8).build().user_data(EVENT);
         // SAFETY: `event_counter` is boxed and lives as long as the ring; `cancel_all` ends the
@@ -442,8 +442,8 @@ impl UringDriver {
     /// Cancels the operations in flight and waits until the kernel has completed them, except those
     /// that only the end of the ring ends. (`IORING_REGISTER_SYNC_CANCEL` exists since Linux 6.0.)
     ///
-    /// An operation on a file system that does not answer may never complete: after [`TO_CANCEL`]
-    /// its memory is leaked to the kernel.
+    /// An operation on a file system that does not answer may never complete: after
+    /// [`CANCEL_TIMEOUT`] its memory is leaked to the kernel.
     pub(super) fn cancel_all(&self) {
         let deadline = real_now() + CANCEL_TIMEOUT;
         let in_flight = || {

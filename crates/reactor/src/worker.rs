@@ -17,18 +17,19 @@ thread_local! {
 }
 
 /// Declares that this thread serves several disks, so that no system call on it may block on a
-/// device, a file system or a server. Applies to each [`Worker`] from its start.
+/// device, a file system or a server. Applies to each [`ReactorWorker`] from its start.
 pub fn forbid_blocking() {
     NEVER_BLOCKS.set(true);
 }
 
 /// True if a system call on this thread may block on a device, a file system or a server: false
-/// after [`never_blocks_here`].
+/// after [`forbid_blocking`].
 pub fn may_block() -> bool {
     !NEVER_BLOCKS.get()
 }
 
-/// True if this thread is a [`Worker`]'s, which serves requests for as long as there are any.
+/// True if this thread is a [`ReactorWorker`]'s, which serves requests for as long as there are
+/// any.
 pub fn is_worker() -> bool {
     IS_WORKER.get()
 }
@@ -97,7 +98,7 @@ impl ReactorWorker {
         self.spawn_in_group(TaskGroup::new(), make);
     }
 
-    /// As [`Worker::spawn`], as a task of this group.
+    /// As [`ReactorWorker::spawn`], as a task of this group.
     pub fn spawn_in_group<F: Future<Output = ()> + 'static>(
         &self,
         party: TaskGroup,
@@ -209,7 +210,7 @@ mod tests {
                 yield_now().await;
             }
         });
-        assert!((99..=101).contains(&turns), "{turns} turns of the other party within 100");
+        assert!((99..=101).contains(&turns), "{turns} turns of the other task group within 100");
     }
 
     /// Number of runs of another task group's tasks while `count` operations complete one by one.

@@ -77,7 +77,7 @@ fn timed(mut batch: impl FnMut() -> Duration) -> impl FnMut(&mut Bencher<'_>) {
     }
 }
 
-#[expect(clippy::print_stderr, reason = "criterion tells times alone")]
+#[expect(clippy::print_stderr, reason = "criterion reports times only")]
 fn record(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("record");
     let mut random = fastrand::Rng::with_seed(1);

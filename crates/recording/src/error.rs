@@ -29,8 +29,8 @@ pub enum TraceError {
     #[error("{file}:{line}: {why}")]
     Line { file: String, line: u64, why: String },
     #[error(
-        "{file}: the recording is cut off in a block (the daemon was killed, or its disk was full?); the {requests} \
-         requests before it are whole"
+        "{file}: the recording ends within a block (was the daemon killed, or its disk full?); the {requests} \
+         requests before it are complete"
     )]
     Torn { file: String, requests: u64 },
     #[error("{file}: {why}")]

@@ -1,10 +1,10 @@
 //! Recordings and traces: requests to disks with their times, and the limits in force.
 //!
 //! ```text
-//!   file ─► input ─► lines ─► format/… ─► window ─► Reader ─┐
-//!           gzip,    blocks   requests    order             ├─► Merged ─► records by time
-//!           zstd              of a line             Reader ─┘
-//!   Writer (file/) ─► a recording: weir's own binary format, with waiting and service times
+//!   file ─► input ─► lines ─► format/… ─► window ─► TraceReader ─┐
+//!           gzip,    blocks   requests    order                  ├─► MergedTraces ─► records by time
+//!           zstd              of a line             TraceReader ─┘
+//!   RecordingWriter (file/) ─► a recording: weir's own binary format, with waiting and service times
 //! ```
 //!
 //! Everything streams: memory holds a block of text, the reordering window and the names of disks.

@@ -159,7 +159,7 @@ impl MergedTraces {
         self.sources.iter().any(|one| one.reader.has_outcomes())
     }
 
-    /// See [`Reader::outcome`].
+    /// See [`TraceReader::outcome`].
     pub fn outcome(&mut self, record: &TraceRecord) -> Option<NumberedOutcome> {
         self.sources[usize::from(record.file)].reader.outcome(record)
     }

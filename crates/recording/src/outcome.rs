@@ -21,7 +21,7 @@ pub struct RequestOutcome<'a> {
     pub limit: Option<&'a str>,
 }
 
-/// An outcome with the number of its limit.
+/// An outcome as stored: the limit by its number.
 #[derive(Clone, Copy, Debug)]
 pub struct NumberedOutcome {
     times: RecordedTimes,
@@ -31,7 +31,7 @@ pub struct NumberedOutcome {
 
 /// Outcomes of requests that were read and not fetched yet.
 pub(super) struct Outcomes {
-    // The window reorders records; their line identifies them afterwards.
+    // By line: the reorder window changes the order of records, but not their lines.
     by_line: HashMap<u64, NumberedOutcome>,
     limits: TraceDisks,
 }

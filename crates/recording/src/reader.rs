@@ -20,7 +20,7 @@ use super::{
 
 // 2.5 MiB of records.
 pub(crate) const DEFAULT_WINDOW: usize = 65_536;
-/// Limit of [`Options::window`]: 640 MiB of records.
+/// Limit of [`TraceOptions::window`]: 640 MiB of records.
 pub const MAX_WINDOW: usize = 1 << 24;
 // Records that are read at a time beyond the window.
 const BATCH: usize = 1024;
@@ -282,7 +282,7 @@ pub fn open(path: &Path) -> Result<LineReader, TraceError> {
     TraceInput::open(path).map(LineReader::new).map_err(|(file, why)| TraceError::File { file, why })
 }
 
-/// True if the lines are a recording, which contains more than a [`Reader`] returns.
+/// True if the lines are a recording, which contains more than a [`TraceReader`] returns.
 pub fn is_recording(lines: &mut LineReader, options: &TraceOptions) -> Result<bool, TraceError> {
     match (options.format, &options.columns) {
         (_, Some(_)) => Ok(false),

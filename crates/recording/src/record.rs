@@ -66,7 +66,7 @@ pub struct TraceRecord {
     pub line: u64,
     /// Number of its disk.
     pub disk: DiskId,
-    /// Number of its file among merged ones; `Source::place` returns the name.
+    /// Number of its file among merged ones; `RecordSource::place` returns the name.
     pub file: u16,
     /// Operation.
     pub op: RequestOp,

@@ -1,7 +1,7 @@
 //! Compact storage of requests that wait behind the first ones of their queue.
 //!
 //! ```text
-//!   arrivals ─► Backlog: delta to the previous request ─► the tree's queue: the first HEADS ─► admitted
+//!   arrivals ─► backlog: delta to the previous request ─► the tree's queue: `TREE_REQUESTS` ─► admitted
 //!                        1 to 41 bytes each, typically 10   about 120 bytes each
 //! ```
 //!

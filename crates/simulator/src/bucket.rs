@@ -10,7 +10,7 @@ use policy::{
 
 use super::world::{DiskSpec, WorldSpec};
 
-/// A limit and its level in the tree; [`Bucket::NONE`] for none.
+/// A limit and its level in the tree; [`LimitingBucket::NONE`] for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LimitingBucket(u8);
 
@@ -125,7 +125,7 @@ impl ThrottleTimes {
     }
 
     fn add(&mut self, bucket: LimitingBucket, ns: u64) {
-        // `Bucket::NONE` is beyond the array: time without a known limit is dropped.
+        // `LimitingBucket::NONE` is beyond the array: time without a known limit is dropped.
         if let Some(sum) = self.ns.get_mut(usize::from(bucket.0)) {
             *sum = sum.saturating_add(ns);
         }

@@ -1,7 +1,7 @@
 //! A client with a fixed number of requests in flight: it sends the next one when one completes.
 //!
 //! A program that copies a file behaves like this; requests of a trace arrive regardless of
-//! completions. A [`Chain`] is such a client, reconstructed from a recording.
+//! completions. A [`RequestChain`] is such a client, reconstructed from a recording.
 
 use super::request::{RequestOp, SimulatedRequest};
 

@@ -1,6 +1,6 @@
 //! Length of the values that hosts and the leader write to etcd.
 //!
-//! The daemon's encoding (`cluster/values.rs`) is above this crate; a test there checks that both
+//! The encoding (`values.rs` of crate `cluster`) is above this crate; a test there checks that both
 //! have the same length.
 
 use policy::{

@@ -6,8 +6,8 @@
 //!                 └─► budget    bytes and requests per second, as queues ───────────────────────────────┘
 //! ```
 //!
-//! The twins of block's `storage/delay.rs` (`--delay`) and `storage/rate.rs` (`--rate`), exact to
-//! the nanosecond. A station may add a time per byte, for probed devices. Requests are served in
+//! The twins of `delay.rs` (`--delay`) and `rate.rs` (`--rate`) of crate `storage`, exact to the
+//! nanosecond. A station may add a time per byte, for probed devices. Requests are served in
 //! order, so the completion time is known when a request begins, and a device needs no events.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
@@ -172,8 +172,8 @@ const IDLE_LATENCY_S: f64 = 100e-6;
 
 /// Number of servers of a device that completes `iops` requests per second at `depth`.
 ///
-/// `weir probe` stores no latency, so a request is assumed to take [`ALONE_S`], or longer at low
-/// rates: a hard disk of 200 IOPS has one server, flash of 500,000 has 32.
+/// `weir probe` stores no latency, so a request is assumed to take [`IDLE_LATENCY_S`], or longer at
+/// low rates: a hard disk of 200 IOPS has one server, flash of 500,000 has 32.
 pub fn server_count(iops: u64, depth: usize) -> usize {
     ((iops as f64 * IDLE_LATENCY_S).round() as usize).clamp(1, depth)
 }

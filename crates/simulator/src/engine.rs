@@ -1,18 +1,18 @@
 //! The simulation: requests arrive, wait for limits and are served, in virtual time.
 //!
 //! ```text
-//!   arrive ─────► limits: policy::throttle::Tree ──► prefetch.rs: policy::prefetch::Cache ──► device.rs ──► tally.rs, Row
-//!                   ▲                                                                         │
-//!   events, by time ┴─ timer of a tree · chunk arrives · write completes · client sends ◄─────┘
+//!   arrive ─────► limits: ThrottleTree ──► prefetch.rs: PrefetchCache ──► device.rs ──► tally.rs, ResultRow
+//!                   ▲                                                     │
+//!   events, by time ┴─ timer of a tree · chunk arrives · write completes ─┘ · client sends
 //! ```
 //!
 //! The engine drives the policy's code as the daemon does (block's `layer/throttle` and
 //! `layer/prefetch`): one tree with one timer for each outermost group and each disk without a
 //! group.
 //!
-//! Requests must arrive in order. A disk is created at its first request, and a request follows
-//! events of the same instant. Results therefore depend neither on the order of disks nor on disks
-//! that share nothing. The first waiting requests of each disk and direction are in the tree;
+//! Requests must arrive in order. A disk is created at its first request, and the events of
+//! an instant precede its requests. Results therefore depend neither on the order of disks nor on
+//! disks that share nothing. The first waiting requests of each disk and direction are in the tree;
 //! later ones are in a [`Backlog`](super::backlog), a few bytes each.
 
 use std::{
@@ -40,7 +40,7 @@ use super::{
     world::{DiskSpec, DiskGroupSpec, WorldSpec},
 };
 
-/// Number of disks that are drawn: as many lines as can be distinguished.
+/// Maximum number of disks in a chart: more lines cannot be distinguished.
 pub const DRAWN: usize = 8;
 /// Number of waiting requests of a disk and direction that the tree holds; it decides by the first
 /// one. Above 1, or a disk would count as idle between an admission and the next request.
@@ -93,7 +93,7 @@ const ROW_BATCH: usize = 4096;
 /// Destination of rows.
 enum ResultRows {
     None,
-    /// Stored until [`Engine::take_rows`].
+    /// Stored until [`SimulationEngine::take_rows`].
     Kept(Vec<ResultRow>),
     HandedOn(Vec<ResultRow>, RowSink),
 }
@@ -113,7 +113,7 @@ pub struct SimulationEngine {
     memory: BacklogMemory,
     /// Number of requests in backlogs.
     behind: usize,
-    /// Value of [`HEADS`]; does not affect results.
+    /// Value of [`TREE_REQUESTS`]; does not affect results.
     heads: usize,
     clients: Vec<RequestSource>,
     watch: WatermarkSampler,
@@ -123,7 +123,7 @@ pub struct SimulationEngine {
 }
 
 impl SimulationEngine {
-    /// Creates an engine; `rows` stores results for [`Engine::take_rows`].
+    /// Creates an engine; `rows` stores results for [`SimulationEngine::take_rows`].
     ///
     /// # Errors
     /// Limits, reservations or prefetch settings are invalid.
@@ -433,7 +433,8 @@ impl SimulationEngine {
             self.behind += 1;
             return self.enter_queues(request.disk);
         }
-        // Below `heads` the backlog is empty: `follow_up` refills the tree at every admission.
+        // Below `heads` the backlog is empty: `refill_from_backlog` refills the tree at every
+        // admission.
         let token = self.waiting.enter(request, client);
         match tree.submit(node, direction, RequestCost::one(request.length), token, now) {
             AdmissionResult::Admitted(token) => {
@@ -501,7 +502,7 @@ impl SimulationEngine {
         let now = Instant::from_nanos(self.state.now);
         let admission = tree.submit(disk.node, direction, RequestCost::one(next.length), token, now);
         // `heads` is above 1, so another request of this direction is still in the tree.
-        assert!(matches!(admission, AdmissionResult::Queued(_)), "there are others before it");
+        assert!(matches!(admission, AdmissionResult::Queued(_)), "earlier requests wait");
     }
 
     fn sample_devices(&mut self) {

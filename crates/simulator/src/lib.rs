@@ -1,8 +1,8 @@
 //! The simulator: disks, groups and modelled devices in virtual time. `policy` decides.
 //!
 //! ```text
-//!   World ──► Engine: clients or recorded requests ─► limits ─► prefetch ─► device ─► Tally
-//!   preview:  recorded requests ─► Engine with other limits ─► their times under these limits
+//!   WorldSpec ─► engine: clients or recorded requests ─► limits ─► prefetch ─► device ─► statistics
+//!   preview:     recorded requests ─► engine with other limits ─► their times under these limits
 //! ```
 //!
 //! Used by `weir simulate` and `weir advise` (crate `lab`) and by the preview of the web page

@@ -2,7 +2,7 @@
 //! clients.
 //!
 //! ```text
-//!   recorded requests ─► chains: a request follows ─► Engine ─► once to fill the buckets,
+//!   recorded requests ─► chains: a request follows ─► engine ─► once to fill the buckets,
 //!   of each disk         an earlier completion                  once to measure
 //! ```
 //!

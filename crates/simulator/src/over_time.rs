@@ -8,9 +8,10 @@
 const INTERVALS: usize = 1024;
 // The first interval is 2 to this power in nanoseconds: about a millisecond.
 const FIRST_BITS: u32 = 20;
-// Events in an interval of a rate, on average: a steady rate is then shown within a twentieth.
+// Mean number of events in an interval whose rate is shown: a steady rate then appears steady
+// within a twentieth.
 const LEAST_EVENTS: u64 = 25;
-// Fewer intervals would show no course over time, however few events there are.
+// With fewer intervals a chart shows no course over time, so this precedes `LEAST_EVENTS`.
 const LEAST_INTERVALS: usize = 12;
 
 /// A value over time, in intervals of equal length that double as needed.
@@ -19,7 +20,7 @@ pub struct OverTime {
     bits: u32,
     values: Vec<u64>,
     joins: JoinRule,
-    /// Level since the last note, until the next one.
+    /// Current level of a series of peaks; 0 for sums.
     level: u64,
     /// Time of the last note, in nanoseconds.
     last_ns: u64,
@@ -42,7 +43,7 @@ impl JoinRule {
 }
 
 impl OverTime {
-    /// Series of sums.
+    /// Series of the sum of the values in each interval.
     pub fn sums() -> Self {
         let values = Vec::with_capacity(INTERVALS);
         Self { bits: FIRST_BITS, values, joins: JoinRule::Sum, level: 0, last_ns: 0 }
@@ -112,7 +113,7 @@ impl OverTime {
         if at > self.last_ns {
             self.note(at, 0);
         }
-        // New intervals begin with the present level, which lasted through them.
+        // `interval` fills new intervals of a series of peaks with the current level.
     }
 
     fn halve(&mut self) {
@@ -193,7 +194,7 @@ const LATENCY_INTERVALS: usize = 128;
 // Each doubling has 2 to this power steps.
 const STEP_BITS: u32 = 4;
 const STEPS: usize = (65 - STEP_BITS as usize) << STEP_BITS;
-// Requests in an interval, on average, for a p99.
+// Mean number of requests in an interval whose p99 is shown.
 const LEAST_LATENCIES: u64 = 50;
 
 impl Default for LatencyOverTime {

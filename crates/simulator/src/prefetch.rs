@@ -1,11 +1,11 @@
 //! Read-ahead as in the daemon: the policy's cache, driven in the same order.
 //!
 //! ```text
-//!   read ──► Cache::read ── hit ──────► complete when the last of its chunks has arrived
+//!   read ──► cache.read ─── hit ──────► complete when the last of its chunks has arrived
 //!               │        └─ miss ─────► device
-//!               └─ Ahead ──► Cache::begin ──► device ──► chunk arrives: Cache::complete
+//!               └─ ReadAhead ──► cache.begin ──► device ──► chunk arrives: cache.complete
 //!
-//!   write ──► Cache::write_begins ──► device ──► Cache::write_ends
+//!   write ──► cache.write_begins ──► device ──► cache.write_ends
 //! ```
 //!
 //! The twin of block's `layer/prefetch`, without data: a chunk is the time of its arrival.

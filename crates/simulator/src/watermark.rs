@@ -37,7 +37,7 @@ struct WatermarkTarget {
     who: TargetOwner,
     limits: Limits,
     watermark: Watermark,
-    /// Indices in [`Watch::devices`].
+    /// Indices in [`WatermarkSampler::devices`].
     devices: Vec<usize>,
     /// Time and counters of the last sample.
     last: (u64, [AdmissionCounters; 2]),

@@ -28,7 +28,7 @@ pub struct DiskGroupSpec {
     pub name: String,
     /// Its limits and share.
     pub hold: DiskSettings,
-    /// Index of its parent in [`World::groups`], smaller than its own.
+    /// Index of its parent in [`WorldSpec::groups`], smaller than its own.
     pub parent: Option<usize>,
 }
 
@@ -91,8 +91,8 @@ impl WorldSpec {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
-    /// Number of the part of the world that each disk belongs to. Different parts share no group
-    /// and no device.
+    /// Index of the part of the world that contains each disk. Different parts share no group and
+    /// no device.
     pub fn parts(&self) -> Vec<usize> {
         let groups = self.groups.len();
         let stations = groups + self.disks.len();

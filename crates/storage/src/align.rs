@@ -18,9 +18,9 @@
 //!   it is a hint.
 //! - A file whose size is not a multiple of the block ends in a **tail** that the device cannot
 //!   write without extending the file. The tail begins at the last multiple of block *and* page
-//!   size below the end, and goes through the page cache ([`Device::read_buffered`]), to the byte.
-//!   Thus no page mixes bytes of both paths: the late writeback of a page cannot undo a direct
-//!   write beside it.
+//!   size below the end, and goes through the page cache ([`AlignedDevice::read_buffered`]), to the
+//!   byte. Thus no page mixes bytes of both paths: the late writeback of a page cannot undo a
+//!   direct write beside it.
 //! - A resize locks everything exclusively. So a request that changes bytes checks its range again
 //!   once it holds its lock: a write in flight when a file was truncated would extend it again.
 //!
@@ -79,7 +79,8 @@ impl Alignment {
 }
 
 /// The device under [`Align`]. The contract is that of [`Storage`](super::Storage), except that
-/// reads, writes, zeroes and discards are aligned to [`Device::alignment`], which never changes.
+/// reads, writes, zeroes and discards are aligned to [`AlignedDevice::alignment`], which never
+/// changes.
 #[expect(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
 pub trait AlignedDevice: Send + Sync + 'static {
     /// The alignment that it requires.
@@ -95,7 +96,7 @@ pub trait AlignedDevice: Send + Sync + 'static {
         self.alignment().offset.max(resize::SECTOR)
     }
     /// See [`Storage::resize`](super::Storage::resize). No request that changes bytes is in flight.
-    /// The size is a multiple of [`Device::size_multiple`], or the current size.
+    /// The size is a multiple of [`AlignedDevice::size_multiple`], or the current size.
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError>;
     /// See [`Storage::description`](super::Storage::description).
     fn description(&self) -> String;
@@ -111,7 +112,7 @@ pub trait AlignedDevice: Send + Sync + 'static {
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
     /// Reads without alignment, through the page cache; used for the tail only.
     async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments>;
-    /// As [`Device::read_buffered`].
+    /// As [`AlignedDevice::read_buffered`].
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
     /// See [`Storage::flush`](super::Storage::flush); covers direct and buffered writes.
     async fn flush(&self) -> Result<()>;
@@ -125,7 +126,7 @@ pub trait AlignedDevice: Send + Sync + 'static {
 
 /// A device that supports zero copy from and to the registered buffer of a ublk request. Returns
 /// `None`, with nothing done, if a request needs a copy.
-#[expect(async_fn_in_trait, reason = "as for Device")]
+#[expect(async_fn_in_trait, reason = "as for AlignedDevice")]
 pub trait ZeroCopyDevice: AlignedDevice {
     /// Reads; the request is aligned.
     async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>>;
@@ -223,7 +224,7 @@ impl<D: AlignedDevice> Align<D> {
         self.shared.flushes.run(|| self.device().flush()).await
     }
 
-    /// See [`Storage::was_changed`](super::Storage::was_changed).
+    /// See [`Storage::note_external_writes`](super::Storage::note_external_writes).
     pub(super) fn was_changed(&self) {
         drop(self.shared.flushes.begin_change());
     }

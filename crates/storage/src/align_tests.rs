@@ -274,7 +274,7 @@ fn shrink_rejects_requests_in_flight_beyond_the_end() {
             assert_eq!(storage.size_bytes(), smallest as u64);
             assert_eq!(storage.resize(SIZE as u64).await, Ok(()));
             let added = read(&storage, smallest as u64, SIZE - smallest).await;
-            assert!(added.iter().all(|&byte| byte == 0), "seed {seed}: what was cut off came back");
+            assert!(added.iter().all(|&byte| byte == 0), "seed {seed}: truncated bytes reappeared");
             waiting
         });
     }

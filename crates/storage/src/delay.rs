@@ -114,7 +114,7 @@ impl DelaySemaphore {
             turns.waiting.push_back(give);
             turn
         };
-        turn.recv().await.expect("who gives has it until it was given")
+        turn.recv().await.expect("the sender stays in the queue until it has sent")
     }
 }
 

@@ -71,7 +71,7 @@ use reactor::{
 /// Maximum number of attempts of a request that the kernel cannot execute now (EAGAIN). Other tasks
 /// run between the attempts.
 const MAX_ATTEMPTS: u32 = 1000;
-/// Number of owners of an idle file's main descriptor: the [`File`] and [`Beside`].
+/// Number of owners of an idle file's main descriptor: the [`FileStorage`] and [`BufferedCloser`].
 const MAIN_OWNERS: usize = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,7 +183,7 @@ impl CloseHook for BufferedCloser {
 
 impl Drop for FileStorage {
     fn drop(&mut self) {
-        // Read by `before`, which runs when the last clone of the descriptor is dropped.
+        // Read by `before_close`, which runs when the last clone of the descriptor is dropped.
         self.ending.releases.store(!self.may_be_resumed_elsewhere(), Relaxed);
     }
 }
@@ -221,7 +221,7 @@ impl FileStorage {
         Ok(PassedFile { main: another(&self.fd)?, buffered: another(&self.buffered)? })
     }
 
-    /// See [`Storage::take_locks`](crate::Storage::take_locks).
+    /// See [`Storage::try_lock`](crate::Storage::try_lock).
     pub(crate) fn try_lock(&self, last: bool) -> std::result::Result<bool, OpenError> {
         match lock::try_acquire(&self.fd, &self.name, lock::LockMode::new(self.read_only, false)) {
             Ok(true) => {}
@@ -308,17 +308,17 @@ impl FileStorage {
         self.space.bytes()
     }
 
-    /// See [`Storage::ask`](crate::Storage::ask).
+    /// See [`Storage::ping`](crate::Storage::ping).
     pub(crate) async fn ping(&self) -> Result<()> {
         self.lane.ping(&self.buffered, |fd| calls::ping(fd)).await
     }
 
-    /// See [`Storage::give_up`](crate::Storage::give_up).
+    /// See [`Storage::abandon`](crate::Storage::abandon).
     pub(crate) fn abandon(&self) {
         self.lane.abandon();
     }
 
-    /// See [`Storage::closed`](crate::Storage::closed).
+    /// See [`Storage::closed_channel`](crate::Storage::closed_channel).
     pub(crate) fn closed(&self) -> async_channel::Receiver<()> {
         self.ending.closed.clone()
     }
@@ -351,8 +351,8 @@ impl FileStorage {
     }
 
     /// Reads through a bounce buffer, which the kernel may fill late: after the file was abandoned,
-    /// a guest uses its memory for other data. Only a request that holds a slot of the lane has a
-    /// buffer, so their number is bounded.
+    /// a guest uses its memory for other data. Only a request that holds a slot of the isolation
+    /// has a buffer, so their number is bounded.
     async fn read_bounced(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
         if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
             let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
@@ -436,7 +436,7 @@ impl FileStorage {
 
     /// Writes through a bounce buffer, which the kernel may read late: after the file was
     /// abandoned, a guest uses its memory for other data, which must not reach the file. Buffers
-    /// are bounded as in [`File::read_in_turn`].
+    /// are bounded as in [`FileStorage::read_bounced`].
     async fn write_bounced(
         &self,
         fd: &Fd,

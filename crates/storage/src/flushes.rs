@@ -60,7 +60,7 @@ impl Flushes {
     /// most once; another caller's flush may serve instead.
     ///
     /// # Errors
-    /// Those of `flush`.
+    /// Errors of `flush`.
     pub(super) async fn run<F: Future<Output = Result<()>>>(&self, flush: impl FnOnce() -> F) -> Result<()> {
         let wanted = self.changes.load(Ordering::Acquire);
         let first = self.lock().count;
@@ -102,7 +102,7 @@ impl Flushes {
     }
 }
 
-/// See [`Flushes::change`].
+/// See [`Flushes::begin_change`].
 #[must_use = "the change lasts until it is dropped"]
 pub(super) struct UnflushedChange<'a>(&'a AtomicU64);
 
@@ -179,7 +179,7 @@ mod tests {
         sim::run(1, async {
             let disk = SlowFlushDisk::default();
             assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
-            assert_eq!(disk.reached.get(), 1, "who wrote before is not known");
+            assert_eq!(disk.reached.get(), 1, "earlier writers are unknown");
             assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
             assert_eq!(disk.reached.get(), 1);
             drop(disk.flushes.begin_change());

@@ -12,7 +12,7 @@ pub struct StorageIdentity {
     /// The file or device by its numbers, the RBD image, or else the description: the same for all
     /// names of a storage.
     pub key: String,
-    /// The name that it was opened by, for people.
+    /// The name that it was opened by, for display.
     pub path: Option<String>,
     /// The parts cut from it, the outermost first.
     pub parts: Vec<StoragePart>,
@@ -23,7 +23,7 @@ pub struct StorageIdentity {
 }
 
 impl Storage {
-    /// Returns the [`Identity`].
+    /// Returns the [`StorageIdentity`].
     pub fn identity(&self) -> StorageIdentity {
         let mut parts = Vec::new();
         let mut bottom = self;

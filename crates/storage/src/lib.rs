@@ -90,7 +90,7 @@ use reactor::{
 /// Options of [`Storage::write_zeroes`]: NBD's flags of `NBD_CMD_WRITE_ZEROES`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZeroOptions {
-    /// The range may be deallocated, as long as it reads as zeroes afterwards.
+    /// True if the range may be deallocated, as long as it reads as zeroes afterwards.
     pub may_unmap: bool,
     /// Fail with [`Error::UNSUPPORTED`](reactor::error::Error::UNSUPPORTED) at once if it would be
     /// no faster than writing.
@@ -103,11 +103,11 @@ pub struct ZeroOptions {
 /// SEEK_DATA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Bytes, never zero.
+    /// Length in bytes; never zero.
     pub length: u64,
-    /// Not allocated.
+    /// True if the range is not allocated.
     pub hole: bool,
-    /// Reads as zeroes.
+    /// True if the range reads as zeroes.
     pub zero: bool,
 }
 
@@ -172,7 +172,7 @@ impl Storage {
     /// Creates a memory storage of `size_bytes`. Pages are allocated on first write.
     ///
     /// # Panics
-    /// Above 256 TiB.
+    /// Panics above 256 TiB.
     pub fn memory(size_bytes: u64) -> Self {
         Self::Memory(MemoryStorage::new(size_bytes).expect("at most 256 TiB"))
     }
@@ -180,7 +180,7 @@ impl Storage {
     /// Creates a memory storage with this content, of at least 512 bytes.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub async fn with_content(content: &[u8]) -> Self {
         let storage = Self::memory((content.len() as u64).max(512));
         if !content.is_empty() {
@@ -337,7 +337,7 @@ impl Storage {
         self.bottom_file().map(FileStorage::closed)
     }
 
-    /// Description for people: type, path or address, cache mode, wrappers.
+    /// Description for display: type, path or address, cache mode, wrappers.
     pub fn description(&self) -> String {
         each!(self, inner => inner.description())
     }
@@ -393,13 +393,13 @@ impl Storage {
         self.bottom_rbd().and_then(RbdStorage::oldest_request).or_else(|| self.bottom_nbd().and_then(NbdStorage::oldest_request_age))
     }
 
-    /// Notification (`Bell`) that another client may have resized the image; the reaction is
-    /// [`Storage::look_again`]. `None` if the storage does not notify.
+    /// Notification (`ResizeNotifier`) that another client may have resized the image; the reaction
+    /// is [`Storage::poll_size`]. `None` if the storage does not notify.
     pub fn resize_notifier(&self) -> Option<&Arc<rbd::ResizeNotifier>> {
         self.bottom_rbd().map(RbdStorage::resize_notifier)
     }
 
-    /// Interval at which to call [`Storage::look_again`] if the storage may not notify about a
+    /// Interval at which to call [`Storage::poll_size`] if the storage may not notify about a
     /// resize; `None` if it does.
     pub fn poll_interval(&self) -> Option<Duration> {
         self.bottom_rbd().and_then(RbdStorage::poll_interval)
@@ -517,7 +517,7 @@ impl Storage {
     }
 
     /// Suspends an RBD image so that another process can open it. It must not be used before
-    /// [`Storage::take_up`].
+    /// [`Storage::resume`].
     ///
     /// # Errors
     /// As reported by the cluster; the image can be resumed.
@@ -530,7 +530,7 @@ impl Storage {
 
     /// Resumes an RBD image that was suspended, here or in another process. `heirs` are the clients
     /// that it was suspended for and that must not write any more: they are
-    /// [blocklisted](Storage::shut_out) first.
+    /// [blocklisted](Storage::blocklist) first.
     ///
     /// # Errors
     /// The reason why it cannot be opened.
@@ -765,7 +765,7 @@ impl Storage {
         each!(self, inner => inner.discard(offset, length).await)
     }
 
-    /// Allocation status of a range: from one to [`MOST_EXTENTS`] adjacent extents that begin at
+    /// Allocation status of a range: from one to [`MAX_EXTENTS`] adjacent extents that begin at
     /// `offset` and together cover at most `length` bytes, perhaps fewer. `length` is not zero.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         each!(self, inner => inner.block_status(offset, length).await)

@@ -120,7 +120,7 @@ impl Conflict {
     fn error(self, file: impl AsFd, name: &str, holder: Option<LockHolder>) -> OpenError {
         if holder.is_none() && is_locked_here(file, self.byte) {
             let why = self.what.replace("another process", "this process");
-            let remedy = "it is open here already, perhaps by another name; name another file";
+            let remedy = "it is open already, perhaps under another name; name another file";
             return OpenError { held_here: true, ..OpenError::new(name, why, remedy) };
         }
         let by = holder.as_ref().map(|LockHolder { pid, command }| format!(" (pid {pid}, {command})"));
@@ -130,8 +130,8 @@ impl Conflict {
 }
 
 /// Acquires the locks for `wanted` on an open file. A lock whose holder cannot be found may belong
-/// to a process that has just died, and is retried for [`AFTERLIFE`], so that a daemon can be
-/// restarted at once after a crash. A failed or waiting caller holds no locks.
+/// to a process that has just died, and is retried for [`LOCK_LINGER_TIME`], so that a daemon can
+/// be restarted at once after a crash. A failed or waiting caller holds no locks.
 ///
 /// Returns true if other writers are excluded; false if the file system has no locks.
 ///
@@ -286,7 +286,7 @@ fn is_locked_here(file: impl AsFd, byte: i64) -> bool {
 }
 
 /// True if a descriptor of the process holds the byte. Counts the descriptors in `looked_at`;
-/// `None` if there are more than [`MOST_LOOKED_AT`].
+/// `None` if there are more than [`MAX_FDINFO_FILES`].
 fn has_lock(pid: u32, inode: u64, byte: i64, looked_at: &mut usize) -> Option<bool> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
     for descriptor in descriptors {
@@ -351,11 +351,11 @@ mod tests {
         ] {
             let image = image();
             let (one, two) = (open(&image), open(&image));
-            acquire(&one, "image", first).expect("nobody else is there");
+            acquire(&one, "image", first).expect("no other process has it open");
             let result = acquire(&two, "image", second);
             assert_eq!(result.is_ok(), together, "{first:?} then {second:?}: {result:?}");
             release(one);
-            acquire(&two, "image", second).expect("the other has gone");
+            acquire(&two, "image", second).expect("the other lock was released");
         }
     }
 
@@ -363,7 +363,7 @@ mod tests {
     fn released_locks_are_free_while_the_file_is_open() {
         let image = image();
         let (one, two) = (open(&image), open(&image));
-        acquire(&one, "image", LockMode::Write).expect("nobody else is there");
+        acquire(&one, "image", LockMode::Write).expect("no other process has it open");
         // As the kernel does for a moment.
         let held = one.try_clone().expect("a descriptor");
         assert!(try_acquire(&two, "image", LockMode::Write).is_err());
@@ -378,11 +378,11 @@ mod tests {
     fn conflict_error_names_the_holder_and_a_remedy() {
         let image = image();
         let (one, two) = (open(&image), open(&image));
-        acquire(&one, "vm1.raw", LockMode::Write).expect("nobody else is there");
+        acquire(&one, "vm1.raw", LockMode::Write).expect("no other process has it open");
         let error = acquire(&two, "vm1.raw", LockMode::Read).expect_err("locked").to_string();
         assert_eq!(
             error,
-            "vm1.raw: locked for writing by this process (it is open here already, perhaps by another name; \
+            "vm1.raw: locked for writing by this process (it is open already, perhaps under another name; \
              name another file)"
         );
         let conflict = try_acquire(&two, "vm1.raw", LockMode::Read).expect_err("locked");
@@ -398,7 +398,7 @@ mod tests {
     fn lock_inherited_by_a_child_is_retried() {
         let image = image();
         let (one, two) = (open(&image), open(&image));
-        acquire(&one, "image", LockMode::Write).expect("nobody else is there");
+        acquire(&one, "image", LockMode::Write).expect("no other process has it open");
         // A child inherits it until it runs another program; this child until its input ends.
         let inherited = one.try_clone().expect("a descriptor");
         let mut child = Command::new(env::current_exe().expect("this program"))
@@ -408,7 +408,7 @@ mod tests {
             .spawn()
             .expect("it runs");
         drop(one);
-        let conflict = try_acquire(&two, "image", LockMode::Write).expect_err("the child has it");
+        let conflict = try_acquire(&two, "image", LockMode::Write).expect_err("the child holds the lock");
         assert_eq!(find_holder(&two, conflict.byte), None);
         let ended = thread::spawn(move || {
             drop(child.stdin.take());

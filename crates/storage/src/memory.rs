@@ -7,9 +7,9 @@
 //! ```
 //!
 //! Each page has its own lock, held while bytes are copied and never across an await, so threads
-//! contend only within the same 64 KiB. Reads can avoid the copy: pages are [lent](Memory::lend),
-//! and a write to a lent page goes to a copy of it. A request of several pages is not atomic as a
-//! whole, which the contract does not require.
+//! contend only within the same 64 KiB. Reads can avoid the copy: pages are
+//! [shared](MemoryStorage::read_shared), and a write to a shared page goes to a copy. A request
+//! of several pages is not atomic as a whole, which the contract does not require.
 //!
 //! A resize needs no lock: it sets the size and then frees the pages beyond it, one by one. A
 //! writer checks the size again under the page's lock. It either writes before the page is freed,
@@ -111,7 +111,7 @@ impl MemoryStorage {
     /// Maximum size in bytes (256 TiB): the tables of regions are then 32 MiB.
     pub const MAX_SIZE_BYTES: u64 = 1 << 48;
 
-    /// Creates a disk of `size_bytes`, all holes; `None` above [`Memory::LARGEST`].
+    /// Creates a disk of `size_bytes`, all holes; `None` above [`MemoryStorage::MAX_SIZE_BYTES`].
     pub fn new(size_bytes: u64) -> Option<Self> {
         if size_bytes > Self::MAX_SIZE_BYTES {
             return None;
@@ -164,7 +164,7 @@ impl MemoryStorage {
             }
             self.allocated_bytes.fetch_add(PAGE, Relaxed);
         }
-        // Copies the page if it is lent: references to it keep the old bytes.
+        // Copies the page if it is shared: references to it keep the old bytes.
         let page = Arc::make_mut(page.get_or_insert_with(zeroed_page));
         f(&mut page[piece.start..piece.end]);
         Ok(())
@@ -260,7 +260,7 @@ impl MemoryStorage {
         Ok(target)
     }
 
-    /// [`Memory::read`] into guest memory.
+    /// [`MemoryStorage::read`] into guest memory.
     pub(super) fn read_now(&self, offset: u64, into: &[GuestBytes]) -> Result<()> {
         self.check_inside(offset, into.iter().map(GuestBytes::bytes).sum())?;
         let mut start = offset;
@@ -292,7 +292,7 @@ impl MemoryStorage {
         }
     }
 
-    /// References to the bytes that [`Memory::read`] would return.
+    /// References to the bytes that [`MemoryStorage::read`] would return.
     pub(super) fn read_shared(&self, offset: u64, length: usize) -> Option<Segments> {
         if !within(offset, length as u64, self.size_bytes()) {
             return None;
@@ -319,7 +319,7 @@ impl MemoryStorage {
         Ok(())
     }
 
-    /// [`Memory::write`] from guest memory.
+    /// [`MemoryStorage::write`] from guest memory.
     pub(super) fn write_now(&self, offset: u64, from: &[GuestBytes]) -> Result<()> {
         self.check_inside(offset, from.iter().map(GuestBytes::bytes).sum())?;
         let mut start = offset;
@@ -459,7 +459,7 @@ mod tests {
                 memory.write_zeroes(offset, length, options).await.expect("inside");
                 model[offset as usize..][..length as usize].fill(0);
                 let status = memory.block_status(offset, length).await.expect("inside");
-                assert!(may_unmap || status.iter().all(|extent| !extent.hole), "asked for without holes");
+                assert!(may_unmap || status.iter().all(|extent| !extent.hole), "no holes were requested");
             }
             MemoryStep::Discard(offset, length) => {
                 memory.discard(offset, length).await.expect("inside");
@@ -473,7 +473,7 @@ mod tests {
                 let other = IoBuffer::copy_of(&read.iter().map(|byte| !byte).collect::<Vec<_>>());
                 memory.write(offset, other.into(), Durability::Cached).await.expect("inside");
                 lent.copy_to(&mut bytes);
-                assert_eq!(bytes, model[offset as usize..][..length], "what is lent stays as it was");
+                assert_eq!(bytes, model[offset as usize..][..length], "shared pages keep the old bytes");
                 model[offset as usize..][..length].iter_mut().for_each(|byte| *byte = !*byte);
             }
             MemoryStep::Status(offset, length) => {

@@ -69,9 +69,10 @@ pub struct NbdStorage {
     name: String,
     cache: CacheMode,
     read_only: bool,
-    /// Opened with `force_share`: another client may write to it.
+    /// True if opened with `force_share`: another client may write to it.
     is_shared: bool,
-    /// Another process may have it open too. It may resume until [`Passed::settle`] is called.
+    /// Another process may have it open too. It may resume until [`PassedFiles::take_ownership`] is
+    /// called.
     passed_files: Option<PassedFiles>,
     /// Properties of the export when it was opened; its block sizes stay in force.
     opened_export: NbdExportInfo,
@@ -152,7 +153,7 @@ impl AlignedDevice for NbdStorage {
         self.link.size_bytes()
     }
 
-    /// Returns the known size: the protocol has no command for it. See [`Device::resize`].
+    /// Returns the known size: the protocol has no command for it. See [`AlignedDevice::resize`].
     async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }

@@ -1,7 +1,7 @@
 //! Opens the storage that a user names: parses the spec, opens, locks, probes, and adds the
 //! wrappers.
 //!
-//! Blocks, so call it at the start of the program, or in [`reactor::blocking`].
+//! Blocks, so call it at the start of the program, or in [`reactor::run_blocking`].
 
 use std::{path::Path, sync::Arc};
 
@@ -68,7 +68,7 @@ pub struct OpenOptions {
 /// format and ignores `format`.
 ///
 /// # Errors
-/// The reason, for people.
+/// The reason, as a message for users.
 pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
     add_wrappers(spec, open_bottom(spec, &options)?.0, options)
 }

@@ -13,11 +13,12 @@ pub struct OpenError {
     /// Command name of the process that holds the lock, if that is the reason and it is known.
     pub holder: Option<String>,
     /// Identity of the locked file, if that is the reason: see
-    /// [`Identity::what`](super::Identity::what).
+    /// [`StorageIdentity::key`](super::StorageIdentity::key).
     pub locked: Option<Box<str>>,
     /// True if this process has the file open, perhaps under another name, and holds the lock.
     pub held_here: bool,
-    /// Transient: the server does not answer, or the lock of a dead client has not expired.
+    /// True for a transient error: the server does not answer, or the lock of a dead client has not
+    /// expired.
     pub may_pass: bool,
 }
 

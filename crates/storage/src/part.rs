@@ -29,7 +29,7 @@ impl FromStr for StoragePart {
             match pair.key {
                 "offset" => part.offset = pair.parse(parse_size)?,
                 "size" => match pair.parse(parse_size)? {
-                    0 => return Err(pair.error("is no disk (give it a size, e.g. 1G)")),
+                    0 => return Err(pair.error("must not be 0 (give a size, e.g. 1G)")),
                     size => part.size = Some(size),
                 },
                 _ => return Err(pair.unknown("offset, size")),
@@ -59,7 +59,7 @@ mod tests {
         assert_eq!("size=512".parse(), Ok(StoragePart { offset: 0, size: Some(512) }));
         for (text, wrong) in [
             ("offset=1M,start=1", "options: start=1: no such key (there are offset, size)"),
-            ("size=0", "options: size=0: is no disk (give it a size, e.g. 1G)"),
+            ("size=0", "options: size=0: must not be 0 (give a size, e.g. 1G)"),
             ("offset", "options: offset=: is not of the form key=value"),
         ] {
             assert_eq!(text.parse::<StoragePart>().unwrap_err().to_string(), wrong);

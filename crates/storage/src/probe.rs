@@ -14,7 +14,7 @@
 //! The signatures are from the specifications of the formats. The list has the formats that QEMU
 //! guesses, because QEMU may be the next program to open the image.
 //!
-//! A second list has compressed files and archives ([`Probed::Packed`]). They are served as raw,
+//! A second list has compressed files and archives ([`Probed::Archive`]). They are served as raw,
 //! since a guest may write one to its disk, and a [`warning`] names the program that unpacks them.
 
 use std::{

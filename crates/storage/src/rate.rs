@@ -4,8 +4,8 @@
 //! below. [`policy::device`] decides when each request completes.
 //!
 //! The device is a **budget**. With `shared=NAME`, all storages with the same name in one
-//! [`Budgets`] share it: they are partitions of one imitated device, whose utilization a watermark
-//! observes.
+//! [`RateBudgets`] share it: they are partitions of one imitated device, whose utilization a
+//! watermark observes.
 //!
 //! It is not a throttle for guests: it has no bursts and no groups, and cannot be changed while it
 //! runs. The throttle `layer` does that.
@@ -54,7 +54,7 @@ impl FromStr for RateOptions {
     fn from_str(text: &str) -> Result<Self, InvalidOption> {
         fn rate(pair: &OptionPair<'_>) -> Result<Option<u64>, InvalidOption> {
             match pair.parse(parse_size)? {
-                0 => Err(pair.error("is no rate at all (leave it out for no limit)")),
+                0 => Err(pair.error("must not be 0 (omit it for no limit)")),
                 rate => Ok(Some(rate)),
             }
         }
@@ -163,7 +163,7 @@ pub struct RateBudgets(Arc<Mutex<HashMap<Arc<str>, Weak<RateBudget>>>>);
 
 /// Error: two storages give one device different rates.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("rate: shared={0}: has other rates where it is named first (give it the same everywhere)")]
+#[error("rate: shared={0}: its rates differ from those of its first use (give the same rates everywhere)")]
 pub struct RatesDiffer(pub Arc<str>);
 
 impl RateBudgets {
@@ -265,7 +265,7 @@ mod tests {
     #[test]
     fn errors_name_key_value_and_rule() {
         for (text, message) in [
-            ("bytes=0", "rate: bytes=0: is no rate at all (leave it out for no limit)"),
+            ("bytes=0", "rate: bytes=0: must not be 0 (omit it for no limit)"),
             ("burst=1", "rate: burst=1: no such key (there are bytes, iops, read, write, shared)"),
         ] {
             assert_eq!(text.parse::<RateOptions>().expect_err(text).to_string(), message);
@@ -282,10 +282,10 @@ mod tests {
         assert!(!Arc::ptr_eq(&one, &get("bytes=1M,shared=other").expect("another name")));
         assert!(!Arc::ptr_eq(&get("bytes=1M").expect("alone"), &get("bytes=1M").expect("alone")));
         let message =
-            "rate: shared=slow: has other rates where it is named first (give it the same everywhere)";
+            "rate: shared=slow: its rates differ from those of its first use (give the same rates everywhere)";
         assert_eq!(get("bytes=2M,shared=slow").expect_err("differs").to_string(), message);
         drop(one);
-        assert!(get("bytes=2M,shared=slow").is_ok(), "a name that nobody has any more is free");
+        assert!(get("bytes=2M,shared=slow").is_ok(), "an unused name is free");
     }
 
     #[test]
@@ -298,7 +298,7 @@ mod tests {
             assert_eq!(budget.busy_time(now()), Duration::ZERO);
             let read = spawn_joinable(async move { rate.read(0, IoBuffer::new(1 << 19)).await });
             sleep_until(at(1240)).await;
-            // Work begins before the request: the line may catch up (`CATCH_UP_NS`).
+            // Work begins before the request: the line may catch up (`IDLE_CREDIT_NS`).
             assert_eq!(budget.busy_time(now()), Duration::from_millis(250));
             read.await.expect("null");
             sleep_until(at(9000)).await;

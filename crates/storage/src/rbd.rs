@@ -1,9 +1,9 @@
 //! Images of a Ceph cluster, through librbd.
 //!
 //! ```text
-//!   Rbd             slots, durability, splitting, extents, a lost lock
+//!   RbdStorage      slots, durability, splitting, extents, a lost lock
 //!    │            (turn: writes wait while another process has the image)
-//!    │ Backend
+//!    │ RbdBackend
 //!    ├─ librbd      the library, loaded when the first image is opened; its callbacks wake tasks
 //!    └─ fake        in-memory fake, for tests
 //! ```
@@ -21,10 +21,10 @@
 //! client breaks that lock, the cluster blocklists this client. From then on nothing is written,
 //! and every request fails.
 //!
-//! During an upgrade the new process opens the image without the lock ([`Passed`]), while the old
-//! one has it open. The old process [suspends it](Rbd::lay_down): all data is in the cluster and
-//! the lock is free. Then one of the two [resumes it](Rbd::take_up). In between nothing is written,
-//! and requests wait.
+//! During an upgrade the new process opens the image without the lock ([`PassedFiles`]), while the
+//! old one has it open. The old process [suspends it](RbdStorage::suspend): all data is in the
+//! cluster and the lock is free. Then one of the two [resumes it](RbdStorage::resume). In between
+//! nothing is written, and requests wait.
 //!
 //! Never gives a request a time limit: an abandoned write could still take effect, on top of a
 //! later one. The age of the oldest request shows that a cluster does not answer.
@@ -98,7 +98,8 @@ pub struct RbdStorage<B = Librbd> {
     name: String,
     /// Identity: the same for all its names.
     key: String,
-    /// Set if another process has it open, which may resume it until [`Passed::settle`].
+    /// Set if another process has it open, which may resume it until
+    /// [`PassedFiles::take_ownership`].
     passed_files: Option<PassedFiles>,
     ownership: ImageOwnership,
     cache: CacheMode,
@@ -219,7 +220,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         self.in_flight.oldest_age(reactor::now())
     }
 
-    /// See [`Storage::would_lose`](super::Storage::would_lose).
+    /// See [`Storage::has_volatile_writes`](super::Storage::has_volatile_writes).
     pub(super) fn has_volatile_writes(&self) -> bool {
         self.cached_writes.load(Acquire) != self.flushed_writes.load(Acquire)
     }
@@ -229,7 +230,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         self.backend.resize_notifier()
     }
 
-    /// Interval at which [`Rbd::look_again`] is due even without a notification.
+    /// Interval at which [`RbdStorage::poll_size`] is due even without a notification.
     pub(super) fn poll_interval(&self) -> Option<Duration> {
         self.read_only.then_some(POLL_INTERVAL)
     }
@@ -301,7 +302,7 @@ impl<B: RbdBackend> RbdStorage<B> {
     }
 
     /// Resumes the image, here or in another process than the one that suspended it, with its
-    /// current size. `heirs`: see [`Storage::take_up`](super::Storage::take_up).
+    /// current size. `heirs`: see [`Storage::resume`](super::Storage::resume).
     ///
     /// A third client that holds the lock and keeps it may have written. Then the image is lost for
     /// the process that had it before.
@@ -347,7 +348,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         Err(OpenError::new(&self.name, why, "`rbd lock ls` and `rbd status` show its lock and its clients"))
     }
 
-    /// See [`Storage::shut_out`](super::Storage::shut_out).
+    /// See [`Storage::blocklist`](super::Storage::blocklist).
     pub(super) async fn blocklist(&self, clients: &[u64]) -> Result<()> {
         if self.read_only {
             return Ok(());
@@ -408,7 +409,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         self.map_error(request(place).await)
     }
 
-    /// As [`Rbd::ask`], for a request that may write. Waits while the image is suspended.
+    /// As [`RbdStorage::run`], for a request that may write. Waits while the image is suspended.
     async fn run_write<T, F: Future<Output = Result<T>>>(
         &self,
         request: impl FnOnce(slots::RbdRequestSlot) -> F,
@@ -420,7 +421,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         .await
     }
 
-    /// Splits a range into pieces of [`MOST_AT_ONCE`] and runs them in sequence.
+    /// Splits a range into pieces of [`MAX_REQUEST_BYTES`] and runs them in sequence.
     async fn in_pieces<F: Future<Output = Result<()>>>(
         &self,
         offset: u64,
@@ -464,8 +465,8 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Returns the last known size: reading it would wait for the cluster. [`Rbd::look_again`]
-    /// reads it.
+    /// Returns the last known size: reading it would wait for the cluster.
+    /// [`RbdStorage::poll_size`] reads it.
     async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }

@@ -1,13 +1,13 @@
 //! Errors of resizing a storage.
 //!
-//! Every storage guarantees: requests inside both sizes are not disturbed; bytes beyond the new end
-//! are lost, and read as zeroes if the storage grows again; requests beyond the new end fail, those
-//! in flight included, and never extend it.
+//! Every storage guarantees: requests inside both the old and the new size are not disturbed; bytes
+//! beyond the new end are lost, and read as zeroes if the storage grows again; requests beyond the
+//! new end fail, those in flight included, and never extend it.
 
 use reactor::error::Error;
 
-/// Granularity of the sizes of a storage that is not sized in bytes: the sector that guests and
-/// QEMU count in.
+/// Granularity of sizes of a storage that cannot have any number of bytes: the sector of guests
+/// and QEMU.
 pub(super) const SECTOR: u64 = 512;
 
 /// A rejected resize. The storage keeps its size.
@@ -21,25 +21,25 @@ pub enum ResizeError {
         "it is a block device of {size_bytes} bytes (resize the device itself first, then give its new size here)"
     )]
     Device {
-        /// Current size of the device, now in force here too.
+        /// Current size of the device, which is in force now.
         size_bytes: u64,
     },
     /// The storage is an NBD export, and the protocol has no resize command.
     #[error(
-        "its NBD server has it with {size_bytes} bytes (resize it there first, then give its new size here)"
+        "its size at the NBD server is {size_bytes} bytes (resize the export there first, then give its new size here)"
     )]
     Remote {
-        /// Size of the export, now in force here too.
+        /// Current size of the export, which is in force now.
         size_bytes: u64,
     },
     /// The storage is a part, of a fixed size, of a file.
-    #[error("it is a part of {size_bytes} bytes of a file (serve it without `size` to have it grow)")]
+    #[error("it is a part of {size_bytes} bytes of a file (serve the file without `size` so that it can grow)")]
     Part {
         /// Size of the part.
         size_bytes: u64,
     },
     /// The size is not a multiple of the block size.
-    #[error("a size is a multiple of {multiple} bytes, and not 0 (round it)")]
+    #[error("the size must be a multiple of {multiple} bytes, and not 0 (round it)")]
     Unaligned {
         /// Block size.
         multiple: u64,
@@ -50,14 +50,14 @@ pub enum ResizeError {
         /// Maximum size.
         largest: u64,
     },
-    /// Internal snapshots do not record the disk's size, as in version 2 of qcow2.
+    /// The image has internal snapshots that do not record the disk's size (qcow2 version 2).
     #[error(
         "its snapshots do not record the size of the disk, because version 2 of qcow2 has no place for it (delete \
          them with `weir image snapshot -d`, or make it version 3 with `qemu-img amend -o compat=1.1`)"
     )]
     Snapshots,
     /// The system rejected it.
-    #[error("{0} (the size is as it was)")]
+    #[error("{0} (the size is unchanged)")]
     Failed(Error),
 }
 

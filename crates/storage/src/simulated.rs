@@ -104,7 +104,8 @@ impl SimulatedStorage {
     /// Creates a disk with this content.
     ///
     /// # Panics
-    /// If the block size is not a power of two, or the content's length not a multiple of it.
+    /// Panics if the block size is not a power of two, or the content's length not a multiple of
+    /// it.
     pub fn new(content: Vec<u8>, behaviour: Behaviour) -> Self {
         assert!(
             behaviour.block_bytes.is_power_of_two() && content.len().is_multiple_of(behaviour.block_bytes)
@@ -147,7 +148,7 @@ impl SimulatedStorage {
     /// Crashes the disk and returns its content after the crash. No request completes from then on.
     ///
     /// # Panics
-    /// Outside the simulation.
+    /// Panics outside the simulation.
     pub fn crash(&self) -> Vec<u8> {
         let mut state = self.lock();
         state.crashed = true;
@@ -215,7 +216,7 @@ impl SimulatedStorage {
         let number = self.lock().take_effect(number);
         self.random_delay().await;
         let mut state = self.lock();
-        // Absent if a flush made it durable before it completed, which a flush may do.
+        // Still cached: a flush makes only completed writes durable.
         if let Some(write) = state.cached.get_mut(&number) {
             write.completed = true;
             if durability == Durability::Synchronous {

@@ -40,7 +40,8 @@ fn scale(number: &str, unit: u64) -> Option<u128> {
 /// `Ki` and `KiB` are 1024 bytes, `KB` is 1000. A fraction of a byte is rounded down.
 ///
 /// # Errors
-/// Not of that form, less than a byte but not 0, or 2⁶³ and above (no file is that large).
+/// Fails for text of another form, for a size above 0 and below one byte, and for 2⁶³ bytes or more
+/// (no file is that large).
 pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
     let invalid = || match without_time(text).filter(|size| parse_size(size).is_ok()) {
         Some(size) => {
@@ -91,7 +92,7 @@ fn unit(suffix: &str) -> Option<u64> {
 /// Parses a duration: `100us`, `2.5ms`, `1s`. The unit is required, except for 0.
 ///
 /// # Errors
-/// Not of that form, or above 584 years.
+/// Fails for text of another form and for durations above 584 years.
 pub fn parse_duration(text: &str) -> Result<Duration, InvalidValue> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

@@ -8,9 +8,9 @@
 //! The driver may divide the two rows into descriptors as it likes. The header and the ranges are
 //! copied once; the data of a request is not accessed here.
 //!
-//! An invalid request already has its result: see [`Kind::Done`] and [`Kind::PartOfBlock`]. So the
-//! code that executes requests only sees ranges that lie inside the disk, are permitted, and are
-//! whole blocks.
+//! An invalid request already has its result: see [`BlkOperation::Completed`] and
+//! [`BlkOperation::PartOfBlock`]. So the code that executes requests only sees ranges that lie
+//! inside the disk, are permitted, and are whole blocks.
 //!
 //! virtio counts in sectors of 512 bytes and only recommends that a driver respects `blk_size` (§
 //! 5.2.6). Here a request that begins or ends inside a block fails, also from a driver that did not
@@ -97,7 +97,7 @@ pub struct BlkRange {
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// WRITE_ZEROES only: the blocks may be deallocated, as long as they read as zeroes.
+    /// For WRITE_ZEROES, true if the blocks may be deallocated, as long as they read as zeroes.
     pub may_unmap: bool,
 }
 
@@ -127,7 +127,7 @@ pub enum BlkOperation {
     },
     /// Flush everything that was completed before this request was taken.
     Flush,
-    /// Return the disk's name: see [`Request::answer_id`].
+    /// Return the disk's name: see [`BlkRequest::write_id`].
     Id(Data),
     /// Discard these ranges.
     Discard(Ranges),
@@ -178,8 +178,8 @@ impl BlkRequest {
         }
     }
 
-    /// Writes the status. Returns the length for `Ring::complete`: the number of bytes written,
-    /// counted from the first writable one (§ 2.7.8.2).
+    /// Writes the status. Returns the length for `Virtqueue::complete`: the number of bytes
+    /// written, counted from the first writable one (§ 2.7.8.2).
     #[must_use]
     pub fn finish(self, status: BlkStatus) -> u32 {
         self.status.write(0, &[status as u8]);
@@ -200,7 +200,7 @@ pub fn parse(chain: DescriptorChain, device: &BlkDeviceConfig) -> (ChainTicket, 
         return (ticket, None);
     }
     let Some(last) = places.pop() else { return (ticket, None) };
-    // Places are never empty.
+    // A piece is never empty.
     let before = last.bytes() - 1;
     // The driver may put the status behind the data in one descriptor.
     let status = if before == 0 {
@@ -225,7 +225,7 @@ pub fn parse(chain: DescriptorChain, device: &BlkDeviceConfig) -> (ChainTicket, 
 #[derive(Clone, Copy)]
 enum BlkRejection {
     With(BlkStatus),
-    /// See [`Kind::PartOfBlock`].
+    /// See [`BlkOperation::PartOfBlock`].
     PartOfBlock,
 }
 
@@ -235,7 +235,7 @@ impl From<BlkStatus> for BlkRejection {
     }
 }
 
-/// Parses and validates a request. The first `reads` places are readable; the writable ones do not
+/// Parses and validates a request. The first `reads` pieces are readable; the writable ones do not
 /// include the status.
 #[inline]
 fn validate(mut places: Places, reads: usize, descriptors: usize, device: &BlkDeviceConfig) -> Result<BlkOperation, BlkRejection> {
@@ -287,7 +287,7 @@ impl BlkDeviceConfig {
     fn data_offset(&self, places: &[GuestBytes], sector: u64, descriptors: usize) -> Result<u64, BlkRejection> {
         // The header and the status may have their own descriptors.
         let most = u64::from(self.max_segments);
-        // A buffer that crosses a border of memory regions is two places, which is rare.
+        // A buffer that crosses a border of memory regions has two pieces, which is rare.
         if descriptors.saturating_sub(2) as u64 > most || places.len() as u64 > 2 * most {
             return Err(BlkStatus::IoError.into());
         }

@@ -7,11 +7,11 @@
 //!
 //! ```text
 //!   driver, in the guest                       device, here
-//!     │  chain of descriptors, index ─────────►│  Ring::take
-//!     │                                        │    block::parse ─► Request, or a status at once
+//!     │  chain of descriptors, index ─────────►│  Virtqueue::take
+//!     │                                        │    block::parse ─► BlkRequest, or a status at once
 //!     │                                        │    … the disk …
-//!     │◄───────────────── status, used entry ──│  Request::finish, Ring::complete
-//!     │◄───────────────── a call, if wanted ───│  Ring::wants_call
+//!     │◄───────────────── status, used entry ──│  BlkRequest::finish, Virtqueue::complete
+//!     │◄───────────────── a call, if wanted ───│  Virtqueue::wants_call
 //! ```
 //!
 //! The guest is not trusted, and may change its memory at any time: everything is copied once, and

@@ -15,15 +15,15 @@
 //! One turn of a queue:
 //!
 //! ```text
-//!   silence()                            no kicks are needed while the queue is polled
+//!   suppress_kicks()                     no kicks are needed while the queue is polled
 //!   take() … take() → None               each chain has a ticket
 //!   complete(ticket, written) …          in any order
 //!   wants_call() → call once
-//!   listen() → true: another turn        false: sleep until the kick
+//!   enable_kicks() → true: another turn  false: sleep until the kick
 //! ```
 //!
 //! A malformed chain is a chain with a fault: it is completed like others. Only an error that makes
-//! the ring itself meaningless is [`Broken`], and stops the queue.
+//! the ring itself meaningless is [`RingError`], and stops the queue.
 //!
 //! Never waits, makes no system call, and does not interpret the buffers.
 
@@ -158,7 +158,7 @@ impl Virtqueue {
     /// first. `base` is used only if the area is new.
     ///
     /// # Errors
-    /// As [`Ring::new`]; and an area that does not belong to this ring.
+    /// As [`Virtqueue::new`]; and an area that does not belong to this ring.
     pub fn with_inflight(
         layout: RingLayout,
         memory: GuestMemory,
@@ -171,7 +171,7 @@ impl Virtqueue {
     }
 
     /// Continues the ring after the guest's memory has moved, or its dirty log was turned on or
-    /// off, at these places. Chains in flight keep their places.
+    /// off. Chains in flight keep their previous memory.
     ///
     /// # Errors
     /// Parts that are too short or not aligned. The ring is then unchanged.
@@ -202,7 +202,7 @@ impl Virtqueue {
     /// writable one.
     ///
     /// # Panics
-    /// If the ticket belongs to another ring.
+    /// Panics if the ticket belongs to another ring.
     pub fn complete(&mut self, ticket: ChainTicket, written: u32) {
         either!(&mut self.kind, half => half.complete(&ticket, written));
     }
@@ -249,7 +249,8 @@ impl Virtqueue {
         either!(&self.kind, half => half.is_lost())
     }
 
-    /// Base at which the ring continues, for [`Ring::new`]. Complete only if no chain is in flight.
+    /// Base at which the ring continues, for [`Virtqueue::new`]. Complete only if no chain is in
+    /// flight.
     pub fn base(&self) -> u32 {
         either!(&self.kind, half => half.base())
     }

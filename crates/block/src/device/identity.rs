@@ -6,7 +6,7 @@
 //! followed, because requests wait for the whole.
 //!
 //! Numbers and names (`254:0`, `vda`) change at every boot. So measurements of a disk are stored
-//! under the disk's own identifier ([`Identity::key`]).
+//! under the disk's own identifier ([`DeviceIdentity::key`]).
 //!
 //! Reads sysfs and procfs only; never opens the device.
 
@@ -109,7 +109,7 @@ impl DeviceIdentity {
         &self.key
     }
 
-    /// True if it may be the disk that had this [`key`](Identity::key). A resized disk still
+    /// True if it may be the disk that had this [`key`](DeviceIdentity::key). A resized disk still
     /// matches, as does a loop device with another file; a disk without an identifier always
     /// matches.
     pub fn may_match(&self, key: &str) -> bool {
@@ -149,7 +149,7 @@ fn key(directory: &Path, number: DeviceNumber) -> String {
 fn attribute(directory: &Path, path: &str) -> Option<String> {
     let text = fs::read(directory.join(path)).ok()?;
     let text = String::from_utf8_lossy(&text[..text.len().min(MAX_ATTRIBUTE_BYTES)]).into_owned();
-    // Not `plain`, which would change the keys of stored measurements.
+    // Not `sanitize`, which would change the keys of stored measurements.
     let text: String = text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     (!text.is_empty()).then_some(text)
 }

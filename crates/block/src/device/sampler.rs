@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   device ── utilization ─┐
-//!                          ├──► policy::watermark::Controller, one a device ──► its groups
+//!                          ├──► WatermarkController, one for each device ──► its groups
 //!   groups ── consumption ─┘
 //! ```
 //!
@@ -99,7 +99,7 @@ impl Sampler {
     /// the state of devices that stay is kept.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn watch(&self, subjects: Vec<SampledTarget>) {
         self.state.borrow_mut().replace(subjects);
         self.run_while_needed();
@@ -108,7 +108,7 @@ impl Sampler {
     /// Samples this target on these devices from now on, unless it has no watermark.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn update(&self, subject: SampledTarget) {
         self.state.borrow_mut().update(subject);
         self.run_while_needed();
@@ -117,7 +117,7 @@ impl Sampler {
     /// Removes a target.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn forget(&self, target: &Weak<dyn SamplerTarget>) {
         self.state.borrow_mut().forget(address(target));
         self.run_while_needed();

@@ -114,7 +114,7 @@ fn limits_are_lifted_at_low_utilization_only() {
         assert_eq!(
             target.enforcement(),
             Enforcement::Enforced,
-            "others have the device, so limits are as set"
+            "other load saturates the device, so the limits apply as set"
         );
         pause(3000).await;
         assert_eq!(target.enforcement(), Enforcement::Lifted);

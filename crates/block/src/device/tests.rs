@@ -70,7 +70,7 @@ fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &RateBudgets) -> D
 }
 
 fn test_disk(name: &str, image: Image) -> Disk {
-    Disk::new(name, image, DiskSettings::default(), None).expect("nothing is promised")
+    Disk::new(name, image, DiskSettings::default(), None).expect("no reservations")
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn utilization_of_an_imitated_device_is_its_busy_time() {
         sleep_until(at(1200)).await;
         // Busy for 0.1 s of 0.2 s.
         assert_eq!(device.utilization(now()).expect("readable"), 500);
-        assert_eq!(device.utilization(now()).expect("readable"), 500, "asked again at once, it is the same");
+        assert_eq!(device.utilization(now()).expect("readable"), 500, "a second reading at once returns the same");
         // Each reader gets an average over about a second, however often others read.
         for ms in (1300..=2000).step_by(100) {
             sleep_until(at(ms)).await;

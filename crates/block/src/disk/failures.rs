@@ -89,7 +89,7 @@ impl FromStr for OnError {
 /// Error policies of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ErrorPolicies {
-    /// For reads: one of [`OnError::OF_READS`].
+    /// For reads: one of [`OnError::READ_POLICIES`].
     pub read: OnError,
     /// For all other requests.
     pub write: OnError,
@@ -202,7 +202,7 @@ pub struct Failures {
 struct FailureState {
     policies: ErrorPolicies,
     stopped_by: Option<Error>,
-    /// True if the disk does not stop any more.
+    /// True once the disk is being closed: errors no longer stop it.
     is_closing: bool,
     /// Failures that were not reported yet.
     unreported: UnreportedFailures,
@@ -220,7 +220,8 @@ impl UnreportedFailures {
         }
     }
 
-    /// Removes a failure that stopped the disk, or else any, unless `only_stops`.
+    /// Removes and returns the failure that stopped the disk; without one, any failure, or none
+    /// with `only_stops`.
     fn take(&mut self, only_stops: bool) -> Option<RequestFailure> {
         let stops = self.0.iter_mut().find_map(|failure| failure.take_if(|failure| failure.stops));
         stops.or_else(|| self.0.iter_mut().filter(|_| !only_stops).find_map(Option::take))
@@ -284,7 +285,7 @@ impl Failures {
     pub async fn wait_until_retried(&self) -> Option<Error> {
         loop {
             let tried = self.retried.listen();
-            // A retry that stops the disk again does so before it decrements `held`.
+            // A retry that stops the disk again does so before it decrements `waiting`.
             let held = self.waiting.load(Ordering::SeqCst);
             let stopped_by = self.stopped_by();
             if held == 0 || stopped_by.is_some() {
@@ -294,15 +295,16 @@ impl Failures {
         }
     }
 
-    /// Ends waiting for good, when the disk is closed: waiting requests fail with their error, and
-    /// no later ones wait.
+    /// Ends waiting permanently, before the disk is closed: waiting requests fail with their error,
+    /// and later requests do not wait.
     pub fn stop_waiting(&self) {
         self.lock().is_closing = true;
         self.resume();
     }
 
-    /// Waits for a failure that was not reported yet; of several reads, or writes, the last, unless
-    /// an earlier one stopped the disk. With `only_stops`, waits for one that stops the disk.
+    /// Waits for a failure that was not reported yet, and returns it. Of several in one direction,
+    /// only the one that stopped the disk is returned, or else the last. With `only_stops`, waits
+    /// for a failure that stops the disk.
     pub async fn next(&self, only_stops: bool) -> RequestFailure {
         loop {
             let news = self.reported.listen();

@@ -74,11 +74,11 @@ impl Disk {
     }
 
     /// Acquires the image, if this disk has handover, for a caller that is about to send requests;
-    /// each call needs one of [`Disk::let_go`]. Waits for the process that has it, for `patience`
+    /// each call needs one of [`Disk::release`]. Waits for the process that has it, for `patience`
     /// at most and while `wanted` returns true. The future must run to its end.
     ///
     /// # Errors
-    /// [`NotHeld`].
+    /// [`HoldError`].
     pub async fn hold(
         &self,
         patience: Duration,

@@ -124,7 +124,7 @@ fn a_disk_that_is_not_held_moves_no_data() {
         one.hold(PATIENT, || true).await.expect("twice by two queues");
         write(&one, 0, 1).await.expect("held");
         one.release().await;
-        write(&one, 0, 2).await.expect("held by the other");
+        write(&one, 0, 2).await.expect("held by the other process");
         one.release().await;
         assert_eq!(write(&one, 0, 3).await, Err(Error::SHUTDOWN));
         assert_eq!(read(&one, 0).await, Err(Error::SHUTDOWN));
@@ -140,7 +140,7 @@ fn hold_waits_for_the_current_holder() {
     both(async |one, two| {
         one.hold(PATIENT, || true).await.expect("free");
         let no_patience = two.hold(Duration::ZERO, || true).await;
-        let said = no_patience.expect_err("the other has it").to_string();
+        let said = no_patience.expect_err("the other process holds it").to_string();
         assert!(said.contains("locked for writing by this process"), "{said}");
         assert_eq!(two.hold(PATIENT, || false).await, Err(HoldError::Cancelled));
         let waiting = spawn_joinable({
@@ -160,19 +160,19 @@ fn hold_waits_for_the_current_holder() {
 #[test]
 fn retained_image_stays_while_suspended() {
     both(async |one, two| {
-        assert!(!one.retain().await, "nobody holds it");
+        assert!(!one.retain().await, "no process holds it");
         one.hold(PATIENT, || true).await.expect("free");
         assert!(one.retain().await);
         write(&one, 0, 1).await.expect("held");
         one.release().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept");
         one.suspend().await.expect("room");
-        one.resume(&[]).await.expect("nobody has changed it");
+        one.resume(&[]).await.expect("unchanged in between");
         one.hold(PATIENT, || true).await.expect("it is here");
         one.release().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept once, not twice");
         one.release().await;
-        two.hold(Duration::ZERO, || true).await.expect("it was let go");
+        two.hold(Duration::ZERO, || true).await.expect("it was released");
         assert_eq!(read(&two, 0).await, Ok(1));
         two.release().await;
     });
@@ -192,7 +192,7 @@ fn failed_suspend_loses_no_metadata() {
             let disk = Disk::new("disk", image.expect("opens"), Default::default(), None).expect("no limits");
             write(&disk, 0, 7).await.expect("written");
             assert_eq!(disk.suspend().await, Err(Error::IO), "{fault}");
-            disk.resume(&[]).await.expect("what is left can be written now");
+            disk.resume(&[]).await.expect("the remaining data can be written now");
             assert_eq!(read(&disk, 0).await, Ok(7), "{fault}");
             write(&disk, 8 << 20, 8).await.expect("written");
             disk.close().await.expect("room");
@@ -211,7 +211,7 @@ fn bitmaps_pass_between_processes() {
     let path = directory.path().join("image");
     real(async move {
         make(&path, ImageFormat::Qcow2).await;
-        let storage = open_storage(&spec(&path), OpenOptions::default()).expect("nobody holds it");
+        let storage = open_storage(&spec(&path), OpenOptions::default()).expect("no process holds it");
         let image = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
         image.add_bitmap("b", 16).await.expect("new");
         image.close().await.expect("room");
@@ -220,7 +220,7 @@ fn bitmaps_pass_between_processes() {
         let mut views = Vec::new();
         for disk in &disks {
             let Image::Qcow2(qcow2) = disk.image() else { panic!("it is") };
-            views.push(qcow2.view_bitmap("b").await.expect("whoever has it"));
+            views.push(qcow2.view_bitmap("b").await.expect("readable in either process"));
         }
         for turn in 0..6_u64 {
             let (disk, view) = (&disks[(turn % 2) as usize], &views[(turn % 2) as usize]);
@@ -242,7 +242,7 @@ fn another_image_under_the_same_name_is_refused() {
     real(async move {
         make(&path, ImageFormat::Qcow2).await;
         let disk = Arc::new(disk(&path, ImageFormat::Qcow2).await);
-        let storage = open_storage(&spec(&path), OpenOptions::default()).expect("nobody holds it");
+        let storage = open_storage(&spec(&path), OpenOptions::default()).expect("no process holds it");
         let other = CreateOptions { size_bytes: SIZE, cluster_bytes: 4096, ..CreateOptions::default() };
         create(&storage, None, &other).await.expect("made");
         drop(storage);

@@ -48,7 +48,7 @@ impl Disk {
     /// fails instead of waiting.
     ///
     /// # Errors
-    /// Those of `work`.
+    /// Errors of `work`.
     pub async fn run_unless_unresponsive<T>(&self, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         let mut giving_up = std::pin::pin!(self.abandon_when_unresponsive());
@@ -72,7 +72,7 @@ impl Disk {
     /// most `timeout`.
     ///
     /// # Errors
-    /// Those of [`Disk::refresh_size`], and [`Error::TIMED_OUT`]. Then [`Disk::size_bytes`] is the
+    /// Errors of [`Disk::refresh_size`], and [`Error::TIMED_OUT`]. Then [`Disk::size_bytes`] is the
     /// last known size.
     pub async fn refresh_size_within(&self, timeout: Duration) -> Result<u64> {
         reactor::timeout(timeout, self.refresh_size()).await.unwrap_or(Err(Error::TIMED_OUT))

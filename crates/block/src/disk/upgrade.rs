@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   old process                          new process
-//!   in use ── quiesced ── lay_down ───►  take_up ── in use
+//!   in use ── quiesced ── suspend ───►   resume ── in use
 //!             (no request in flight)
-//!   in use ◄────────── take_up            (if the new process fails before)
+//!   in use ◄────────── resume             (if the new process fails before)
 //! ```
 //!
 //! Descriptors pass between the processes with their locks. The page cache is common to both, so
@@ -54,7 +54,7 @@ impl Disk {
     /// Checks that it can be handed over now.
     ///
     /// # Errors
-    /// [`NotTaken`].
+    /// [`UpgradeRefusal`].
     pub fn check_upgrade(&self) -> Result<(), UpgradeRefusal> {
         if self.image.storage().is_memory() {
             return Err(UpgradeRefusal::Memory);
@@ -81,7 +81,7 @@ impl Disk {
         self.image.descriptors()
     }
 
-    /// True if another process had its files open before; then [`Disk::take_up`] must precede the
+    /// True if another process had its files open before; then [`Disk::resume`] must precede the
     /// first request.
     pub fn is_passed(&self) -> bool {
         self.image.is_passed()
@@ -99,7 +99,7 @@ impl Disk {
     }
 
     /// Blocklists clients that still have its RBD image open for writing, by the client numbers
-    /// that they have [announced](storage::Passed).
+    /// that they have [announced](storage::PassedFiles).
     ///
     /// # Errors
     /// As reported by the cluster.
@@ -109,17 +109,17 @@ impl Disk {
 
     /// Closes this process's own resources although another process continues the image: RBD images
     /// open in a cluster, which would otherwise see this client for 30 s. Takes at most
-    /// [`TO_LEAVE`].
+    /// [`CLOSE_TIMEOUT`].
     pub async fn close_own(&self) {
         // The new process continues in any case, so the result is ignored.
         let _ = reactor::timeout(CLOSE_TIMEOUT, self.image.close_local_handles()).await;
     }
 
     /// Writes cached metadata, and flushes to servers and clusters, while the disk is still in use,
-    /// so that [`Disk::lay_down`] is fast. Takes at most [`TO_LIGHTEN`].
+    /// so that [`Disk::suspend`] is fast. Takes at most [`PREFLUSH_TIMEOUT`].
     ///
     /// # Errors
-    /// The image's; [`Error::TIMED_OUT`].
+    /// The image's error; [`Error::TIMED_OUT`].
     pub async fn preflush(&self) -> Result<(), Error> {
         let written = async {
             // The second flush is short: it covers only writes that arrived during the first.
@@ -136,13 +136,13 @@ impl Disk {
         reactor::timeout(PREFLUSH_TIMEOUT, written).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
-    /// Suspends the disk: writes cached data to the files, so that another process can take it up.
-    /// No request may be in flight or made until [`Disk::take_up`]. A disk with handover is
-    /// [held](Disk::keep_held). Storage that does not answer is waited for at most twice
-    /// [`AT_REST`].
+    /// Suspends the disk: writes cached data to the files, so that another process can resume it.
+    /// No request may be in flight or made until [`Disk::resume`]. A disk with handover is
+    /// [held](Disk::retain). Storage that does not answer is waited for at most twice
+    /// [`QUIESCE_TIMEOUT`].
     ///
     /// # Errors
-    /// The image's, [`Error::TIMED_OUT`]; the disk can be resumed.
+    /// The image's error, [`Error::TIMED_OUT`]; the disk can be resumed.
     pub async fn suspend(&self) -> Result<(), Error> {
         let is_quiet = async {
             self.prefetch.stop().await;
@@ -167,9 +167,9 @@ impl Disk {
 
     /// Resumes the disk and reads the files' metadata again, here or in another process than the
     /// one that suspended it. A disk with handover is then held, and the caller must release it by
-    /// [`Disk::let_go`]. An RBD image waits for the cluster without a timeout, unless another
-    /// process [can resume it](Disk::is_anothers). `heirs` are the clients that it was suspended
-    /// for there and that must not write: they are [blocklisted](Disk::shut_out) first.
+    /// [`Disk::release`]. An RBD image waits for the cluster without a timeout, unless another
+    /// process [can resume it](Disk::may_be_resumed_elsewhere). `heirs` are the clients that it was
+    /// suspended for there and that must not write: they are [blocklisted](Disk::blocklist) first.
     ///
     /// # Errors
     /// [`OpenError`]: the disk must not be used.

@@ -2,10 +2,10 @@
 //! sequential readers.
 //!
 //! ```text
-//!   read ──► policy::prefetch::Cache ── found ────► copied from its chunk, after a wait     chunk.rs
+//!   read ──► PrefetchCache (policy) ── found ──────► copied from its chunk, after a wait     chunk.rs
 //!               │        │
 //!               │        └─ missing ──► image
-//!               └─ Ahead ──► a task: image ──► chunk                                        fetch.rs
+//!               └─ ReadAhead ──► a task: image ──► chunk                                     fetch.rs
 //!
 //!   write ──► overlapping chunks are invalidated ──► image ──► may be read ahead again
 //! ```
@@ -72,7 +72,8 @@ struct PrefetchShared {
 #[derive(Debug)]
 struct PrefetchState {
     cache: PrefetchCache<Arc<PrefetchChunk>>,
-    /// Settings as configured. [`Mode::Auto`] is in force as off if there is nothing to gain.
+    /// Settings as configured. [`PrefetchMode::Auto`] is in force as off if there is nothing to
+    /// gain.
     settings: PrefetchConfig,
     /// True after [`Prefetch::stop`]: nothing is read ahead.
     stopped: bool,
@@ -97,7 +98,7 @@ impl Prefetch {
     /// Changes the settings at once. Cached data is kept as far as they allow.
     ///
     /// # Errors
-    /// [`Invalid`]: nothing is changed.
+    /// [`InvalidPrefetchSettings`]: nothing is changed.
     pub fn set(&self, settings: PrefetchConfig) -> std::result::Result<(), InvalidPrefetchSettings> {
         let mut in_force = settings;
         if settings.mode == PrefetchMode::Auto && !can_help(&self.shared.image) {
@@ -134,7 +135,7 @@ impl Prefetch {
     }
 
     /// Reads into `target` at `offset`, inside the disk, for `requests` merged client requests.
-    /// `may` decides whether the read-ahead is admitted: see [`Cache::read`].
+    /// `may` decides whether the read-ahead is admitted: see [`PrefetchCache::read`].
     pub(crate) async fn read(
         &self,
         offset: u64,
@@ -250,12 +251,11 @@ impl Prefetch {
         Ok(data)
     }
 
-    /// Polls a read once before it starts the read-ahead, so that the read is submitted first; then
-    /// waits for the read.
+    /// Polls a read once and then starts the read-ahead, so that the read is submitted first.
+    /// Returns when the read has completed.
     async fn start_after<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<ReadAhead>) -> T {
         let mut reading = pin!(reading);
         std::future::poll_fn(|context| {
-            // The first poll submits the read, so that it precedes the read-ahead in the queue.
             let result = reading.as_mut().poll(context);
             if let Some(ahead) = ahead.take() {
                 self.start(&ahead);
@@ -272,9 +272,9 @@ impl Prefetch {
     }
 
     /// Executes a change of `length` bytes at `offset`: a write, zeroing, discarding, resizing.
-    /// From its beginning nothing of the range is found, and until its end nothing is read ahead
-    /// there. If the end is missing, because the request was cancelled, the change may take effect
-    /// at any time: nothing is read ahead there any more.
+    /// From its beginning, reads of the range miss the cache; until its end, the range is not read
+    /// ahead. A change whose request was cancelled has no end and may take effect at any time, so
+    /// its range is never read ahead again.
     pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
         let begun = self.change_begins(offset, length);
         let result = changing.await;
@@ -282,8 +282,8 @@ impl Prefetch {
         result
     }
 
-    /// Begins a [`Prefetch::change`], for callers that await the change themselves: passing a
-    /// future on would double its size.
+    /// Begins a [`Prefetch::change`], for callers that await the change themselves: passing its
+    /// future to `change` would double the size of theirs.
     pub(crate) fn change_begins(&self, offset: u64, length: u64) -> WriteId {
         let range = offset..offset.saturating_add(length);
         self.shared.with(|state| state.cache.write_begins(range))
@@ -325,7 +325,7 @@ impl PrefetchShared {
     /// Applies settings to the cache.
     fn put(&self, state: &mut PrefetchState, in_force: PrefetchConfig) -> std::result::Result<(), InvalidPrefetchSettings> {
         state.cache.set(in_force)?;
-        // Relaxed: a read that just misses it counts as one before it.
+        // Relaxed: a concurrent read that sees the old value is ordered before the change.
         self.is_on.store(in_force.mode != PrefetchMode::Off, Relaxed);
         Ok(())
     }

@@ -2,27 +2,27 @@
 //! it, admit them.
 //!
 //! ```text
-//!   request ──► no limit applies? ───────────────────────► admitted      seat.rs: one atomic load
+//!   request ──► no limit applies? ────────────────────► admitted      seat.rs: one atomic load
 //!                  │ a limit applies
 //!                  ▼
-//!             lock the tree ─► limits allow it now ──────► admitted      arbiter.rs, policy's Tree
+//!             lock the tree ─► limits allow it now ───► admitted      arbiter.rs, policy's ThrottleTree
 //!                  │ must wait
 //!                  ▼
-//!             task sleeps ◄── woken by: the tree's timer │ new settings │ another admission  waiter.rs
+//!             task sleeps ◄── woken by: the tree's timer │ new settings │ another admission waiter.rs
 //! ```
 //!
-//! Disks of one tree may run on several threads. They share the state of the decisions behind a
-//! lock that is held for a decision, never across an `.await` and never while a task is woken. A
-//! tree has at most one effective timer (`timer`), armed by the thread that first sees a request
-//! wait. A request waits for its admission, never for an instant. So a change of limits, shares,
-//! watermarks or its group applies to it at once.
+//! Disks of one tree may run on several threads. They share the tree behind a lock that is held for
+//! one decision, never across an `.await` and never while a task is woken. A tree has at most one
+//! effective timer (`timer`), armed by the thread that first sees a request wait. A request waits
+//! for its admission, never for an instant. So a change of limits, shares, watermarks or its group
+//! applies to it at once.
 //!
-//! Read-ahead is not a request: it asks the same tree for spare capacity ([`Member::spare`]). It
-//! never waits, and never makes a request wait.
+//! Read-ahead is not a request: the same tree admits it from spare capacity
+//! ([`ThrottleMember::try_read_ahead`]). It never waits, and never makes a request wait.
 //!
 //! | | |
 //! | --- | --- |
-//! | [`Group`], [`Member`] | public interface: groups and disks, and their settings, changed while they run |
+//! | [`ThrottleGroup`], [`ThrottleMember`] | public interface: groups and disks, and settings, which can change at run time |
 //! | `seat` | a disk's slot: admission of its requests, moves |
 //! | `arbiter` | a tree, its lock and the effects of its decisions |
 //! | `waiter` | the handshake between a waiting request and its admission |

@@ -77,7 +77,7 @@ fn destination((arbiter, node): &(Arc<SharedThrottleTree>, NodeId)) -> SlotDesti
 }
 
 fn disk(group: &(Arc<SharedThrottleTree>, NodeId)) -> Disk {
-    Arc::new(ThrottleSlot::new(DiskSettings::default(), destination(group), START).expect("nothing is promised"))
+    Arc::new(ThrottleSlot::new(DiskSettings::default(), destination(group), START).expect("no reservations"))
 }
 
 fn ask(disk: &Disk) -> AskOutcome<'_, ()> {
@@ -210,7 +210,7 @@ fn a_move_takes_waiting_requests_along() {
         let passage = ask_until_one_waits(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            for alarm in moving.move_to(destination, None, START).expect("nothing is promised") {
+            for alarm in moving.move_to(destination, None, START).expect("no reservations") {
                 fire(alarm);
             }
         });
@@ -234,7 +234,7 @@ fn cancellation_during_a_move_affects_no_other_request() {
         let moving = Arc::clone(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            let _unarmed = moving.move_to(destination, None, START).expect("nothing is promised");
+            let _unarmed = moving.move_to(destination, None, START).expect("no reservations");
         });
         let arbiter = Arc::clone(&from.0);
         let letting_go = thread::spawn(move || fire(arbiter.admit_ready(LATE)));
@@ -256,7 +256,7 @@ fn a_request_during_a_move_is_admitted() {
         fill(&disk);
         let asking = Arc::clone(&disk);
         let thread = thread::spawn(move || pass(&asking));
-        for alarm in disk.move_to(destination(&to), None, START).expect("nothing is promised") {
+        for alarm in disk.move_to(destination(&to), None, START).expect("no reservations") {
             fire(alarm);
         }
         thread.join().expect("it passes");
@@ -272,9 +272,9 @@ fn disks_that_change_places_do_not_block_each_other() {
         let (to_other, to_one) = (destination(&other), destination(&one));
         let moving = Arc::clone(&here);
         let thread = thread::spawn(move || {
-            let _unarmed = moving.move_to(to_other, None, START).expect("nothing is promised");
+            let _unarmed = moving.move_to(to_other, None, START).expect("no reservations");
         });
-        let _unarmed = there.move_to(to_one, None, START).expect("nothing is promised");
+        let _unarmed = there.move_to(to_one, None, START).expect("no reservations");
         thread.join().expect("it moves");
     });
 }
@@ -292,9 +292,9 @@ fn read_ahead_during_a_move_delays_no_request() {
                 reading_ahead.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, START);
             }
         });
-        let _unarmed = disk.move_to(destination(&to), None, START).expect("nothing is promised");
+        let _unarmed = disk.move_to(destination(&to), None, START).expect("no reservations");
         thread.join().expect("it ends");
-        assert!(!disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE), "somebody has not been told yet");
+        assert!(!disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE), "a waiter has not been notified yet");
         fire(to.0.admit_ready(LATE));
         assert!(is_ready(neighbours), "it waited for nothing but its turn");
         assert!(disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE));

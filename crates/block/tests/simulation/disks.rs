@@ -190,7 +190,7 @@ impl DiskLife {
         }
         let image = Image::Raw(RawImage::new(storage));
         let settings = DiskSettings::default();
-        let disk = Disk::new("disk", image, settings, Some(&self.group)).expect("nothing is promised");
+        let disk = Disk::new("disk", image, settings, Some(&self.group)).expect("no reservations");
         disk.prefetch().set(draw_prefetch()).expect("in range");
         (device, Arc::new(disk))
     }

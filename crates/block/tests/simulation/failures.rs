@@ -111,7 +111,7 @@ async fn fill_and_make_room() -> u64 {
         }
     });
     for client in clients {
-        timeout(FOREVER, client).await.expect("what is held is done once there is room");
+        timeout(FOREVER, client).await.expect("waiting requests complete once there is space");
     }
     operator.cancel().await;
     let writes = CLIENTS * BLOCKS;
@@ -155,7 +155,7 @@ fn cancelled_and_final_requests_receive_the_error() {
             for gone in [leaves, leaves_untried] {
                 assert_eq!(timeout(SECOND, gone).await, Ok(Err(Error::NO_SPACE)));
             }
-            assert!(!stays.is_finished() && !stays_untried.is_finished(), "the others are still held");
+            assert!(!stays.is_finished() && !stays_untried.is_finished(), "the other requests still wait");
             disk.failures().stop_waiting();
             for held in [stays, stays_untried, attempt(1, 4)] {
                 assert_eq!(timeout(SECOND, held).await, Ok(Err(Error::NO_SPACE)));

@@ -41,7 +41,7 @@ struct Change {
     ended: Option<Moment>,
     /// True if it was applied for certain.
     certain: bool,
-    /// Acknowledged with FUA.
+    /// True if it was acknowledged with FUA.
     durable: bool,
 }
 

@@ -95,7 +95,7 @@ fn a_read_ahead_that_a_write_overtakes_is_never_served() {
     });
     assert!(
         overtaken.get() >= count / 10,
-        "{} of {count} writes overtook what was on its way",
+        "{} of {count} writes overtook a read-ahead in flight",
         overtaken.get()
     );
 }

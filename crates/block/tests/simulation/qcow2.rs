@@ -217,7 +217,7 @@ impl ImageLife {
             }
         };
         let disk = Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None)
-            .expect("nothing is promised");
+            .expect("no reservations");
         disk.prefetch().set(draw_prefetch()).expect("in range");
         Some((devices, Arc::new(disk)))
     }

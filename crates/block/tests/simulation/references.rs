@@ -28,7 +28,7 @@ struct Uses {
 
 #[derive(Clone, Debug)]
 struct Use {
-    #[expect(dead_code, reason = "for whoever reads the failure")]
+    #[expect(dead_code, reason = "shown when the test fails")]
     what: String,
     /// Index of the L1 table that leads to it, 0 for the active one; `None` if it belongs to the
     /// image as a whole.
@@ -40,7 +40,7 @@ struct Use {
 /// Collects the references of a file.
 ///
 /// # Panics
-/// If it is not a valid image.
+/// Panics if it is not a valid image.
 pub(crate) fn of(file: &[u8]) -> References {
     let header = Qcow2Header::parse(file).expect("a valid header");
     let bits = header.cluster_bits;

@@ -100,7 +100,7 @@ async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let members = trace.disks.map(|(limits, share)| {
         let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-        Rc::new(ThrottleMember::new(settings, Some(&group)).expect("no promises"))
+        Rc::new(ThrottleMember::new(settings, Some(&group)).expect("no reservations"))
     });
     let passed = Rc::new(RefCell::new(vec![Instant::MAX; trace.requests.len()]));
     let requests: Vec<_> = trace
@@ -126,7 +126,7 @@ async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
 fn alone(trace: &Trace) -> Vec<Instant> {
     let mut tree = ThrottleTree::new(Instant::ZERO);
     let group = tree.add(None, trace.group, NodeShare::default()).expect("drawn valid");
-    let disks = trace.disks.map(|(limits, share)| tree.add(Some(group), limits, share).expect("no promises"));
+    let disks = trace.disks.map(|(limits, share)| tree.add(Some(group), limits, share).expect("no reservations"));
     let mut passed = vec![Instant::MAX; trace.requests.len()];
     let mut timer = Instant::MAX;
     let poll = |tree: &mut ThrottleTree<usize>, now: Instant, passed: &mut [Instant]| loop {

@@ -29,7 +29,7 @@ fn group(rate: u64) -> Arc<ThrottleGroup> {
 }
 
 fn member(group: Option<&Arc<ThrottleGroup>>) -> ThrottleMember {
-    ThrottleMember::new(DiskSettings::default(), group).expect("no promises")
+    ThrottleMember::new(DiskSettings::default(), group).expect("no reservations")
 }
 
 fn read_ahead(member: &ThrottleMember) -> bool {
@@ -91,15 +91,15 @@ fn spare_capacity_is_that_of_the_current_tree() {
         // The bucket holds 16, and one more may overfill it.
         assert_eq!(fill(&disk), 17);
         assert_eq!(fill(&member(Some(&full))), 0);
-        disk.move_to(Some(&empty)).expect("no promises");
+        disk.move_to(Some(&empty)).expect("no reservations");
         assert_eq!(fill(&disk), 17);
         disk.set(DiskSettings { limits: limits(RATE / 2), ..DiskSettings::default() }).expect("valid");
         assert!(!read_ahead(&disk), "the group's is still more than full");
-        disk.move_to(None).expect("no promises");
+        disk.move_to(None).expect("no reservations");
         assert_eq!(fill(&disk), 9, "its own limits begin with empty buckets");
         disk.set(DiskSettings::default()).expect("valid");
         assert_eq!(fill(&disk), 1000, "nothing is limited");
-        disk.move_to(Some(&full)).expect("no promises");
+        disk.move_to(Some(&full)).expect("no reservations");
         assert!(!read_ahead(&disk));
         full.lift_limits();
         assert_eq!(fill(&disk), 1000);

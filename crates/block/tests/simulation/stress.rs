@@ -36,7 +36,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
         let mut limits = Limits::default();
         *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: RATE, ..RateLimit::NONE };
         let settings = GroupSettings { limits, ..GroupSettings::default() };
-        announce.send(ThrottleGroup::new("shared", settings, None).expect("valid")).expect("somebody waits for it");
+        announce.send(ThrottleGroup::new("shared", settings, None).expect("valid")).expect("the receiver waits");
     });
     let group = announced.recv_timeout(FOREVER).expect("a worker makes a group");
     let (done, finished) = mpsc::channel();
@@ -44,7 +44,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
         for task in 0..TASKS {
             let (group, done) = (Arc::clone(&group), done.clone());
             worker.spawn(move || async move {
-                let member = ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no promises");
+                let member = ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no reservations");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
@@ -53,7 +53,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
                         yield_now().await;
                     }
                 }
-                done.send(passed).expect("somebody waits for it");
+                done.send(passed).expect("the receiver waits");
             });
         }
     }
@@ -62,7 +62,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
     let (announce, announced) = mpsc::channel();
     workers[0].spawn(move || async move {
         let stats = group.stats();
-        announce.send([stats.reads, stats.writes]).expect("somebody waits for it");
+        announce.send([stats.reads, stats.writes]).expect("the receiver waits");
     });
     let counted = announced.recv_timeout(FOREVER).expect("a worker looks");
     for worker in workers {

@@ -306,7 +306,7 @@ fn a_server_that_breaks_the_rules_or_goes_ends_everything_in_flight() {
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(999, &[7; 100]))], "more data than"),
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(1001, &[7; 100]))], "more data than"),
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(u64::MAX, &[7; 100]))], "more data than"),
-        (true, vec![chunk(0, reply_type::OFFSET_DATA, &whole); 2], "the same data twice"),
+        (true, vec![chunk(0, reply_type::OFFSET_DATA, &whole); 2], "a part of a read's data twice"),
         (true, vec![chunk(1, reply_type::OFFSET_HOLE, &data(1000, &[0xff; 4]))], "more data than"),
         (true, vec![error; 1025], "more errors than one reply can have"),
         (true, vec![announced(reply_type::OFFSET_DATA, 109)], "more data than"),

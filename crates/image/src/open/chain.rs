@@ -28,7 +28,7 @@ pub(super) struct ChainLevel {
     /// Its file, with delay, rate and fault wrappers.
     pub(super) storage: Storage,
     pub(super) read_only: bool,
-    /// The format was probed; writes must not change the result of the next probe.
+    /// True if the format was probed; writes must not change the result of the next probe.
     pub(super) guessed: bool,
     /// `None` for a raw image.
     pub(super) qcow2: Option<Qcow2Files>,

@@ -195,15 +195,15 @@ fn a_backing_file_is_locked_against_writers() {
     with(base, writing(), async move |opened| {
         let opened = opened.expect("opens");
         let error =
-            open(&format!("file:{top}"), qcow2()).await.expect_err("somebody writes to its base").to_string();
+            open(&format!("file:{top}"), qcow2()).await.expect_err("its backing file is open for writing").to_string();
         assert!(error.contains("its backing file") && error.contains("locked for writing"), "{error}");
         drop(opened);
-        open(&format!("file:{top}"), qcow2()).await.expect("nobody does any more");
+        open(&format!("file:{top}"), qcow2()).await.expect("no writer any more");
     });
     let base = images.path("sub/middle.qcow2");
     with(images.path("top.qcow2"), qcow2(), async move |opened| {
         let _opened = opened.expect("opens");
-        open(&format!("file:{base}"), writing()).await.expect_err("it is somebody's base");
+        open(&format!("file:{base}"), writing()).await.expect_err("it is in use as a backing file");
     });
 }
 

@@ -23,7 +23,7 @@ impl Qcow2Image {
     /// and writable.
     ///
     /// # Panics
-    /// Without a reactor on this thread.
+    /// Panics without a reactor on this thread.
     pub fn watch_backing(&self) {
         if !self.images_below().any(|image| image.storage().has_stamp()) {
             return;
@@ -51,7 +51,7 @@ impl Qcow2Image {
         });
     }
 
-    /// True if a backing file of this chain was changed: see [`Qcow2::watch_backing`].
+    /// True if a backing file of this chain was changed: see [`Qcow2Image::watch_backing`].
     pub fn has_changed_below(&self) -> bool {
         self.backing_changed.load(Relaxed) || self.backing().is_some_and(Image::has_changed_below)
     }

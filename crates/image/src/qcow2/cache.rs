@@ -10,7 +10,8 @@
 //! in different sets, so a disk whose slices all fit never suffers an eviction.
 //!
 //! Readers load a pointer and entries. All changes (inserting, evicting, changing entries) require
-//! the lock of the image's [`Pending`](super::writeback::Pending), which is held for nanoseconds.
+//! the lock of the image's [`PendingMetadata`](super::writeback::PendingMetadata), which is held
+//! for nanoseconds.
 //!
 //! Never evicts a dirty slice. Never reads or writes the file.
 
@@ -40,9 +41,9 @@ pub(super) struct L2Slice {
     version: AtomicU32,
     /// Clock of the cache at its last use.
     used: AtomicU32,
-    /// It differs from the file.
+    /// True if it differs from the file.
     pub(super) dirty: AtomicBool,
-    /// Its changes are being written.
+    /// True if its changes are being written.
     pub(super) writing: AtomicBool,
 }
 
@@ -74,7 +75,7 @@ impl L2Slice {
         }
     }
 
-    /// Changes an entry. The caller must hold the lock of `Pending`.
+    /// Changes an entry. The caller must hold the lock of `PendingMetadata`.
     pub(super) fn set(&self, index: usize, extended: bool, (word, map): (u64, u64)) {
         if !extended {
             self.words[index].store(word, Release);

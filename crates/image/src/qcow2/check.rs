@@ -280,7 +280,7 @@ struct CheckPass<'a> {
     per_block: u64,
     /// Indices of refcount blocks with unknown content; `None` if the table is unknown.
     unknown_blocks: Option<HashSet<u64>>,
-    /// Refcount blocks must not be written, because they may overlap other structures.
+    /// True if refcount blocks must not be written because they may overlap other structures.
     is_frozen: bool,
     /// New snapshot table that is to replace the one in the file.
     planned: Option<PlannedSnapshotTable>,

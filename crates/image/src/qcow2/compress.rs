@@ -10,7 +10,7 @@
 //!
 //! Compressing 64 KiB takes at least a hundred microseconds, decompressing tens of them, and the
 //! largest cluster 32 times as long. Callers therefore run it outside the reactor, with
-//! [`computing`](reactor::computing).
+//! [`run_computation`](reactor::run_computation).
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Compressed Clusters" and "Compression type"; the limits
 //! of zstd, RFC 8878.

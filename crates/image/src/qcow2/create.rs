@@ -61,9 +61,9 @@ pub struct CreateOptions {
     pub cluster_bytes: u64,
     /// Width of a refcount: a power of two from 1 to 64.
     pub refcount_bits: u32,
-    /// Refcount updates may be postponed.
+    /// True if refcount updates may be postponed.
     pub lazy_refcounts: bool,
-    /// L2 entries are extended, with subclusters.
+    /// True if L2 entries are extended, with subclusters.
     pub extended_l2: bool,
     /// Compression method of compressed clusters.
     pub compression: CompressionType,
@@ -71,7 +71,7 @@ pub struct CreateOptions {
     pub backing: Option<BackingReference>,
     /// Name of the external data file.
     pub data_file: Option<String>,
-    /// The external data file is a consistent raw image.
+    /// True if the external data file is a consistent raw image.
     pub data_file_raw: bool,
     /// Preallocation.
     pub preallocation: Preallocation,

@@ -1,7 +1,7 @@
 //! Entries of the L1 and L2 tables, decoded and encoded.
 //!
-//! Never trusts a number: an entry that violates the specification decodes to [`Invalid`]; every
-//! other offset is aligned and below the offset limit.
+//! Never trusts a number: an entry that violates the specification decodes to [`InvalidImage`];
+//! every other offset is aligned and below the offset limit.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
@@ -24,9 +24,9 @@ pub const SUBCLUSTERS: u32 = 32;
 pub struct EntryFormat {
     /// A cluster has `1 << cluster_bits` bytes.
     pub cluster_bits: u32,
-    /// L2 entries are extended, with subclusters.
+    /// True if L2 entries are extended, with subclusters.
     pub extended: bool,
-    /// Guest data is in an external data file, where offset 0 is valid.
+    /// True if guest data is in an external data file, where offset 0 is valid.
     pub data_file: bool,
     /// Version of the format; version 2 has no zero flag.
     pub version: u32,
@@ -37,7 +37,7 @@ pub struct EntryFormat {
 pub struct L1Entry {
     /// Offset of the L2 table in the file; 0 for none.
     pub offset: u64,
-    /// Only the active L1 table refers to this L2 table.
+    /// True if only the active L1 table refers to this L2 table.
     pub copied: bool,
 }
 
@@ -54,8 +54,8 @@ impl L1Entry {
         if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
             return Err(InvalidImage::new(format!("L1 entry {raw:#x} does not point to the start of a cluster")));
         }
-        // Without a table there is nothing to own; `own_table` would skip the allocation of the
-        // table.
+        // Without a table there is nothing to own; `writable_l2_table` would skip the allocation of
+        // the table.
         Ok(Self { offset, copied: raw & COPIED != 0 && offset != 0 })
     }
 
@@ -86,7 +86,7 @@ pub enum ClusterMapping {
 pub struct StandardCluster {
     /// Host cluster assigned to it.
     pub host: Option<u64>,
-    /// No snapshot shares the host cluster; it may be written in place.
+    /// True if no snapshot shares the host cluster; it may be written in place.
     pub copied: bool,
     /// Bitmap of subclusters that are read from the host cluster.
     pub allocated: u32,
@@ -158,7 +158,7 @@ impl EntryFormat {
     /// others either.
     ///
     /// # Errors
-    /// It lies elsewhere.
+    /// Fails if the cluster lies elsewhere.
     pub fn check_place(self, cluster: ClusterMapping, offset: u64) -> Result<(), InvalidImage> {
         let own = offset >> self.cluster_bits << self.cluster_bits;
         match cluster {

@@ -48,10 +48,11 @@ impl Qcow2Image {
     }
 
     /// Writes everything for a process that shares the page cache. Of the last writes, only dirty
-    /// bitmaps are made durable. Neither process may use the image before [`Qcow2::take_over`].
+    /// bitmaps are made durable. Neither process may use the image before
+    /// [`Qcow2Image::take_over`].
     ///
     /// # Errors
-    /// Those of the file, also if a bitmap cannot be stored; the image then remains usable and
+    /// Errors of the file, also if a bitmap cannot be stored; the image then remains usable and
     /// continues to record.
     pub(crate) async fn write_for_handover(&self) -> Result<()> {
         let _giving = self.giving.exclusive(0..1).await;
@@ -69,7 +70,7 @@ impl Qcow2Image {
     /// The image must not be used afterwards.
     ///
     /// # Errors
-    /// Those of the file; flushed data is not affected.
+    /// Errors of the file; flushed data is not affected.
     pub async fn close(&self) -> Result<()> {
         if let Some(backing) = self.backing() {
             Box::pin(backing.close()).await?;

@@ -37,7 +37,7 @@ pub(super) struct ImageFile {
     header_turn: RangeLocks,
     size_turn: RangeLocks,
     corrupt: AtomicBool,
-    /// The header has the corrupt mark, or marking it failed.
+    /// True if the header has the corrupt mark, or marking it failed.
     marked: AtomicBool,
     /// The file is never cut below this size: its content at open time is for `check` to judge.
     kept_bytes: AtomicU64,

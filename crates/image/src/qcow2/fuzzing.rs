@@ -40,7 +40,7 @@ const LARGEST_OTHER: u64 = 64 << 20;
 const LARGEST_DISK: u64 = 16 << 20;
 // Limit of queries and reads of an image: a disk of 2⁶⁰ bytes would take forever.
 const MOST_QUESTIONS: usize = 500;
-// Encoded size of a `Request`.
+// Encoded size of a `FuzzRequest`.
 const REQUEST_BYTES: usize = 6;
 // Limit of requests to an image.
 const MOST_REQUESTS: usize = 32;
@@ -125,7 +125,7 @@ pub fn lookup(data: &[u8]) {
 #[derive(Clone, Copy, Debug)]
 struct FuzzRequest {
     kind: u8,
-    /// The offset counts backwards from the end of the disk.
+    /// True if the offset counts backwards from the end of the disk.
     from_end: bool,
     offset: u64,
     length: u64,

@@ -2,19 +2,21 @@
 //!
 //! ```text
 //!   enter ─► increments its thread's slot, under the current generation ─► … ─► decrements the same slot
-//!   settle:  switches the generation, waits until all slots of the old one are zero
-//!   close:   blocks new requests, waits for both generations; dropping the result unblocks
+//!   wait_for_earlier_requests: switches the generation, waits until all slots of the old one are zero
+//!   close: blocks new requests, waits for both generations; dropping the result unblocks
 //! ```
 //!
 //! Two operations need it. A freed cluster may still be read or written by requests that looked it
-//! up earlier, so it is reused only when they have completed ([`Gate::settle`]). A change of the
-//! whole image (snapshot, resize) requires that no request is in flight ([`Gate::close`]).
+//! up earlier, so it is reused only when they have completed
+//! ([`EpochGate::wait_for_earlier_requests`]). A change of the whole image (snapshot, resize)
+//! requires that no request is in flight ([`EpochGate::close`]).
 //!
-//! Correctness: `enter` increments first and loads the state again afterwards; `settle` changes
-//! the state first and loads the counts afterwards. All four accesses are sequentially consistent,
-//! so either `enter` sees the new state and backs out, or `settle` sees the count.
+//! Correctness: `enter` increments first and loads the state again afterwards;
+//! `wait_for_earlier_requests` changes the state first and loads the counts afterwards. All four
+//! accesses are sequentially consistent, so either `enter` sees the new state and backs out, or
+//! `wait_for_earlier_requests` sees the count.
 //!
-//! [`Pass`] is the guard of a request, [`Closed`] that of exclusive access.
+//! [`RequestGuard`] is the guard of a request, [`ExclusiveGuard`] that of exclusive access.
 
 use std::{
     sync::{
@@ -46,7 +48,7 @@ pub(super) struct EpochGate {
     /// Number of tasks that wait for counts to reach zero.
     waiting: AtomicUsize,
     changed: Event,
-    /// Serializes `settle` and `close`.
+    /// Serializes `wait_for_earlier_requests` and `close`.
     turn: RangeLocks,
 }
 
@@ -222,7 +224,7 @@ mod tests {
                     yield_now().await;
                 }
                 yield_now().await;
-                assert!(!settled.get(), "somebody is inside");
+                assert!(!settled.get(), "a request is still in flight");
                 let second = gate.enter().await;
                 drop(first);
                 task.await;

@@ -20,10 +20,10 @@ use reactor::error::Result;
 
 impl Qcow2Image {
     /// Writes all metadata, so that another process can take the image over. The image must not be
-    /// used before [`Qcow2::take_over`].
+    /// used before [`Qcow2Image::take_over`].
     ///
     /// # Errors
-    /// Those of the file; the image then remains usable.
+    /// Errors of the file; the image then remains usable.
     pub(crate) async fn hand_over(&self) -> Result<()> {
         self.close().await?;
         self.forget_bitmaps();
@@ -31,7 +31,7 @@ impl Qcow2Image {
     }
 
     /// Reads the tables that another process may have changed. No process may have used the image
-    /// since it was handed over or laid down; bitmaps recorded before that are still in memory.
+    /// since it was handed over or suspended; bitmaps recorded before that are still in memory.
     /// Metadata that could not be written then, or that changed since, is written first: no other
     /// process uses the image.
     ///

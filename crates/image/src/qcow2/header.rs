@@ -1,8 +1,8 @@
-//! The header of a qcow2 image: its first cluster, decoded to [`Header`] and encoded from it.
+//! The header of a qcow2 image: its first cluster, decoded to [`Qcow2Header`] and encoded from it.
 //!
 //! Every byte comes from the author of the image. Everything that can be checked without further
-//! reads is checked here, so users of a [`Header`] can rely on it: sizes are in range, tables are
-//! aligned and below the offset limit, names fit.
+//! reads is checked here, so users of a [`Qcow2Header`] can rely on it: sizes are in range, tables
+//! are aligned and below the offset limit, names fit.
 //!
 //! Never accesses the file: the reader of a table checks that the table lies inside the file.
 //!
@@ -13,9 +13,9 @@ use super::{InvalidImage, big_endian::u32_at};
 
 /// Signature at offset 0, "QFI\xfb".
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Valid values of [`Header::cluster_bits`]: clusters of 512 bytes to 2 MiB.
+/// Valid values of [`Qcow2Header::cluster_bits`]: clusters of 512 bytes to 2 MiB.
 pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Minimum of [`Header::cluster_bits`] with extended L2 entries: 16 KiB.
+/// Minimum of [`Qcow2Header::cluster_bits`] with extended L2 entries: 16 KiB.
 pub const EXTENDED_CLUSTER_BITS: u32 = 14;
 /// Exclusive bound of offsets in the file.
 pub const OFFSET_LIMIT: u64 = 1 << 56;
@@ -35,7 +35,7 @@ pub const LARGEST_LUKS: u64 = 64 << 20;
 /// Length limit of a backing file's name, in bytes.
 pub const LONGEST_BACKING_NAME: usize = 1023;
 
-/// Bits of [`Header::incompatible`].
+/// Bits of [`Qcow2Header::incompatible`].
 pub mod incompatible {
     /// Refcounts may be inconsistent; set while lazy refcounts are in use.
     pub const DIRTY: u64 = 1 << 0;
@@ -51,13 +51,13 @@ pub mod incompatible {
     pub const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
 }
 
-/// Bits of [`Header::compatible`].
+/// Bits of [`Qcow2Header::compatible`].
 pub mod compatible {
     /// Refcount updates may be postponed while the image is marked dirty.
     pub const LAZY_REFCOUNTS: u64 = 1 << 0;
 }
 
-/// Bits of [`Header::autoclear`].
+/// Bits of [`Qcow2Header::autoclear`].
 pub mod autoclear {
     /// The bitmaps extension is consistent with the image.
     pub const BITMAPS: u64 = 1 << 0;
@@ -247,7 +247,7 @@ impl Qcow2Header {
     /// zeroes.
     ///
     /// # Errors
-    /// If it does not fit into a cluster or violates a rule.
+    /// Fails if it does not fit into a cluster or violates a rule.
     pub fn encode(&self) -> Result<Vec<u8>, InvalidImage> {
         self.check()?;
         let mut bytes = Vec::with_capacity(self.cluster_bytes() as usize);

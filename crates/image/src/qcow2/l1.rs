@@ -2,7 +2,7 @@
 //! with clusters of 64 KiB.
 //!
 //! Entries are valid: they were checked when they were read. Only a holder of the image's
-//! `Pending` lock may change them.
+//! `PendingMetadata` lock may change them.
 
 use std::sync::atomic::{
     AtomicU64,

@@ -35,7 +35,7 @@ pub enum GuestMapping {
     Data {
         /// Host offset of the first byte of the piece.
         host: u64,
-        /// No snapshot shares it, so it may be written in place.
+        /// True if no snapshot shares it, so it may be written in place.
         copied: bool,
     },
     /// Part of a compressed cluster.
@@ -167,7 +167,7 @@ impl Qcow2Image {
             let bytes = self.file.read(offset, self.slice_bytes()).await?;
             let slice = Arc::new(L2Slice::new(number, words(&bytes)));
             let inserted = {
-                // Insertion changes the cache, which needs the lock of `Pending`.
+                // Insertion changes the cache, which needs the lock of `PendingMetadata`.
                 let _pending = self.pending();
                 cache.insert(Arc::clone(&slice))
             };

@@ -11,7 +11,8 @@
 //! - `header`: decodes and encodes the 592 bytes of the header.
 //! - `cipher`: encryption of sectors; the only module on the data path.
 //! - `stripes`: the anti-forensic splitter.
-//! - `unlock`: derives a [`Cipher`] from a passphrase, and creates the key slots of a new image.
+//! - `unlock`: derives a [`SectorCipher`] from a passphrase, and creates the key slots of a new
+//!   image.
 //!
 //! The master key persists only in openssl's contexts, which wipe it; every copy made here is
 //! wiped when dropped.

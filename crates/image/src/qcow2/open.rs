@@ -113,7 +113,7 @@ enum Qcow2Purpose<'a> {
     Snapshot(&'a str),
 }
 
-/// State of an open image, shared by the modules of this folder. Reached through [`Qcow2`].
+/// State of an open image, shared by the modules of this folder. Reached through [`Qcow2Image`].
 #[derive(Debug)]
 pub struct Qcow2State {
     pub(super) file: ImageFile,
@@ -121,7 +121,7 @@ pub struct Qcow2State {
     pub(super) backing: Option<Box<Image>>,
     pub(super) cipher: Option<SectorCipher>,
     pub(super) read_only: bool,
-    /// Every write is made durable before it completes, even without FUA (cache mode
+    /// True if every write is made durable before it completes, even without FUA (cache mode
     /// `writethrough`).
     pub(super) writes_through: bool,
     pub(super) shape: EntryFormat,
@@ -132,7 +132,7 @@ pub struct Qcow2State {
     pub(super) cache: ArcSwap<L2Cache>,
     /// Size of a cache entry (a slice of an L2 table), as a power of two.
     pub(super) slice_size_bits: AtomicU64,
-    /// Another process wrote to a backing file, so cached data of it may be stale.
+    /// True if another process wrote to a backing file, so cached data of it may be stale.
     pub(super) backing_changed: AtomicBool,
     /// Generation of the task that drops unused slices; tasks of earlier generations end.
     cleaning: AtomicU64,
@@ -161,7 +161,7 @@ impl Qcow2Image {
     /// [`OpenFailure`]. The file is then unchanged, except for a repair of refcounts.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub async fn open(parts: Qcow2Components) -> Result<Self, OpenFailure> {
         Self::open_for(parts, Qcow2Purpose::Disk).await
     }
@@ -170,10 +170,10 @@ impl Qcow2Image {
     /// leaves bitmaps unchanged; guest data must not be read or written.
     ///
     /// # Errors
-    /// As [`Qcow2::open`].
+    /// As [`Qcow2Image::open`].
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub async fn open_for_maintenance(storage: Storage) -> Result<Self, OpenFailure> {
         Self::open_for(Qcow2Components::of(storage), Qcow2Purpose::Upkeep).await
     }
@@ -181,22 +181,22 @@ impl Qcow2Image {
     /// Opens an internal snapshot, by id or name, as a read-only disk.
     ///
     /// # Errors
-    /// As [`Qcow2::open`]; [`OpenFailure::NoSnapshot`] if there is no such snapshot.
+    /// As [`Qcow2Image::open`]; [`OpenFailure::NoSnapshot`] if there is no such snapshot.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub async fn open_snapshot(parts: Qcow2Components, name: &str) -> Result<Self, OpenFailure> {
         Self::open_for(Qcow2Components { read_only: true, ..parts }, Qcow2Purpose::Snapshot(name)).await
     }
 
     /// Opens an image that another process may still use. Reads only its header; the image must
-    /// not be used before [`Qcow2::take_over`].
+    /// not be used before [`Qcow2Image::take_over`].
     ///
     /// # Errors
-    /// As [`Qcow2::open`].
+    /// As [`Qcow2Image::open`].
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub(crate) async fn open_for_handover(parts: Qcow2Components) -> Result<Self, OpenFailure> {
         Self::open_for(parts, Qcow2Purpose::Handover).await
     }

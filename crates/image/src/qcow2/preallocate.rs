@@ -26,7 +26,7 @@ impl Qcow2Image {
     /// zeroes. `last` is at most the end of the disk.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; some of the clusters may then be allocated.
+    /// As [`Qcow2Image::write`]; some of the clusters may then be allocated.
     pub async fn preallocate(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
         if how == Preallocation::Off || first >= last {
             return Ok(());

@@ -19,7 +19,7 @@ impl Qcow2Image {
     /// Reads `length` bytes at `offset`, which must be inside the disk.
     ///
     /// # Errors
-    /// Those of the file; [`Error::IO`] where the image is corrupt.
+    /// Errors of the file; [`Error::IO`] where the image is corrupt.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
         self.read_to(offset, ReadTarget::Anywhere(length)).await
     }

@@ -96,7 +96,7 @@ pub(super) struct AllocatedRun {
     pub(super) offset: u64,
     /// Number of consecutive clusters.
     pub(super) clusters: u64,
-    /// The clusters read as zeroes.
+    /// True if the clusters read as zeroes.
     pub(super) untouched: bool,
 }
 

@@ -90,8 +90,8 @@ impl Qcow2Image {
                             told += below.length;
                         }
                     }
-                    // The backing file returned fewer runs than requested: end here, the caller
-                    // asks again.
+                    // The backing file returned fewer runs than requested: end here, the
+                    // caller requests the rest.
                     if told < there {
                         break;
                     }

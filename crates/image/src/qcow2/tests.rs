@@ -368,7 +368,7 @@ fn guest_write_on_metadata_is_rejected_and_marks_the_image_corrupt() {
             assert!(image.is_read_only());
             let again = image.write(32_768, IoBuffer::zeroed(512).into(), Durability::Cached).await;
             assert_eq!(again, Err(Error::NOT_PERMITTED));
-            assert!(image.read(32_768, 512).await.is_ok(), "what is whole can be read");
+            assert!(image.read(32_768, 512).await.is_ok(), "undamaged clusters can be read");
             assert_eq!(image.flush().await, Err(Error::IO));
             let after = image.storage().read_all().await.expect("memory");
             assert_eq!(image.header().incompatible, incompatible::CORRUPT);
@@ -396,7 +396,7 @@ fn guest_data_on_metadata_is_not_freed() {
         while !image.is_read_only() {
             reactor::yield_now().await;
         }
-        assert_eq!(image.refcount(table).await, Ok(1), "nobody else gets it");
+        assert_eq!(image.refcount(table).await, Ok(1), "the cluster is not allocated again");
     });
 }
 

@@ -34,15 +34,15 @@ struct ClusterAllocation {
     /// Offset of the first cluster in the file that holds guest data.
     host: u64,
     clusters: u64,
-    /// The clusters were already assigned to these guest clusters, so they are not freed after an
-    /// error.
+    /// True if the clusters were already assigned to these guest clusters, so they are not freed
+    /// after an error.
     kept: bool,
-    /// The clusters read as zeroes now.
+    /// True if the clusters read as zeroes now.
     untouched: bool,
     /// Guest range that is written, including the copied bytes around the request.
     from: u64,
     to: u64,
-    /// All subclusters become allocated.
+    /// True if all subclusters become allocated.
     whole: bool,
 }
 
@@ -50,7 +50,7 @@ impl Qcow2Image {
     /// Writes `data` at `offset`, which must be inside the disk.
     ///
     /// # Errors
-    /// Those of the file; [`Error::NOT_PERMITTED`] if the image is read-only; [`Error::NO_SPACE`]
+    /// Errors of the file; [`Error::NOT_PERMITTED`] if the image is read-only; [`Error::NO_SPACE`]
     /// if no cluster is free and the file cannot grow.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let image = self.clone();
@@ -348,7 +348,7 @@ impl Qcow2Image {
 
     /// Changes the entries of `clusters` guest clusters from `guest` on, all in one slice,
     /// atomically. Clusters that are no longer referenced are queued to be freed. The caller must
-    /// hold the guest range exclusively and have called [`Self::own_table`].
+    /// hold the guest range exclusively and have called [`Self::writable_l2_table`].
     pub(super) async fn change_entries(
         &self,
         guest: u64,
@@ -360,9 +360,9 @@ impl Qcow2Image {
         loop {
             self.slice(number).await?;
             let mut pending = self.pending();
-            // From here to the end no await: the lock of `Pending` makes the change atomic for
-            // readers and for writeback.
-            // The slice may have been evicted between loading and locking.
+            // From here to the end no await: the lock of `PendingMetadata` makes the change atomic
+            // for readers and for writeback. The slice may have been evicted between loading and
+            // locking.
             let Some(slice) = self.cache.load().get(number) else { continue };
             for index in 0..clusters {
                 let at = self.entry_in_slice(guest) + index as usize;
@@ -454,7 +454,7 @@ impl Qcow2Image {
     /// compression saves nothing.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::INVALID`] if the range is not one cluster;
+    /// As [`Qcow2Image::write`]; [`Error::INVALID`] if the range is not one cluster;
     /// [`Error::UNSUPPORTED`] with an external data file, and for an encrypted image, because the
     /// format stores compressed clusters unencrypted.
     pub async fn write_compressed(&self, offset: u64, data: Segments) -> Result<()> {

@@ -16,8 +16,8 @@
 //! All dirty metadata is written together: on a client's flush, when a slice must be evicted, and
 //! on close.
 //!
-//! Never holds the lock of [`Pending`] across an await. Never frees a cluster that the file may
-//! still refer to.
+//! Never holds the lock of [`PendingMetadata`] across an await. Never frees a cluster that the file
+//! may still refer to.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -61,7 +61,7 @@ pub(super) struct PendingMetadata {
     freed: Vec<UnreferencedRange>,
     /// Ranges that neither memory nor the file refers to.
     unused: Vec<UnreferencedRange>,
-    /// A batch is being written.
+    /// True if a batch is being written.
     writing: bool,
 }
 
@@ -131,7 +131,7 @@ impl Qcow2Image {
     /// Makes all completed writes durable, with the metadata that maps them.
     ///
     /// # Errors
-    /// Those of the file. Metadata stays dirty and is written by the next flush.
+    /// Errors of the file. Metadata stays dirty and is written by the next flush.
     pub async fn flush(&self) -> Result<()> {
         if !self.write_tables().await? {
             self.flush_files().await?;
@@ -140,7 +140,7 @@ impl Qcow2Image {
         Ok(())
     }
 
-    /// See [`Image::would_lose`](crate::Image::would_lose).
+    /// See [`Image::has_volatile_writes`](crate::Image::has_volatile_writes).
     pub fn would_lose(&self) -> bool {
         self.pending().has_dirty_mappings()
     }
@@ -340,7 +340,8 @@ impl Qcow2Image {
         self.free_all_unreferenced(unused).await
     }
 
-    /// Like [`Self::give_back`], for callers that hold `giving` while no request is in flight.
+    /// Like [`Self::free_unreferenced`], for callers that hold `giving` while no request is in
+    /// flight.
     pub(super) async fn free_unreferenced_exclusive(&self) -> Result<()> {
         let unused = std::mem::take(&mut self.pending().unused);
         self.free_all_unreferenced(unused).await

@@ -39,8 +39,8 @@ impl Qcow2Image {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` if zeroes would have to be
-    /// written.
+    /// As [`Qcow2Image::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` if zeroes would have to
+    /// be written.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let image = self.clone();
         let zero = reactor::spawn_detached(async move {
@@ -59,7 +59,7 @@ impl Qcow2Image {
     /// the start of a cluster; the range must end at a cluster or at the end of the disk.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] for version 2, which has no zero clusters.
+    /// As [`Qcow2Image::write`]; [`Error::UNSUPPORTED`] for version 2, which has no zero clusters.
     pub async fn hide(&self, offset: u64, length: u64) -> Result<()> {
         let image = self.clone();
         let hide = reactor::spawn_detached(async move {
@@ -102,7 +102,7 @@ impl Qcow2Image {
     /// Discards `length` bytes at `offset`. Clusters that are only partly inside are kept.
     ///
     /// # Errors
-    /// As [`Qcow2::write`].
+    /// As [`Qcow2Image::write`].
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         let image = self.clone();
         let discard = reactor::spawn_detached(async move {

@@ -69,7 +69,8 @@ impl EstablishedConnection {
 /// Connects to an export.
 ///
 /// # Errors
-/// No server, no such export, not NBD, or no reply within `limit`.
+/// Fails if no server accepts the connection, it does not speak NBD, it has no such export, or the
+/// handshake is not complete within `limit`.
 pub async fn connect(endpoint: &NbdEndpoint, wanted: &HandshakeOptions, limit: Duration) -> Result<NbdClient, NbdConnectError> {
     let endpoint = endpoint.clone();
     let connecting = async {
@@ -83,7 +84,7 @@ pub async fn connect(endpoint: &NbdEndpoint, wanted: &HandshakeOptions, limit: D
 /// Awaits `connecting` with a timeout.
 ///
 /// # Errors
-/// Those of `connecting`, and [`NotConnected::TooLate`].
+/// Errors of `connecting`, and [`NbdConnectError::TimedOut`].
 pub async fn with_timeout<T>(
     limit: Duration,
     connecting: impl Future<Output = Result<T, NbdConnectError>>,
@@ -97,7 +98,7 @@ pub async fn with_timeout<T>(
 /// Performs the handshake, without a timeout.
 ///
 /// # Errors
-/// No such export, not NBD, or no TLS although it is required.
+/// Fails if the server does not speak NBD, has no such export, or lacks the required TLS.
 pub async fn shake_hands(stream: NbdStream, wanted: &HandshakeOptions) -> Result<EstablishedConnection, NbdConnectError> {
     let (stream, about, inbox) = negotiate(stream, wanted).await?;
     Ok(EstablishedConnection { stream, about, received: inbox.bytes().to_vec() })
@@ -116,7 +117,7 @@ pub(super) fn dial(endpoint: &NbdEndpoint, limit: Duration) -> Result<OwnedFd, N
 /// Resolves the addresses of a server. Blocks.
 ///
 /// # Errors
-/// As reported by the system; [`NotConnected::NoAddress`] if there are none.
+/// As reported by the system; [`NbdConnectError::NoAddress`] if there are none.
 pub fn resolve(endpoint: &NbdEndpoint) -> Result<Vec<NbdAddress>, NbdConnectError> {
     let addresses: Vec<_> = match endpoint {
         NbdEndpoint::Unix(path) => vec![NbdAddress::Unix(path.clone())],
@@ -128,7 +129,7 @@ pub fn resolve(endpoint: &NbdEndpoint) -> Result<Vec<NbdAddress>, NbdConnectErro
 /// Connects to the first address that answers. Blocks, for at most `limit` for each.
 ///
 /// # Errors
-/// That of the last address.
+/// The error of the last address.
 pub fn dial_any(addresses: &[NbdAddress], limit: Duration) -> Result<OwnedFd, NbdConnectError> {
     let mut failed = NbdConnectError::NoAddress;
     for address in addresses {

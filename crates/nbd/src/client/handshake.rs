@@ -38,7 +38,7 @@ pub struct HandshakeOptions {
 }
 
 /// Properties of an export, as negotiated.
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdExportInfo {
     pub size_bytes: u64,

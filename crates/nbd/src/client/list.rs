@@ -1,7 +1,7 @@
 //! Lists the exports of a server and their properties, without opening one.
 //!
-//! The server is not trusted: at most [`MOST_EXPORTS`] exports, [`MOST_CONTEXTS`] contexts of each,
-//! and [`MOST_TEXT_BYTES`] of names and descriptions in total are kept.
+//! The server is not trusted: at most [`MAX_EXPORTS`] exports, [`MAX_CONTEXTS`] contexts of each,
+//! and [`MAX_TEXT_BYTES`] of names and descriptions in total are kept.
 
 use policy::time::Duration;
 
@@ -22,7 +22,7 @@ const MAX_CONTEXTS: usize = 1 << 10;
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
 /// An export in a server's list.
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListedExport {
     pub name: String,
@@ -38,7 +38,8 @@ pub struct ListedExport {
 /// Requests a server's list of exports.
 ///
 /// # Errors
-/// No server, not NBD, or no reply within `limit`.
+/// Fails if no server accepts the connection, it violates the protocol, or the list is not complete
+/// within `limit`.
 pub async fn list(endpoint: &NbdEndpoint, limit: Duration) -> Result<Vec<ListedExport>, NbdConnectError> {
     let endpoint = endpoint.clone();
     let asking = async {
@@ -76,7 +77,7 @@ impl TextBudget {
     fn keep(&mut self, text: &str) -> Result<String, NbdConnectError> {
         // An empty name needs memory as well.
         let left = self.0.checked_sub(text.len() + size_of::<String>());
-        self.0 = left.ok_or(NbdConnectError::Breach("it lists more text than any server needs"))?;
+        self.0 = left.ok_or(NbdConnectError::Breach("its names and descriptions exceed 16 MiB"))?;
         Ok(text.to_owned())
     }
 }
@@ -112,7 +113,7 @@ async fn query_export(
     export: &mut ListedExport,
     text: &mut TextBudget,
 ) -> Result<(), NbdConnectError> {
-    // Two requests for information; size and flags are always sent.
+    // Two information items are requested; NBD_INFO_EXPORT (size and flags) is always sent.
     let wanted = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
     negotiation.option(opt::INFO, &option_data(&export.name, &wanted)).await?;
     loop {
@@ -147,7 +148,7 @@ async fn contexts(
     text: &mut TextBudget,
 ) -> Result<Vec<String>, NbdConnectError> {
     let mut contexts = Vec::new();
-    // No query lists all contexts.
+    // With zero queries, the server lists all contexts.
     negotiation.option(opt::LIST_META_CONTEXT, &option_data(name, &0_u32.to_be_bytes())).await?;
     loop {
         let reply = negotiation.reply(opt::LIST_META_CONTEXT).await?;
@@ -207,6 +208,6 @@ mod tests {
     fn names_take_a_bounded_amount_of_memory() {
         assert_eq!(list_of(100).unwrap().len(), 100);
         let refused = list_of(MAX_TEXT_BYTES / 4096).unwrap_err().to_string();
-        assert!(refused.contains("more text than any server needs"), "{refused}");
+        assert!(refused.contains("names and descriptions exceed 16 MiB"), "{refused}");
     }
 }

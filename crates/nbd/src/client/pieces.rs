@@ -6,7 +6,7 @@ use std::ops::Range;
 /// order has one.
 const MAX_PIECES: usize = 1024;
 
-/// Sorted, with gaps between them.
+/// Sorted, disjoint and not adjacent.
 #[derive(Debug, Default)]
 pub(super) struct ReceivedPieces(Vec<Range<usize>>);
 
@@ -21,7 +21,7 @@ impl ReceivedPieces {
         let overlaps = before.as_ref().is_some_and(|before| before.end > piece.start)
             || after.as_ref().is_some_and(|after| after.start < piece.end);
         if overlaps {
-            return Err("the same data twice");
+            return Err("a part of a read's data twice");
         }
         match (before, after) {
             (Some(before), Some(after)) if before.end == piece.start && after.start == piece.end => {
@@ -30,7 +30,7 @@ impl ReceivedPieces {
             }
             (Some(before), _) if before.end == piece.start => before.end = piece.end,
             (_, Some(after)) if after.start == piece.end => after.start = piece.start,
-            _ if is_full => return Err("the data of a read in too many pieces"),
+            _ if is_full => return Err("a read's data in too many pieces"),
             _ => self.0.insert(next, piece),
         }
         Ok(())

@@ -119,7 +119,7 @@ fn chunk(
             fields.u32().map(|context| (ReplyChunk::Status { context, length: length - 4 }, 4))
         }
         reply_type::BLOCK_STATUS => return Err("a chunk of extents of invalid length"),
-        kind if kind & IS_ERROR == 0 => return Err("a chunk of a type that was not asked for"),
+        kind if kind & IS_ERROR == 0 => return Err("a chunk of a type that was not requested"),
         _ if (ERROR_BYTES..=ERROR_BYTES + MAX_STRING_BYTES + OFFSET_BYTES).contains(&length) => {
             fields.u32().map(|error| (ReplyChunk::Error { error, rest: length - 4 }, 4))
         }

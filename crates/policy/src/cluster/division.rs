@@ -73,7 +73,8 @@ impl ClaimBounds {
         ((level * self.weight) >> FRACTION_BITS).clamp(self.least, self.most)
     }
 
-    /// As [`Want::at_level`], rounded up: no host gains the units that others lose by rounding.
+    /// As [`ClaimBounds::quota_at_level`], rounded up: no host gains the units that others lose by
+    /// rounding.
     fn quota_at_level_rounded_up(&self, level: u128) -> u128 {
         (level * self.weight).div_ceil(1 << FRACTION_BITS).clamp(self.least, self.most)
     }

@@ -13,8 +13,8 @@ const MAX_SENT_REPORTS: usize = 64;
 /// Number of earlier leaders whose state is kept.
 const MAX_PAST_LEADERS: usize = 8;
 /// A change of demand is reported if it exceeds all of these: this fraction (1 / n) of the demand;
-/// the smaller of a quarter of that fraction of the limit and 1 / [`OF_EQUAL`] of an equal share;
-/// two requests in a tick.
+/// the smaller of a quarter of that fraction of the limit and 1 / [`EQUAL_SHARE_THRESHOLD`] of an
+/// equal share; two requests in a tick.
 const REPORT_THRESHOLD: u64 = 64;
 /// Fraction (1 / n) of an equal share below which a change is not reported.
 const EQUAL_SHARE_THRESHOLD: u64 = 16;
@@ -23,19 +23,20 @@ const EQUAL_SHARE_THRESHOLD: u64 = 16;
 ///
 /// # Protocol
 ///
-/// 1. A group's node is added without limits and at once given [`Host::limits`] by
-///    [`Tree::divide`](crate::throttle::Tree::divide) without credit, so it begins with full
-///    buckets. The spec is the store's, or the last one known.
-/// 2. Call [`Host::run_out`] **before any call of the tree** at an instant not before
-///    [`Host::next`], also after a pause. That is one comparison for each request.
-/// 3. Call [`Host::on_leader`] with the leader's key, then [`Host::on_grant`], whenever they are
-///    read.
-/// 4. Call [`Host::tick`] each [`Timing::tick`] and after a grant, and write the report that it
-///    returns to the store. The write may fail.
+/// 1. A group's node is added without limits and at once given [`HostQuota::limits`] by
+///    [`ThrottleTree::set_quota`](crate::throttle::ThrottleTree::set_quota) without credit, so it
+///    begins with full buckets. The spec is the store's, or the last one known.
+/// 2. Call [`HostQuota::expire_lease`] **before any call of the tree** at an instant not before
+///    [`HostQuota::lease_end`], also after a pause. That is one comparison for each request.
+/// 3. Call [`HostQuota::on_leader`] with the leader's key, then [`HostQuota::on_grant`], whenever
+///    they are read.
+/// 4. Call [`HostQuota::tick`] each [`Timing::tick`] and after a grant, and write the report that
+///    it returns to the store. The write may fail.
 ///
-/// `divide` is [`Tree::divide`](crate::throttle::Tree::divide) for the group: its arguments are the
-/// limits, the credit and the instant from which they hold; it returns the capacity given up.
-/// Instants are of a clock that includes time in which the process or the machine is suspended.
+/// `divide` is [`ThrottleTree::set_quota`](crate::throttle::ThrottleTree::set_quota) for the group:
+/// its arguments are the limits, the credit and the instant from which they hold; it returns the
+/// capacity given up. Instants are of a clock that includes time in which the process or the
+/// machine is suspended.
 #[derive(Debug)]
 pub struct HostQuota {
     instance: u64,
@@ -103,7 +104,7 @@ impl HostQuota {
         self.spec
     }
 
-    /// True if [`Host::tick`] should be called at once, with the last measured demand.
+    /// True if [`HostQuota::tick`] should be called at once, with the last measured demand.
     pub const fn is_urgent(&self) -> bool {
         self.is_urgent
     }
@@ -168,7 +169,7 @@ impl HostQuota {
         let is_mine = grant.instance == self.instance && self.followed_term == Some(grant.term);
         let is_old = grant.report_number < self.first_report_of_term.max(self.last_answered_report) || grant.seq < self.seq.max(1);
         let Some(until) = self.lease_end_of(grant).filter(|_| is_mine && !is_old) else { return };
-        // After an expiry `run_out` must come first, or capacity of the expired lease would be
+        // After an expiry `expire_lease` must come first, or capacity of the expired lease would be
         // kept.
         if until <= now || now >= self.lease_end() {
             return;

@@ -4,7 +4,7 @@
 //!   limit ▕ fallback shares of all hosts │ A: in force or in transit │ B │ ... │ free ▏
 //!                                          ▲ the larger of both,               │
 //!                                          │ until acknowledged or expired     ▼
-//!                                          └── lowered first ◄─ divide() ──► raised from free only
+//!                                          └── lowered first ◄─ division ──► raised from free only
 //! ```
 //!
 //! At most one grant for each host is unacknowledged. Burst capacity moves like the rates.
@@ -23,14 +23,14 @@ use alloc::vec::Vec;
 /// half that fraction of the limit, is not changed.
 const CHANGE_THRESHOLD: u64 = 64;
 
-/// As [`NOTICED`], for quota above the host's demand.
+/// As [`CHANGE_THRESHOLD`], for quota above the host's demand.
 const SPARE_CHANGE_THRESHOLD: u64 = 2;
 
 /// Request of the leader to the program that runs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaderAction {
     /// Write these grants, keyed by the host's name, in one transaction that compares the leader
-    /// key of the store with this term. If the comparison fails, call [`Leader::depose`].
+    /// key of the store with this term. If the comparison fails, call [`QuotaLeader::depose`].
     Write(Vec<(String, QuotaGrant)>),
     /// Leadership is lost: drop the leader and stand for election again, with another nonce.
     StandDown,
@@ -60,7 +60,7 @@ struct HostState {
     answered: u64,
     given: ByKind,
     credit: ByKind,
-    /// The host has left the group. It is forgotten once its lease has expired.
+    /// True if the host has left the group; it is forgotten once its lease has expired.
     has_left: bool,
     /// True if capacity given up with the next acknowledgement may have been granted to others
     /// already, and must not be counted again.
@@ -115,12 +115,12 @@ impl HostState {
 ///
 /// # Protocol
 ///
-/// 1. Create it once the election is won. Call [`Leader::kept_alive`] whenever the lease of the key
-///    was renewed, with the instant at which the renewal was *sent*.
-/// 2. Call [`Leader::on_spec`] and [`Leader::on_report`] with the contents of the store, in any
-///    order and as often as they are read.
-/// 3. Call [`Leader::tick`] at [`Leader::next`], and execute each returned action once. An action
-///    may fail.
+/// 1. Create it once the election is won. Call [`QuotaLeader::on_key_renewed`] whenever the lease
+///    of the key was renewed, with the instant at which the renewal was *sent*.
+/// 2. Call [`QuotaLeader::on_spec`] and [`QuotaLeader::on_report`] with the contents of the store,
+///    in any order and as often as they are read.
+/// 3. Call [`QuotaLeader::tick`] at [`QuotaLeader::next`], and execute each returned action once.
+///    An action may fail.
 ///
 /// Instants are of a clock that includes time in which the process or the machine is suspended.
 #[derive(Debug)]
@@ -182,7 +182,7 @@ impl QuotaLeader {
         self.term
     }
 
-    /// Time of the next call of [`Leader::tick`].
+    /// Time of the next call of [`QuotaLeader::tick`].
     pub const fn next(&self) -> Instant {
         self.next
     }

@@ -2,13 +2,13 @@
 //! for tests and predictions.
 //!
 //! ```text
-//!     Machine: clients ─► Tree ─► Demand ─► Host ──reports──► Store ──► Leader
-//!        ▲                                   ▲                  │          │
-//!        └──── World: drifting clocks, messages that are delayed or lost ◄─────┘
+//!     host: clients ─► tree ─► demand ─► quota ──reports──► store ──► leader
+//!        ▲                                 ▲                  │          │
+//!        └──── drifting clocks, messages that are delayed or lost ◄──────┘
 //! ```
 //!
 //! Hosts, leaders, trees and demands are the daemon's own code. Store, network and clients are
-//! models. A [`World`] repeats the same run for the same seed.
+//! models. A [`SimulatedCluster`] repeats the same run for the same seed.
 //!
 //! Never reads a clock: its time is virtual.
 

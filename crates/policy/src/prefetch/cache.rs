@@ -1,9 +1,10 @@
 //! The prefetch cache of one disk: every decision about its reads and writes, in order. Protected
 //! by one lock that workers hold for nanoseconds.
 //!
-//! **Never stale.** Data that [`Cache::read`] returns was read from the image after the last write
-//! to it had ended. A write that begins removes the chunks it overlaps from the map, including
-//! chunks in flight. Until it ends, no read-ahead starts in its range ([`Writes`]).
+//! **Never stale.** Data that [`PrefetchCache::read`] returns was read from the image after the
+//! last write to it had ended. A write that begins removes the chunks it overlaps from the map,
+//! including chunks in flight. Until it ends, no read-ahead starts in its range
+//! ([`WritesInFlight`]).
 //!
 //! **Never above its memory limit.** A chunk counts from before it is requested until none of its
 //! data can be found, and no chunk is started unless it fits. Chunks in flight cannot be evicted.
@@ -76,7 +77,7 @@ pub struct FetchId(u32);
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the chunk's memory stays reserved until its read is completed"]
 pub struct Fetch<T> {
-    /// ID for [`Cache::complete`] and [`Cache::fail`].
+    /// ID for [`PrefetchCache::complete`] and [`PrefetchCache::fail`].
     pub id: FetchId,
     /// Bytes of the disk.
     pub range: Range<u64>,
@@ -88,13 +89,14 @@ pub struct Fetch<T> {
 ///
 /// # Protocol
 ///
-/// 1. Call [`read`](Cache::read) for every read. Call [`write_begins`](Cache::write_begins) before
-///    and [`write_ends`](Cache::write_ends) after every other operation that changes the disk.
-/// 2. For every range of an [`Ahead`], call [`begin`](Cache::begin) immediately before reading the
-///    data, then exactly one of [`complete`](Cache::complete) and [`fail`](Cache::fail) for each
-///    [`Fetch`].
-/// 3. After each of these calls, drop the tokens that [`take_dropped`](Cache::take_dropped)
-///    returns.
+/// 1. Call [`read`](PrefetchCache::read) for every read. Call
+///    [`write_begins`](PrefetchCache::write_begins) before and
+///    [`write_ends`](PrefetchCache::write_ends) after every other operation that changes the disk.
+/// 2. For every range of a [`ReadAhead`], call [`begin`](PrefetchCache::begin) immediately before
+///    reading the data, then exactly one of [`complete`](PrefetchCache::complete) and
+///    [`fail`](PrefetchCache::fail) for each [`Fetch`].
+/// 3. After each of these calls, drop the tokens that
+///    [`take_dropped_tokens`](PrefetchCache::take_dropped_tokens) returns.
 /// 4. A caller with a token whose data is in flight waits for the data, even if the cache has
 ///    dropped the chunk since.
 #[derive(Debug)]
@@ -123,7 +125,7 @@ enum DataState {
 }
 
 impl<T> Default for PrefetchCache<T> {
-    /// An empty cache with read-ahead off until [`Cache::set`] is called.
+    /// An empty cache with read-ahead off until [`PrefetchCache::set`] is called.
     fn default() -> Self {
         let settings = PrefetchConfig::off();
         Self {
@@ -152,7 +154,7 @@ impl<T: Clone> PrefetchCache<T> {
     /// Changes the settings. Cached data that still fits is kept.
     ///
     /// # Errors
-    /// [`Invalid`]; the old settings remain in force.
+    /// [`InvalidPrefetchSettings`]; the old settings remain in force.
     pub fn set(&mut self, settings: PrefetchConfig) -> Result<(), InvalidPrefetchSettings> {
         settings.validate()?;
         let old = core::mem::replace(&mut self.settings, settings);
@@ -402,8 +404,8 @@ impl<T: Clone> PrefetchCache<T> {
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)
     }
 
-    /// Starts reading a range of an [`Ahead`]: returns the pieces that are neither cached nor in
-    /// flight, as far as memory allows. `make` creates a token for each.
+    /// Starts reading a range of a [`ReadAhead`]: returns the pieces that are neither cached nor
+    /// in flight, as far as memory allows. `make` creates a token for each.
     pub fn begin(
         &mut self,
         ahead: &ReadAhead,

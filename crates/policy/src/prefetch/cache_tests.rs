@@ -271,7 +271,7 @@ fn short_runs_close_the_gate_until_a_long_one() {
     assert!(stats.is_gate_closed);
     assert!(stats.read_ahead_bytes < (4 << 20) + 20_000 * 12 * K / 50, "{stats:?}");
     bench.hits(blocks(4000));
-    assert!(bench.cache.stats().hits > 3000, "a stream that goes on opens it: {:?}", bench.cache.stats());
+    assert!(bench.cache.stats().hits > 3000, "a continuing stream opens the gate: {:?}", bench.cache.stats());
     let mut always = CacheBench::new(PrefetchConfig { mode: PrefetchMode::On, ..PrefetchConfig::default() });
     for start in 0..1000 {
         always.hits([start << 20, (start << 20) + 4 * K, (start << 20) + 8 * K]);

@@ -1,7 +1,7 @@
 //! A chunk: the data of one read-ahead, with a bitmap of the blocks that have been read.
 //!
 //! It is the unit of memory and eviction. Writes may cut holes into its [extents](super::extents);
-//! it stays in memory until none is left.
+//! it stays in memory until its last extent is removed.
 
 use core::ops::Range;
 
@@ -47,11 +47,11 @@ pub(super) struct CacheChunk<T> {
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) extent_count: u32,
-    /// Blocks that were read or invalidated.
+    /// Blocks that were read or invalidated; the remaining ones are open.
     pub(super) settled_blocks: BlockBitmap,
     pub(super) open_blocks: u64,
     pub(super) stream: StreamId,
-    /// Charged to the gate's credit.
+    /// True if its bytes were charged to the gate's credit.
     pub(super) on_trial: bool,
     /// Bytes charged for the whole range that the chunk is a part of.
     pub(super) charged_bytes: u64,
@@ -90,7 +90,7 @@ impl<T> CacheChunk<T> {
         self.open_blocks * BLOCK_BYTES - missing
     }
 
-    /// Marks all remaining bytes; returns their number.
+    /// Marks all open bytes as settled; returns their number.
     pub(super) fn settle_rest(&mut self) -> u64 {
         let bytes = self.open_bytes();
         self.open_blocks = 0;

@@ -39,7 +39,7 @@ pub(super) struct CongestionControl {
     in_flight_bytes: u64,
     in_flight_limit: u64,
     max_in_flight_limit: u64,
-    /// Refused streams without data, with the value of `questions` at their last request.
+    /// Refused streams without data, with the value of `refused_requests` at their last request.
     waiting: VecDeque<(StreamId, u64)>,
     refused_requests: u64,
 }
@@ -177,9 +177,9 @@ mod tests {
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0);
         congestion.remove_in_flight(1 << 20);
         congestion.add_in_flight(WAITING_SHARE);
-        assert_eq!(congestion.allowed_bytes(one, WINDOW, true), 0, "others have waited");
+        assert_eq!(congestion.allowed_bytes(one, WINDOW, true), 0, "other streams have waited");
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "one of them longer");
-        assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), WAITING_SHARE, "as much as everybody, while others wait");
+        assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), WAITING_SHARE, "an equal share while other streams wait");
         assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE);
         congestion.add_in_flight(WAITING_SHARE);
         assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), 0);
@@ -187,6 +187,6 @@ mod tests {
             congestion.allowed_bytes(third, WINDOW, false);
         }
         congestion.remove_in_flight(WAITING_SHARE);
-        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE, "the other has not come again");
+        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE, "the other stream has not asked again");
     }
 }

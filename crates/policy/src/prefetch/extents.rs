@@ -49,7 +49,7 @@ impl ExtentMap {
         let before = self.0.range(..range.end).rev();
         before
             .map(|(&offset, &ExtentValue { length, chunk, from })| ChunkExtent { offset, length, chunk, chunk_offset: from })
-            // Extents are disjoint, so all below one that ends before the range do too.
+            // Extents are sorted and disjoint: below one that ends before the range, all do.
             .take_while(move |extent| extent.end() > start)
     }
 

@@ -1,30 +1,30 @@
-//! The gate: decides if read-ahead pays, and bounds its cost while that is unknown.
+//! The gate: decides if read-ahead is worth its cost, and bounds that cost until this is known.
 //!
 //! ```text
-//!   bytes that readers requested       × 1/64 ─┐
-//!   bytes read ahead and used          × 1/8  ─┴─► credit ──► lent to new streams, returned when used
-//!                                                     └─────► bytes that were never read
+//!   bytes that readers requested   × 1/64 ─┐
+//!   bytes read ahead and used      × 1/8  ─┴─► credit ──► advanced to new streams, returned when used
+//!                                                 └─────► bytes that were never read
 //! ```
 //!
 //! A new stream is on trial until it has used twice the minimum window plus as much as was wasted
-//! on it. Read-ahead on trial is taken from a credit; used data is returned with interest. If
+//! on it. Read-ahead on trial is paid from a credit; used data is returned with interest. If
 //! streams keep ending as soon as they are detected, the credit is exhausted and the gate closes;
 //! requested bytes refill it, so read-ahead is tried again. Streams past their trial are not
 //! affected by a closed gate.
 
-/// Minimum initial credit in bytes: the default memory of a cache. Larger caches have more, so that
-/// as many streams as fit can start at once.
+/// Least maximum of the credit in bytes: the default memory of a cache. Larger caches have more, so
+/// that as many streams as fit can start at once.
 const MIN_CREDIT: u64 = 4 << 20;
-/// Fraction (1 / n) of the requested bytes that may be wasted: half of what users would notice.
+/// Fraction (1 / n) of the requested bytes that may be wasted: 1.6 % more I/O at most.
 const REQUESTED_FRACTION: u64 = 64;
-/// Interest on used data (1 / n).
+/// Interest on used data, as a fraction (1 / n).
 const USED_FRACTION: u64 = 8;
 
 #[derive(Debug)]
 pub(super) struct ReadAheadGate {
     credit: i64,
     most_credit: i64,
-    /// Remainder of requested bytes, in 1/64 of a byte.
+    /// Requested bytes that have not yet added up to a byte of credit.
     remainder: u64,
 }
 
@@ -60,7 +60,7 @@ impl ReadAheadGate {
         self.add(bytes / USED_FRACTION + if on_trial { bytes } else { 0 });
     }
 
-    /// Charges wasted bytes, except on trial, when `lend` has charged them already.
+    /// Charges wasted bytes, except on trial, when `charge_trial` has charged them already.
     pub(super) fn wasted(&mut self, bytes: u64, on_trial: bool) {
         if !on_trial {
             self.credit = (self.credit - bytes.cast_signed()).max(-self.most_credit);

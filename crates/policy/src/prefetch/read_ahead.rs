@@ -74,7 +74,8 @@ impl ReadAhead {
     }
 }
 
-/// The blocks that a range touches: the unit of read-ahead and invalidation ([`Ahead::ranges`]).
+/// The blocks that a range touches: the unit of read-ahead and invalidation
+/// ([`ReadAhead::ranges`]).
 pub fn whole_blocks(range: &Range<u64>) -> Range<u64> {
     let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
     start..range.end.checked_next_multiple_of(BLOCK_BYTES).unwrap_or(u64::MAX)

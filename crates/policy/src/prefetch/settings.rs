@@ -39,7 +39,7 @@ impl fmt::Display for PrefetchMode {
     }
 }
 
-/// Error for a name that is not a [`Mode`].
+/// Error for a name that is not a [`PrefetchMode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownPrefetchMode;
 
@@ -62,15 +62,15 @@ impl FromStr for PrefetchMode {
 /// A numeric setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrefetchSetting {
-    /// [`Settings::memory_bytes`].
+    /// [`PrefetchConfig::memory_bytes`].
     Memory,
-    /// [`Settings::largest_request_bytes`].
+    /// [`PrefetchConfig::largest_request_bytes`].
     LargestRequest,
-    /// [`Settings::window_min_bytes`].
+    /// [`PrefetchConfig::window_min_bytes`].
     WindowMin,
-    /// [`Settings::window_max_bytes`].
+    /// [`PrefetchConfig::window_max_bytes`].
     WindowMax,
-    /// [`Settings::streams`].
+    /// [`PrefetchConfig::streams`].
     Streams,
 }
 
@@ -139,7 +139,7 @@ impl Default for PrefetchConfig {
 /// Reason why settings are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InvalidPrefetchSettings {
-    /// A value is outside of [`Setting::range`].
+    /// A value is outside of [`PrefetchSetting::range`].
     OutOfRange {
         /// The setting.
         setting: PrefetchSetting,
@@ -148,9 +148,9 @@ pub enum InvalidPrefetchSettings {
     },
     /// The minimum window exceeds the maximum.
     WindowsCross {
-        /// [`Settings::window_min_bytes`].
+        /// [`PrefetchConfig::window_min_bytes`].
         min: u64,
-        /// [`Settings::window_max_bytes`].
+        /// [`PrefetchConfig::window_max_bytes`].
         max: u64,
     },
 }
@@ -196,7 +196,7 @@ impl PrefetchConfig {
         }
     }
 
-    /// Changes one setting without validation; see [`Settings::check`].
+    /// Changes one setting without validation; see [`PrefetchConfig::validate`].
     pub fn set(&mut self, setting: PrefetchSetting, value: u64) {
         match setting {
             PrefetchSetting::Memory => self.memory_bytes = value,
@@ -210,7 +210,7 @@ impl PrefetchConfig {
     /// Validates the settings.
     ///
     /// # Errors
-    /// [`Invalid`] for the first error found.
+    /// [`InvalidPrefetchSettings`] for the first error found.
     pub fn validate(&self) -> Result<(), InvalidPrefetchSettings> {
         for setting in PrefetchSetting::ALL {
             let value = self.get(setting);

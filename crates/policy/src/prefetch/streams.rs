@@ -78,7 +78,7 @@ impl PrefetchStream {
                 }
             }
         }
-        // A reader that has passed its read-ahead continues without any lead.
+        // The reader has passed its read-ahead, which continues at the reader without any lead.
         let overtaken = match self.step {
             ScanStep::Forward => self.ahead < self.head,
             ScanStep::Backward => self.ahead > self.head,
@@ -259,7 +259,7 @@ impl StreamTable {
         StreamId { index: index as u32, generation }
     }
 
-    // Terminates after at most one round: it clears the mark of every stream that it passes.
+    // Terminates after one round at the latest: it clears the mark of every stream that it passes.
     fn replaceable_slot(&mut self) -> usize {
         loop {
             let index = self.hand;
@@ -343,6 +343,6 @@ mod tests {
         let third = streams.find_or_add(ScanStep::Forward, DISK / 2, BLOCK, window);
         assert!(streams.get_mut(ids[0]).is_some() && streams.get_mut(ids[1]).is_none());
         assert!(streams.get_mut(third).is_some());
-        assert_eq!(streams.streams_with_unread(), 0, "what was read ahead of the one that is gone");
+        assert_eq!(streams.streams_with_unread(), 0, "unread data of the replaced stream");
     }
 }

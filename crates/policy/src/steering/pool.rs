@@ -1,10 +1,10 @@
 //! One set of limits and the members that share it: the current rates of each, and when to measure
 //! again.
 //!
-//! Protocol: call [`observe`](Pool::observe) for each member that is due, then
-//! [`decide`](Pool::decide) once, and set the returned rates in the kernel in their order.
-//! [`due`](Pool::due) returns the time of the next measurement of a member. A single control group
-//! is a pool with one member.
+//! Protocol: call [`observe`](SteeringPool::observe) for each member that is due, then
+//! [`decide`](SteeringPool::decide) once, and set the returned rates in the kernel in their order.
+//! [`next_measurement`](SteeringPool::next_measurement) returns the time of the next measurement of
+//! a member. A single control group is a pool with one member.
 //!
 //! **Why few measurements suffice.** The kernel enforces the burst rate, so a bucket cannot be full
 //! before (its remaining capacity) ÷ (burst rate − rate) has passed, and that is when it is
@@ -52,10 +52,10 @@ const MIN_KERNEL_RATE: u64 = 2;
 /// every 50 ms).
 const RISE_THRESHOLD: f64 = 1.03;
 const FALL_THRESHOLD: f64 = 0.995;
-/// As [`FALL_WORTH_TELLING`], while another member's rate rises, so that the sum stays within the
+/// As [`FALL_THRESHOLD`], while another member's rate rises, so that the sum stays within the
 /// limit.
 const SHARED_FALL_THRESHOLD: f64 = 0.999;
-/// As [`FALL_WORTH_TELLING`], under a watermark, which is not exact; and for idle members.
+/// As [`FALL_THRESHOLD`], under a watermark, which is not exact; and for idle members.
 const WATERMARK_FALL_THRESHOLD: f64 = 0.97;
 const IDLE_FALL_THRESHOLD: f64 = 0.9;
 
@@ -131,7 +131,7 @@ pub struct SteeringPool {
     is_quota: bool,
     has_changed: bool,
     decided_at: Option<Instant>,
-    /// As [`Stats::limited_ns`] and [`Stats::binding`].
+    /// As [`ThrottleStats::throttled_ns`] and [`ThrottleStats::throttle_cause`].
     limited_ns: u64,
     binding: Option<LimitKind>,
 }
@@ -153,8 +153,8 @@ impl SteeringPool {
     }
 
     /// Replaces the limits, which must be valid and a part of limits that other hosts share. The
-    /// next [`decide`](Pool::decide) lowers every rate above its part, by however little. Bucket
-    /// levels are kept.
+    /// next [`decide`](SteeringPool::decide) lowers every rate above its part, by however little.
+    /// Bucket levels are kept.
     pub fn set_limits(&mut self, limits: &Limits, now: Instant) {
         self.ledger.leak_to(now);
         let (levels, enforcement) = (self.ledger.levels(), self.enforcement());
@@ -164,8 +164,8 @@ impl SteeringPool {
         (self.is_quota, self.has_changed) = (true, true);
     }
 
-    /// I/O and throttled time, for [`cluster::Demand`](crate::cluster::Demand). Waiting requests
-    /// are unknown.
+    /// I/O and throttled time, for [`cluster::MemberDemand`](crate::cluster::MemberDemand). Waiting
+    /// requests are unknown.
     pub fn stats(&self) -> ThrottleStats {
         let [reads, writes] = self.passed;
         ThrottleStats {
@@ -224,7 +224,7 @@ impl SteeringPool {
         &self.passed
     }
 
-    /// Bucket levels by [`LimitKind::index`], for [`resume`](Pool::resume).
+    /// Bucket levels by [`LimitKind::index`], for [`resume`](SteeringPool::resume).
     pub fn levels(&self) -> [u64; 6] {
         self.ledger.levels()
     }
@@ -238,7 +238,7 @@ impl SteeringPool {
         }
     }
 
-    /// Changes how the limits are enforced, with the next [`decide`](Pool::decide).
+    /// Changes how the limits are enforced, with the next [`decide`](SteeringPool::decide).
     pub fn enforce(&mut self, enforcement: Enforcement) {
         self.ledger.enforce(enforcement);
     }
@@ -260,8 +260,9 @@ impl SteeringPool {
         *member = SteeredMember { is_absent: true, ..SteeredMember::new(member.weight) };
     }
 
-    /// Marks a member as unmeasurable: it is set to the rates of [`settled`](Pool::settled) and
-    /// counts as demanding everything until it is measured again.
+    /// Marks a member as unmeasurable: it is set to the rates of
+    /// [`rates_without_steering`](SteeringPool::rates_without_steering) and counts as demanding
+    /// everything until it is measured again.
     pub fn set_unmeasurable(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = SteeredMember::new(member.weight);
@@ -364,7 +365,8 @@ impl SteeringPool {
         self.is_steered().then(|| self.next_measurement_of_any(member, now))
     }
 
-    /// As [`due`](Pool::due), for a caller that measures every pool because of a watermark.
+    /// As [`next_measurement`](SteeringPool::next_measurement), for a caller that measures every
+    /// pool because of a watermark.
     pub fn next_measurement_of_any(&self, member: usize, now: Instant) -> Instant {
         let member = &self.members[member];
         let Some((seen, _)) = member.last_measurement else { return now };

@@ -299,7 +299,7 @@ impl NodeBuckets {
     }
 
     /// Leaks at the rates of these limits, which must be valid and are not enforced. Until
-    /// [`Buckets::change`], no request waits, and the bucket sizes stay as they were.
+    /// [`NodeBuckets::change`], no request waits, and the bucket sizes stay as they were.
     pub(super) fn run_at(&mut self, limits: &Limits) {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].run_at(limits.limit(kind));
@@ -330,7 +330,7 @@ impl NodeBuckets {
         u64::try_from(cost.operations(self.iops_size)).unwrap_or(u64::MAX)
     }
 
-    /// Time that a request needs of the scarcest limit; 0 without limits. See [`divide`].
+    /// Time that a request needs of the scarcest limit; 0 without limits. See [`time_for`].
     pub(super) fn cost_ns(&self, direction: Direction, cost: &RequestCost) -> u64 {
         let prices =
             self.applying(direction).map(|(kind, bucket)| time_for(self.units(kind, cost), bucket.rate));
@@ -344,14 +344,14 @@ impl NodeBuckets {
         operations.map(|(_, bucket)| time_for(LEVEL_SCALE, bucket.rate)).fold(0, u64::max)
     }
 
-    /// Fraction of a request, in parts of [`WHOLE`], that fits into all its buckets.
+    /// Fraction of a request, in parts of [`WHOLE_REQUEST`], that fits into all its buckets.
     pub(super) fn room(&self, direction: Direction, cost: &RequestCost) -> u32 {
         let mut least = WHOLE_REQUEST;
         for (kind, bucket) in self.applying(direction) {
             let units = self.units(kind, cost);
             let room = bucket.room();
             if room < units {
-                // Below WHOLE, because room < units.
+                // Below `WHOLE_REQUEST`, because room < units.
                 least = least.min((room.saturating_mul(u128::from(WHOLE_REQUEST)) / units) as u32);
             }
         }

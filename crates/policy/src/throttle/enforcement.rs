@@ -12,7 +12,8 @@ impl LimitScale {
     /// Factor 1000, practically lifted.
     pub const MAX: Self = Self(1_000_000);
 
-    /// A factor in thousandths, clamped to the range from [`Scale::ONE`] to [`Scale::MAX`].
+    /// A factor in thousandths, clamped to the range from [`LimitScale::ONE`] to
+    /// [`LimitScale::MAX`].
     pub fn from_thousandths(thousandths: u64) -> Self {
         let bounded = thousandths.clamp(u64::from(Self::ONE.0), u64::from(Self::MAX.0));
         Self(bounded as u32)

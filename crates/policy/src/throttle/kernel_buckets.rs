@@ -1,7 +1,8 @@
 //! Buckets for work that the kernel admits: tracks the remaining burst by measured I/O.
 //!
-//! A [`Tree`](super::Tree) admits single requests. If the kernel admits them (`io.max`), only the
-//! I/O since the last measurement is known: it is charged first, and the levels leak afterwards.
+//! A [`ThrottleTree`](super::ThrottleTree) admits single requests. If the kernel admits them
+//! (`io.max`), only the I/O since the last measurement is known: it is charged first, and the
+//! levels leak afterwards.
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 
@@ -68,12 +69,12 @@ impl KernelBuckets {
         self.buckets.remaining(kind)
     }
 
-    /// Levels in whole units, by [`LimitKind::index`]; for [`Ledger::restore`].
+    /// Levels in whole units, by [`LimitKind::index`]; for [`KernelBuckets::restore`].
     pub fn levels(&self) -> [u64; 6] {
         LimitKind::ALL.map(|kind| self.buckets.level(kind))
     }
 
-    /// Sets the levels.
+    /// Sets the levels to those that [`KernelBuckets::levels`] returned.
     pub fn restore(&mut self, levels: [u64; 6]) {
         for kind in LimitKind::ALL {
             self.buckets.set_level(kind, levels[kind.index()]);

@@ -1,10 +1,10 @@
 //! The limits that users set: six rates with their bursts, and `iops-size`; and their rules.
 //!
-//! Command line, config file and control protocol share this table of settings ([`Setting::ALL`]),
-//! so names, ranges and rules cannot differ between them.
+//! Command line, config file and control protocol share this table of settings
+//! ([`LimitSetting::ALL`]), so names, ranges and rules cannot differ between them.
 //!
 //! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented.
-//! Never corrects a value silently: a wrong one is [`Invalid`].
+//! Never corrects a value silently: a wrong one is [`InvalidLimit`].
 
 use crate::request::Direction;
 use core::fmt;
@@ -81,7 +81,8 @@ use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
 use LimitPart::{BurstLength, BurstRate, Rate};
 use LimitSetting::{IopsSize, Limit as Of};
 
-/// QEMU's names without the prefix `throttling.`, in the order that [`Setting::name`] computes.
+/// QEMU's names without the prefix `throttling.`, in the order that [`LimitSetting::name`]
+/// computes.
 const NAMES: [(LimitSetting, &str); 19] = [
     (Of(BpsTotal, Rate), "bps-total"),
     (Of(BpsTotal, BurstRate), "bps-total-max"),
@@ -162,7 +163,7 @@ pub struct RateLimit {
     /// Burst rate in units per second; with 0 the burst capacity is a tenth of a second at `rate`.
     pub burst_rate: u64,
     /// Burst capacity in seconds at `burst_rate`; at least 1. The bucket leaks at `rate` meanwhile,
-    /// so a full burst lasts longer: [`Limit::full_burst_ms`].
+    /// so a full burst lasts longer: [`RateLimit::full_burst_ms`].
     pub burst_length_s: u64,
 }
 
@@ -224,7 +225,7 @@ impl Limits {
     }
 
     /// Changes one setting, in its own unit. Fails and changes nothing if the value exceeds
-    /// [`Setting::maximum`]. Does not check other rules; see [`Limits::validate`].
+    /// [`LimitSetting::maximum`]. Does not check other rules; see [`Limits::validate`].
     pub fn set(&mut self, setting: LimitSetting, value: u64) -> Result<(), InvalidLimit> {
         if value > setting.maximum() {
             return Err(InvalidLimit { setting, value, rule: LimitRule::AtMost(setting.maximum()) });
@@ -243,7 +244,7 @@ impl Limits {
     /// last limit on operations.
     ///
     /// # Errors
-    /// [`Invalid`] with the first broken [`Rule`].
+    /// [`InvalidLimit`] with the first broken [`LimitRule`].
     pub fn with_settings(mut self, given: &[(LimitSetting, u64)]) -> Result<Self, InvalidLimit> {
         for &(setting, value) in given {
             self.set(setting, value)?;

@@ -28,7 +28,7 @@ pub struct NodeId {
     pub(super) generation: u64,
 }
 
-/// Identifies a waiting request for [`Tree::cancel`](super::Tree::cancel).
+/// Identifies a waiting request for [`ThrottleTree::cancel`](super::ThrottleTree::cancel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QueuedRequestId {
     pub(super) node: NodeId,
@@ -42,7 +42,8 @@ pub(super) struct QueuedRequest<T> {
     pub(super) number: u64,
     pub(super) since: Instant,
     pub(super) cost: RequestCost,
-    /// Part of [`WHOLE`](super::price::WHOLE) that has been charged so far, in slices.
+    /// Part of [`WHOLE_REQUEST`](super::price::WHOLE_REQUEST) that has been charged so far, in
+    /// slices.
     pub(super) charged_parts: u32,
     /// Throttled time of its disk and of the group above when the request was queued, in
     /// nanoseconds.
@@ -126,7 +127,7 @@ pub(super) struct ThrottleNode<T> {
     pub(super) waiting: [usize; 2],
     pub(super) counters: [AdmissionCounters; 2],
     /// Number of counted requests when the demand was measured last
-    /// ([`Tree::wanted`](super::Tree::wanted)).
+    /// ([`ThrottleTree::member_demands`](super::ThrottleTree::member_demands)).
     pub(super) requests_seen: u64,
     /// By direction: true if requests wait for this node's own limits.
     pub(super) blocked: [bool; 2],
@@ -239,7 +240,7 @@ impl<T> ThrottleNode<T> {
         }
     }
 
-    /// Contents of the node's own limits, or of its last ones, for [`Node::take_over`].
+    /// Contents of the node's own limits, or of its last ones, for [`ThrottleNode::take_over`].
     pub(super) fn charged_contents(&self) -> Option<Box<NodeLimits>> {
         self.limited.as_ref().or(self.past_limits.as_ref()).cloned()
     }
@@ -260,7 +261,7 @@ impl<T> ThrottleNode<T> {
         Some(buckets)
     }
 
-    /// As [`Node::enforced`], without advancing them.
+    /// As [`ThrottleNode::enforced_buckets`], without advancing them.
     pub(super) fn enforced_buckets_unadvanced(&mut self) -> Option<&mut NodeBuckets> {
         if self.enforcement == Enforcement::Lifted {
             return None;

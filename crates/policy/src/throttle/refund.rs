@@ -7,7 +7,8 @@
 
 use super::cost::BILLION;
 
-/// Prefetched data that guests have read since the last [refund](super::Tree::spare).
+/// Prefetched data that guests have read since the last
+/// [refund](super::ThrottleTree::try_admit_read_ahead).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpareRefund {
     bytes: u64,

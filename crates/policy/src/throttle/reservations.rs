@@ -19,7 +19,7 @@ pub enum ReservationUnit {
 }
 
 impl ReservationUnit {
-    /// Both, in the order of [`Unit::index`].
+    /// Both, in the order of [`ReservationUnit::index`].
     pub const ALL: [Self; 2] = [Self::Iops, Self::Bps];
 
     /// 0 for operations, 1 for bytes.
@@ -119,7 +119,7 @@ impl fmt::Display for ReservationExceeded {
             ReservationBound::Pool => {
                 write!(
                     f,
-                    "the {available} that the reservations of other hosts leave of what `weir probe` measured"
+                    "the {available} that the reservations of other hosts leave of the capacity that `weir probe` measured"
                 )
             }
             ReservationBound::Whole => write!(f, "the limit of all hosts of {available}"),

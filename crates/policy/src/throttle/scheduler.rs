@@ -27,7 +27,7 @@
 //! its reservation is soon served by weight again.
 //!
 //! A child has one set of tags for both directions if they share a limit, otherwise one for each
-//! ([`Lane`]): under a limit on writes, a child that writes much should not read less.
+//! ([`TagLane`]): under a limit on writes, a child that writes much should not read less.
 //!
 //! Never looks at buckets: the tree offers a child when it is ready, and withdraws it.
 
@@ -38,17 +38,17 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// Time that a returning child may catch up, and the maximum of the child's cost that counts. A
-/// client with a queue depth of 1 misses its turn whenever a completion or a timer is late. Credit
-/// is also a burst at the siblings' expense.
+/// Service that a child may catch up after it was idle: that of this time, and at most this much of
+/// its own cost. Without it, a client with a queue depth of 1 would miss its turn whenever a
+/// completion or a timer is late. The credit is a burst at the siblings' expense.
 const IDLE_CREDIT_NS: u64 = 20_000_000;
 
-/// Time of its reservation that a returning child may catch up: it may come due during another
-/// child's slice.
+/// Reservation that a child may catch up after it was idle: its request may become due during
+/// another child's slice.
 const RESERVATION_CREDIT_NS: u64 = SLICE_NS + IDLE_CREDIT_NS;
 
-/// Time of its reservation that a busy child may catch up: each slow service delays all children at
-/// every level. Bounded, so that a shortfall of a slow device is not made up all at once.
+/// Reservation that a busy child may catch up: a slow service delays all children, at every level.
+/// Bounded, so that a device that was slow for long does not serve all arrears at once.
 const ARREARS_NS: u64 = 1_000_000_000;
 
 /// Maximum by which service by reservation advances F ahead of v, in time of the child's own cost.
@@ -91,7 +91,7 @@ impl TagLane {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum SchedulePhase {
-    /// Its reservation is due.
+    /// By reservation, because it is due.
     Reservation,
     /// By weight.
     Weight,
@@ -124,9 +124,9 @@ impl ScheduleCandidate {
 pub(super) struct ServiceCharge {
     pub(super) lane: TagLane,
     pub(super) phase: SchedulePhase,
-    /// Time that it takes of the scarcest limit.
+    /// Time that the service needs of the scarcest limit.
     pub(super) cost_ns: u64,
-    /// Time that it takes of the reservation; 0 without one.
+    /// Time that the service needs of the child's reservation; 0 without one.
     pub(super) promised_ns: u64,
 }
 
@@ -136,11 +136,11 @@ struct ScheduledChild {
     reserved: bool,
     /// 2³² / weight.
     inverse_weight: u64,
-    /// [`CREDIT_NS`] in virtual time.
+    /// [`IDLE_CREDIT_NS`] in virtual time.
     credit: u64,
     /// Finish tags F, by lane.
     finish: [u64; 2],
-    /// Tag R: when its reservation is next due, in nanoseconds.
+    /// Tag R: time at which its reservation is next due, in nanoseconds.
     due: u64,
 }
 
@@ -170,7 +170,7 @@ struct VirtualClock {
 }
 
 impl VirtualClock {
-    /// Records v every [`CREDIT_NS`].
+    /// Records v every [`IDLE_CREDIT_NS`].
     fn tick(&mut self, now: Instant) {
         if now.nanos_since(self.marked) >= IDLE_CREDIT_NS {
             *self = Self { before: self.mark, mark: self.now, marked: now, ..*self };
@@ -324,7 +324,8 @@ impl ChildScheduler {
         }
     }
 
-    /// Resets all tags, because the limits that costs are measured by have changed.
+    /// Resets the start and finish tags: the limits by which costs are measured have changed. Tags
+    /// R are in real time and stay.
     pub(super) fn reset_tags(&mut self) {
         self.clocks = [VirtualClock::default(); 2];
         for child in self.children.iter_mut().flatten() {
@@ -339,7 +340,7 @@ impl ChildScheduler {
     #[cold]
     fn rebase(&mut self, lane: TagLane) {
         // Start tags are at most the credit behind v. A tag further behind belongs to an idle
-        // child.
+        // child, which starts at the floor anyway.
         let clock = &mut self.clocks[lane.index()];
         let by = clock.now - MAX_VIRTUAL_TIME / 2;
         clock.now -= by;

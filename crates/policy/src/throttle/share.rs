@@ -20,13 +20,14 @@ impl NodeShare {
     /// Valid weights.
     pub const WEIGHTS: core::ops::RangeInclusive<u32> = 1..=10_000;
 
-    /// A share without a reservation; `None` if the weight is outside of [`Share::WEIGHTS`].
+    /// A share without a reservation; `None` if the weight is outside of [`NodeShare::WEIGHTS`].
     pub fn new(weight: u32) -> Option<Self> {
         Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
     }
 
     /// Adds a reservation of operations (counted by `iops-size`) and bytes per
-    /// second; 0 reserves nothing. With both, the one that is used up first ends it.
+    /// second; 0 reserves nothing. With both, it is used up as soon as one of
+    /// the two is.
     #[must_use]
     pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {
         Self { iops_reservation: iops, bps_reservation: bps, ..self }

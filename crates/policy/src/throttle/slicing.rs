@@ -21,7 +21,7 @@ pub(super) const WHOLE_REQUEST: u32 = 1 << 30;
 pub(super) const MAX_COST_NS: u64 = 1 << 46;
 
 /// `billionths / rate`: time that the units take at a rate per second, in nanoseconds. Rounded up,
-/// at most [`LONGEST_NS`].
+/// at most [`MAX_COST_NS`].
 pub(super) fn time_for(billionths: u128, rate: u64) -> u64 {
     // Up to 18 units this fits into 64 bits; a 128-bit division is a library call.
     let ns = match u64::try_from(billionths) {
@@ -41,14 +41,14 @@ pub(super) fn proportional_part(amount: u128, part: &Range<u32>) -> u128 {
     upto(part.end) - upto(part.start)
 }
 
-/// Size of a slice, in parts of [`WHOLE`], of a request that takes `total_ns`. At least one
+/// Size of a slice, in parts of [`WHOLE_REQUEST`], of a request that takes `total_ns`. At least one
 /// operation: at 2 IOPS two waiting requests are served one by one, not both at the end.
 pub(super) fn slice_size(total_ns: u64, operation_ns: u64) -> u32 {
     let slice_ns = SLICE_NS.max(operation_ns);
     if total_ns <= slice_ns {
         return WHOLE_REQUEST;
     }
-    // Both at most 2⁴⁶: the product fits into 128 bits, and the quotient is below WHOLE.
+    // Both at most 2⁴⁶: the product fits into 128 bits, and the quotient is below `WHOLE_REQUEST`.
     // Rounded up; otherwise ten tenths would leave a remainder for an eleventh service.
     (u128::from(slice_ns) * u128::from(WHOLE_REQUEST)).div_ceil(u128::from(total_ns)) as u32
 }

@@ -105,14 +105,14 @@ pub struct ThrottleStats {
     pub reservation: Option<ReservationTimes>,
 }
 
-/// The cumulative counters of [`Stats`]. An upgrade transfers them to the new process.
+/// The cumulative counters of [`ThrottleStats`]. An upgrade transfers them to the new process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CumulativeStats {
     /// Admitted requests, by direction.
     pub passed: [AdmissionCounters; 2],
-    /// As [`Stats::limited_ns`].
+    /// As [`ThrottleStats::throttled_ns`].
     pub limited_ns: u64,
-    /// As [`Stats::kept`].
+    /// As [`ThrottleStats::reservation`].
     pub kept: Option<ReservationTimes>,
     /// Histogram of waits: step and number of requests, for the steps with any.
     pub waits: Vec<(u16, u32)>,
@@ -133,16 +133,17 @@ pub fn throttled_with_groups_ns(
     own_ns.max(above_ns.into_iter().max().unwrap_or(0).min(most))
 }
 
-/// The part of [`Stats`] that is cheap to compute, for callers that poll thousands of nodes.
+/// The part of [`ThrottleStats`] that is cheap to compute, for callers that poll thousands of
+/// nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThrottleSummary {
-    /// As [`Stats::limited_ns`].
+    /// As [`ThrottleStats::throttled_ns`].
     pub limited_ns: u64,
-    /// As [`Stats::binding`].
+    /// As [`ThrottleStats::throttle_cause`].
     pub binding: Option<LimitKind>,
-    /// As [`Stats::waiting`].
+    /// As [`ThrottleStats::waiting`].
     pub waiting: [usize; 2],
-    /// As [`Stats::kept`].
+    /// As [`ThrottleStats::reservation`].
     pub kept: Option<ReservationTimes>,
 }
 
@@ -253,7 +254,7 @@ impl WaitHistograms {
         self.all.summary()
     }
 
-    /// Writes all waits to `counted`, for [`AllWaits::count_on`].
+    /// Writes all waits to `counted`, for [`WaitHistograms::count_on`].
     pub(super) fn export(&self, counted: &mut CumulativeStats) {
         let steps = (0..).zip(self.all.counts.iter().copied());
         counted.waits = steps.filter(|(_, count)| *count > 0).collect();
@@ -294,7 +295,7 @@ mod tests {
         #[test]
         fn waits_are_accurate_to_a_32nd_or_512_ns(ns in prop_oneof![0..100_000u64, 0..1u64 << 42]) {
             let told = middle_of(step_of(ns));
-            prop_assert!(told.abs_diff(ns) <= (ns / 32).max(512), "{ns} is told as {told}");
+            prop_assert!(told.abs_diff(ns) <= (ns / 32).max(512), "{ns} is reported as {told}");
             prop_assert_eq!(step_of(told), step_of(ns));
         }
     }

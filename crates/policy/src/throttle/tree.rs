@@ -1,4 +1,4 @@
-//! The tree of disks and groups, and the decision which request is admitted next.
+//! The tree of disks and groups, and the choice of the request that is admitted next.
 //!
 //! ```text
 //!                       ( root: no limits )
@@ -12,9 +12,9 @@
 //!
 //! Protected by one lock, held for nanoseconds. A token of the caller represents a waiting request.
 //!
-//! Only nodes with waiting requests are in a heap, and only up to the level at which they are
-//! throttled. A throttled node is in the heap of wake-ups only. A decision therefore takes O(log n)
-//! for each level, where n is the number of busy nodes.
+//! A node with waiting requests is in its parent's heap until a limit throttles it. Then it is in
+//! the heap of wake-ups instead, and the levels above do not see it. A decision therefore takes
+//! O(log n) for each level, where n is the number of busy nodes.
 //!
 //! Never rejects, loses or reorders: each token is returned exactly once, and the requests of a
 //! disk in one direction are admitted in order of arrival.
@@ -50,7 +50,7 @@ const ROOT: usize = 0;
 pub enum AdmissionResult<T> {
     /// Admitted and charged.
     Admitted(T),
-    /// Queued. Call [`Tree::poll`] next, which returns the time of the next decision.
+    /// Queued. Call [`ThrottleTree::poll`] next, which returns the time of the next decision.
     Queued(QueuedRequestId),
 }
 
@@ -97,14 +97,15 @@ pub struct ReturnedRequest<T> {
 ///
 /// # Protocol
 ///
-/// 1. Call [`add`](Tree::add) once for every group and disk; [`pass`](Tree::pass) or
-///    [`request`](Tree::request) once for every read, write, write-zeroes and discard of a disk.
-///    Flushes move no data and are not submitted.
+/// 1. Call [`add`](ThrottleTree::add) once for every group and disk;
+///    [`try_admit`](ThrottleTree::try_admit) or [`submit`](ThrottleTree::submit) once for every
+///    read, write, write-zeroes and discard of a disk. Flushes move no data and are not submitted.
 /// 2. After a request was queued, after a change of settings, after a removal, and when the timer
-///    fires: call [`poll`](Tree::poll) until it returns something other than [`Decision::Admit`];
-///    on [`Decision::Wait`], arm one timer for the whole tree. A late timer loses no more than a
-///    bucket can hold (a tenth of a second without a configured burst); a spurious one is harmless.
-/// 3. [`remove`](Tree::remove) returns waiting requests, which the caller must complete.
+///    fires: call [`poll`](ThrottleTree::poll) until it returns something other than
+///    [`PollDecision::Admit`]; on [`PollDecision::Wait`], arm one timer for the whole tree. A late
+///    timer loses no more than a bucket can hold (a tenth of a second without a configured burst);
+///    a spurious one is harmless.
+/// 3. [`remove`](ThrottleTree::remove) returns waiting requests, which the caller must complete.
 ///
 /// Instants are of one clock; an earlier one counts as the latest so far.
 ///
@@ -125,10 +126,11 @@ pub struct ThrottleTree<T> {
     path: ServicePath,
     /// Throttle cause of the request admitted last.
     last_cause: Option<LevelCause>,
-    /// True once a disk has carried contents in from elsewhere. Until then no node is searched for
-    /// any.
+    /// True once a disk has brought bucket contents from another group or tree. Until then, changes
+    /// of a group's limits need not search the disks below it.
     has_moved: bool,
-    /// Quota leases of nodes whose limits are divided over hosts, by slot. Few.
+    /// Quota leases, by slot, of nodes whose limits are divided over hosts. Few, so a linear search
+    /// is enough.
     leases: Vec<(usize, QuotaLease)>,
     /// The earliest end of a lease.
     lease_ends: Instant,
@@ -156,7 +158,8 @@ impl<T> ThrottleTree<T> {
     /// Adds a disk or a group with empty buckets, at the top level or below a group.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits; a reservation that does not fit; more than [`MAX_LEVELS`].
+    /// [`ThrottleError`]: invalid limits; a reservation that does not fit; more than
+    /// [`MAX_LEVELS`].
     ///
     /// # Panics
     /// Panics if requests wait in `parent` itself, because then it is a disk.
@@ -164,14 +167,14 @@ impl<T> ThrottleTree<T> {
         self.add_node(None, parent, limits, share)
     }
 
-    /// Adds a disk like [`Tree::add`], to replace another one that is removed next: the reservation
-    /// of the replaced disk is cancelled and available to the new one.
+    /// Adds a disk that replaces `leaving`, which the caller removes next. The reservation of
+    /// `leaving` is cancelled first, so that the new disk can have it.
     ///
     /// # Errors
-    /// [`Refused`], as [`Tree::add`]; the tree is unchanged.
+    /// [`ThrottleError`], as [`ThrottleTree::add`]; the tree is unchanged.
     ///
     /// # Panics
-    /// As [`Tree::add`].
+    /// As [`ThrottleTree::add`].
     pub fn add_replacing(
         &mut self,
         leaving: NodeId,
@@ -264,11 +267,11 @@ impl<T> ThrottleTree<T> {
     /// New limits take over the work admitted under the old ones: over any window, admitted work is
     /// at most the leak of the limits in force, plus one burst, however often they change. (QEMU
     /// starts with empty buckets and grants a burst with each change.) Leased limits
-    /// ([`Tree::lend`]) are not changed.
+    /// ([`ThrottleTree::set_lease`]) are not changed.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or reservations that do not fit. The tree is unchanged, levels
-    /// included.
+    /// [`ThrottleError`]: invalid limits, or reservations that do not fit. The tree is unchanged,
+    /// levels included.
     pub fn configure(
         &mut self,
         node: NodeId,
@@ -297,15 +300,16 @@ impl<T> ThrottleTree<T> {
         Ok(())
     }
 
-    /// Sets a part of limits that are divided over hosts ([`cluster`](crate::cluster)): poll
-    /// afterwards.
+    /// Sets the quota of a node: this host's part of limits that are divided over hosts
+    /// ([`cluster`](crate::cluster)). Poll afterwards.
     ///
-    /// Buckets that grow gain capacity only by `credit`; capacity that a smaller bucket cannot keep
-    /// is returned; both in whole units by [`LimitKind::index`]. The first part comes filled.
-    /// Reservations below are not checked: a part may be too small for them.
+    /// A larger bucket gains capacity only by `credit`. Returns the capacity that a smaller bucket
+    /// gives up. Both are in whole units, by [`LimitKind::index`]. The first quota begins with full
+    /// buckets, so it grants no burst. Reservations below the node are not checked: they may exceed
+    /// the quota.
     ///
     /// # Errors
-    /// [`Invalid`] limits change nothing.
+    /// [`InvalidLimit`] limits change nothing.
     pub fn set_quota(
         &mut self,
         node: NodeId,
@@ -323,7 +327,7 @@ impl<T> ThrottleTree<T> {
     /// must fit into it.
     ///
     /// # Errors
-    /// [`Refused`] if existing reservations exceed it. The previous capacity stays in force.
+    /// [`ThrottleError`] if existing reservations exceed it. The previous capacity stays in force.
     pub fn set_reservable(&mut self, node: NodeId, device: ReservableCapacity) -> Result<(), ThrottleError> {
         let slot = self.slot(node);
         let node = &mut self.nodes[slot];
@@ -430,7 +434,7 @@ impl<T> ThrottleTree<T> {
         self.nodes[self.slot(node)].stats(self.now.max(now))
     }
 
-    /// The part of [`Tree::stats`] that is cheap to compute.
+    /// The part of [`ThrottleTree::stats`] that is cheap to compute.
     pub fn summary(&self, node: NodeId, now: Instant) -> ThrottleSummary {
         self.nodes[self.slot(node)].summary(self.now.max(now))
     }
@@ -541,7 +545,7 @@ impl<T> ThrottleTree<T> {
             node.reserved_below = promised;
             let above = node.parent;
             if old != new {
-                // The schedule of every level must know the new sum.
+                // The parent's scheduler orders this node by its reservation, including the sum.
                 self.update_entitlement(at);
             }
             at = above;
@@ -573,7 +577,7 @@ fn has_total_limit(limits: &Limits) -> bool {
 }
 
 fn replace_in_sum(sum: [u64; 2], old: [u64; 2], new: [u64; 2]) -> [u64; 2] {
-    // Saturates for reservations of 2⁶⁴, which are rejected unless nothing bounds them.
+    // Saturates: if nothing bounds the reservations, their sum may exceed 64 bits.
     [0, 1].map(|unit| (sum[unit] - old[unit].min(sum[unit])).saturating_add(new[unit]))
 }
 

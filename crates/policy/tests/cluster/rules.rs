@@ -53,7 +53,7 @@ fn lease_starts_with_report_and_falls_back() {
     leader.on_report("a", report(&mut host, ONE, at(4000)), at(4500));
     let grant = grants(&mut leader, at(4500))[0];
     accept(&mut host, &grant, at(4600));
-    assert_eq!((iops(&host), host.lease_end()), (900, at(6000)), "but for the other host's safe share");
+    assert_eq!((iops(&host), host.lease_end()), (900, at(6000)), "all but the other host's fallback share");
     // Called late, after a pause: the fallback share applies as of the end of the lease.
     host.expire_lease(at(9000), |limits, _, since| {
         assert_eq!((limits.limit(LimitKind::IopsTotal).rate, since), (100, at(6000)));

@@ -147,7 +147,7 @@ fn groups_nest_to_eight_levels() {
 fn reservation_holds_through_unreserved_group() {
     let mut disks = Timeline::new("iops-total=2000").with_late_timers(Duration::from_millis(1));
     let group = |disks: &mut Timeline, weight: NodeShare| {
-        disks.tree.add(Some(disks.group), Limits::default(), weight).expect("nothing is promised")
+        disks.tree.add(Some(disks.group), Limits::default(), weight).expect("no reservations")
     };
     let small = group(&mut disks, weight(10));
     let kept = disks.add_below(small, "", promise(600, 0), Workload::READS.depth(32));

@@ -64,7 +64,7 @@ fn the_limit_that_binds_is_the_one_waited_for_on_its_own_level() {
     let (own, above) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
     assert_eq!(own.throttle_cause, Some(LimitKind::BpsRead));
     assert_within_percent(2.0, own.throttled_ns as f64, 10e9);
-    assert_eq!((above.throttle_cause, above.throttled_ns), (None, 0), "it has 1000, and 100 are asked for");
+    assert_eq!((above.throttle_cause, above.throttled_ns), (None, 0), "the limit is 1000, the load 100");
     assert_eq!(own.waiting, [8, 0]);
     assert_eq!(above.waiting, [8, 0], "below it");
     assert_eq!(own.reads, above.reads);

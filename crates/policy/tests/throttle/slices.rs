@@ -66,7 +66,7 @@ fn a_burst_is_spent_at_once_and_in_few_steps() {
     let text = "bps-total=1000,bps-total-max=1000000000";
     let disk = tree.add(None, limits(text), NodeShare::default()).unwrap();
     let passed = tree.submit(disk, Direction::Read, RequestCost::one(32 << 20), (), s(0));
-    assert_eq!(passed, AdmissionResult::Admitted(()), "with 1 GB to spend nobody waits for a slice of 100 bytes");
+    assert_eq!(passed, AdmissionResult::Admitted(()), "a burst of 1 GB needs no slices of 100 bytes");
 
     // Beside another disk it is served in slices: a few dozen, not 300,000.
     let other = tree.add(None, Limits::default(), NodeShare::default()).unwrap();

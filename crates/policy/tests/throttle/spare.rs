@@ -101,7 +101,7 @@ fn used_read_ahead_is_refunded() {
     let mut half = SpareRefund::NONE;
     half.add(25_000, 50_000);
     assert!(!tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "125,000 in a bucket of 100,000");
-    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "what is refused is not given back in vain");
+    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "the refund of a rejected read-ahead counts");
     assert!(!read_ahead(&mut tree, disk, 1, now));
     // A refund above the level does not carry over.
     assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(100_000), whole(1 << 40), now));

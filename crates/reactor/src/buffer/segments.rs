@@ -46,7 +46,7 @@ fn count_copy(bytes: usize) {
 /// One piece of memory with data of a request.
 #[derive(Debug)]
 pub enum Segment {
-    /// Our own memory, or lent and immutable memory.
+    /// Memory of this process, or a view of shared immutable memory.
     Own(IoBuffer),
     /// A guest's memory.
     Guest(GuestBytes),
@@ -66,7 +66,7 @@ impl Segment {
         self.len() == 0
     }
 
-    /// See [`Buffer::is_known_zero`]. Always false for a guest's memory.
+    /// See [`IoBuffer::is_known_zero`]. Always false for a guest's memory.
     pub fn is_known_zero(&self) -> bool {
         matches!(self, Self::Own(buffer) if buffer.is_known_zero())
     }
@@ -471,7 +471,7 @@ impl ReadTarget {
     /// The bytes of `buffer` at the destination; moved instead of copied if there is none.
     ///
     /// # Panics
-    /// As [`Target::copy_of`].
+    /// As [`ReadTarget::copy_of`].
     #[must_use]
     pub fn accept(self, buffer: IoBuffer) -> Segments {
         match self {
@@ -486,7 +486,7 @@ mod tests {
     use super::*;
     use crate::guest::{GuestMemory, Region};
 
-    /// A place in a guest's memory with these bytes.
+    /// Guest memory with these bytes.
     fn place(bytes: &[u8]) -> GuestBytes {
         let memory = GuestMemory::new(vec![Region::on_heap(0, 0, bytes.len() + 3)]).unwrap();
         let place = memory.range(3, bytes.len()).unwrap();

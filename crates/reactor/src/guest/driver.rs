@@ -2,9 +2,9 @@
 //! libblkio, by QEMU's developers.
 //!
 //! ```text
-//!   Device ── socket ──► the server         Queue ── ring, slots of memory ──► the server
-//!     ├── Queue 0
-//!     └── Queue 1 …                          read, write, flush ─► turn ─► completions
+//!   device ── socket ──► the server         queue ── ring, slots of memory ──► the server
+//!     ├── queue 0
+//!     └── queue 1 …                          read, write, flush ─► poll ─► completions
 //! ```
 //!
 //! A queue belongs to one thread. Each of its requests has a slot: a number, and memory that the
@@ -33,7 +33,7 @@ const RING: std::ops::RangeInclusive<usize> = 128..=1024;
 const ALIGNMENT: usize = 4096;
 /// The driver's message for a connection that the server has closed in an orderly way.
 const CLOSED_MESSAGE: &str = "failed to receive vhost-user message";
-/// Maximum number of completions of one [`Queue::turn`].
+/// Maximum number of completions of one [`DriverQueue::poll_completions`].
 const MAX_COMPLETIONS: usize = 256;
 
 /// A connection to a server's disk.
@@ -70,7 +70,7 @@ pub struct RequestSlots {
     pub write: Option<u8>,
 }
 
-/// One ring of a started [`Device`], with memory for its requests.
+/// One ring of a started [`DriverDevice`], with memory for its requests.
 pub struct DriverQueue {
     /// Must be dropped before `driver`, which owns its mapping.
     ring: Blkioq,
@@ -185,20 +185,20 @@ impl DriverQueue {
         &self.slots
     }
 
-    /// Puts a read into the ring; [`Queue::turn`] submits it. `slot` must have no request in
-    /// flight.
+    /// Puts a read into the ring; [`DriverQueue::poll_completions`] submits it. `slot` must have no
+    /// request in flight.
     pub fn read(&mut self, slot: usize, offset: u64) {
         let data = self.reads + self.place(slot);
         self.ring.read(offset, data as *mut u8, self.slots.bytes, slot, ReqFlags::empty());
     }
 
-    /// Puts a write into the ring, as [`Queue::read`].
+    /// Puts a write into the ring, as [`DriverQueue::read`].
     pub fn write(&mut self, slot: usize, offset: u64) {
         let data = self.writes + self.place(slot);
         self.ring.write(offset, data as *const u8, self.slots.bytes, slot, ReqFlags::empty());
     }
 
-    /// Puts a flush into the ring, as [`Queue::read`].
+    /// Puts a flush into the ring, as [`DriverQueue::read`].
     pub fn flush(&mut self, slot: usize) {
         self.ring.flush(slot, ReqFlags::empty());
     }
@@ -223,8 +223,8 @@ impl DriverQueue {
         Ok(count)
     }
 
-    /// Enables or disables notifications by [`Queue::bell`]. Completions before the call are not
-    /// notified: call [`Queue::turn`] afterwards.
+    /// Enables or disables notifications by [`DriverQueue::notification_fd`]. Completions before
+    /// the call are not notified: call [`DriverQueue::poll_completions`] afterwards.
     pub fn enable_notifications(&mut self, listen: bool) {
         self.ring.set_completion_fd_enabled(listen);
     }

@@ -139,7 +139,7 @@ impl GuestBytes {
         }
     }
 
-    /// As [`Place::prefetch`], for writing.
+    /// As [`GuestBytes::prefetch`], for writing.
     pub fn prefetch_to_write(&self, offset: usize) {
         if offset < self.bytes {
             fetch::to_write(self.region.0.mapping.at(self.offset + offset));

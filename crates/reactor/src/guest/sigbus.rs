@@ -105,7 +105,7 @@ pub(super) fn is_any_lost() -> bool {
     LOST.load(Relaxed) > 0
 }
 
-/// A mapping that is registered until [`Watch::end`].
+/// A mapping that is registered until [`MappingRegistration::unregister`].
 #[derive(Debug)]
 pub(super) struct MappingRegistration(&'static MappingSlot);
 
@@ -150,7 +150,7 @@ fn append(last: &SlotChunk) -> &'static SlotChunk {
         Err(other) => {
             // SAFETY: created above, and not visible to any other thread.
             drop(unsafe { Box::from_raw(new) });
-            // SAFETY: as in `Chunk::next`.
+            // SAFETY: as in `SlotChunk::next`.
             unsafe { &*other }
         }
     }

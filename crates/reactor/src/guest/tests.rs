@@ -65,7 +65,7 @@ fn crosses_from_a_region_into_the_one_that_adjoins_it() {
     assert_eq!(bounds, [(0, 1), (0xff0, 0x10), (0x1000, 0x1000), (0x2000, 0x10)]);
     for (address, bytes) in [(0xff0, 0x2020), (0x2fff, 0x1002), (0x3000, 1), (u64::MAX, 2), (0, usize::MAX)] {
         assert!(!memory.ranges(address, bytes, &mut found), "{bytes} at {address:#x}");
-        assert_eq!(found.len(), 4, "nothing is left of what was found before the hole");
+        assert_eq!(found.len(), 4, "segments before the hole were not dropped");
     }
     assert!(memory.ranges(0x3000, 0, &mut found) && found.len() == 4, "no bytes are nowhere");
 }
@@ -183,7 +183,7 @@ fn one_front_end_maps_no_more_than_its_quota() {
     assert!(matches!(map(0x2001), Err(RegionError::TooManyBytes(0x5000))));
     assert!(matches!(map(0x6000), Err(RegionError::TooManyBytes(0x5000))));
     let _log = DirtyLog::map(memfd(64).1, 64, 0, &quota).unwrap();
-    assert!(matches!(map(1), Err(RegionError::TooManyMappings(3))), "what is refused does not count");
+    assert!(matches!(map(1), Err(RegionError::TooManyMappings(3))), "a rejected mapping does not count");
     let memory = GuestMemory::new(vec![first]).unwrap();
     let held = memory.range(0, 1).unwrap();
     drop(memory.without(0, 0, 0x2000).unwrap());
@@ -216,7 +216,7 @@ fn shrunk_file_loses_only_its_region() {
     file.set_len(0x2000).unwrap();
     let mut bytes = vec![1; 0x8000];
     place.read(0x100, &mut bytes[..0x1000]);
-    assert!(!place.is_lost(), "what is left can be read");
+    assert!(!place.is_lost(), "the remaining bytes can be read");
     // Threads that have not had the signal yet.
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -234,7 +234,7 @@ fn shrunk_file_loses_only_its_region() {
     place.read(0, &mut bytes);
     assert!(bytes[0x2000..].iter().all(|&byte| byte == 0), "it would be memory of ours");
     place.store_u32(0x4000, 5, Release);
-    assert_eq!(place.load_u32(0x4000, Acquire), 5, "nobody else sees it, and nothing breaks");
+    assert_eq!(place.load_u32(0x4000, Acquire), 5, "the write stays private");
     other.read(0, &mut bytes);
     assert!(!other.is_lost() && bytes.iter().all(|&byte| byte == 9));
     other.write(0, b"y");

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The grace is [`GRACE`] divided by the number of waiting requests, and at least
-//! [`SHORTEST_GRACE`]. A client that transfers [`SLOWEST_BPS`] is never disconnected.
+//! [`MIN_GRACE`]. A client that transfers [`MIN_TRANSFER_BPS`] is never disconnected.
 //!
 //! Starting a transfer takes no lock while its client is listed. A client is listed at its first
 //! transfer, and remains so until a check finds it without one.

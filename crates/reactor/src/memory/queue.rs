@@ -9,8 +9,8 @@
 //! Waiting clients are served equally in bytes. A small request overtakes large ones, and a request
 //! waits for at most about its own length of each other client.
 //!
-//! Never decides if memory is available for a request: [`Requests`](super::requests::Requests)
-//! does.
+//! Never decides if memory is available for a request:
+//! [`RequestMemory`](super::requests::RequestMemory) does.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -35,7 +35,7 @@ pub(super) struct MemoryWaiter {
     pub(super) bytes: u64,
     /// True if the memory is charged to the account.
     pub(super) is_granted: AtomicBool,
-    /// True for the watchman, which checks for clients that hold memory without progress.
+    /// True for the request that also checks for clients without progress.
     pub(super) is_watchman: AtomicBool,
     /// Notified when one of the flags is set.
     pub(super) changed: Event,

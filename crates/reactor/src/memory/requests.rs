@@ -7,9 +7,10 @@
 //!
 //! Each account's amount beyond its part is recorded here together with the sum over all accounts,
 //! so that no operation visits all accounts or all waiters. An account within its part changes
-//! [`Used::bytes`] without the lock; the record is corrected by the next operation under the lock.
+//! [`AccountUse::bytes`] without the lock; the record is corrected by the next operation under the
+//! lock.
 //!
-//! Never waits, and never grants more than the limit: see [`Requests::charge`].
+//! Never waits, and never grants more than the limit: see [`RequestMemory::charge`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -46,7 +47,7 @@ impl AccountUse {
         self.bytes.fetch_update(SeqCst, SeqCst, sum).ok().map(|before| before + bytes)
     }
 
-    /// Subtracts `bytes`; returns true if [`Requests::came_back`] must be called.
+    /// Subtracts `bytes`; returns true if [`RequestMemory::on_release`] must be called.
     pub(super) fn subtract(&self, bytes: u64) -> bool {
         self.bytes.fetch_sub(bytes, SeqCst);
         self.beyond.load(SeqCst) > 0 || self.is_awaited.load(SeqCst)
@@ -98,7 +99,7 @@ pub(super) struct RequestMemory {
     part: u64,
     accounts: BTreeMap<u64, AccountRecord>,
     next_number: u64,
-    /// Sum of [`Tenancy::beyond`].
+    /// Sum of [`AccountRecord::beyond`].
     beyond: u64,
     /// Accounts that use more than their part.
     accounts_over_part: BTreeSet<u64>,
@@ -138,7 +139,7 @@ impl RequestMemory {
         self.part
     }
 
-    /// Serves requests that fit after [`Requests::divide`], once the new part is in force.
+    /// Serves requests that fit after [`RequestMemory::divide`], once the new part is in force.
     pub(super) fn divided(&mut self) {
         if self.waiting == 0 {
             return;
@@ -325,7 +326,7 @@ impl RequestMemory {
         }
         if self.watchman.as_ref().is_some_and(|watchman| Arc::ptr_eq(watchman, waiter)) {
             self.watchman = None;
-            // The request that is served last remains the watchman for longest.
+            // The request that is served last can check for the longest time.
             let next = self.order.last().and_then(|(.., number)| self.accounts.get(number));
             if let Some(next) = next.and_then(|account| account.queue.last()) {
                 self.set_watchman(Arc::clone(next));

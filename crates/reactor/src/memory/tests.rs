@@ -59,7 +59,7 @@ fn memory_is_shared_between_disks() {
             }
             let usage = budget.usage();
             assert_eq!((usage.requests, usage.waiting), (0, 0));
-            assert!(total > 1000 * MIB || *waited.borrow() > 0, "nobody had to wait");
+            assert!(total > 1000 * MIB || *waited.borrow() > 0, "no request had to wait");
         });
     }
 }
@@ -89,9 +89,9 @@ fn reservations_fit_or_fail() {
     assert!(!budget.charge_page(1));
     account.reserve("the caches of a", 100 * MIB).expect("less");
     assert!(budget.charge_page(92 * MIB) && !budget.charge_page(1));
-    account.reserve("the caches of a", 101 * MIB).expect_err("a disk in memory has it");
+    account.reserve("the caches of a", 101 * MIB).expect_err("reserved by a disk in memory");
     budget.release_pages(MIB);
-    account.reserve("the caches of a", 101 * MIB).expect("it has come back");
+    account.reserve("the caches of a", 101 * MIB).expect("the reservation was released");
     drop(account);
     assert_eq!(budget.usage().reserved, 0);
 }

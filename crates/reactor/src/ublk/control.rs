@@ -1,7 +1,7 @@
 //! Commands to the driver: creating, starting, stopping, recovering and removing devices.
 //!
 //! Each blocks until the kernel has executed it, some for as long as a device has requests: call
-//! them by [`super::super::blocking`] on a thread that must not block. They use a ring of their
+//! them by [`super::super::run_blocking`] on a thread that must not block. They use a ring of their
 //! own, because the driver accepts these commands (32 bytes) only in entries of 128 bytes.
 
 use std::{
@@ -44,8 +44,8 @@ struct UblkCommand {
     writes: bool,
     device: u32,
     data: u64,
-    /// The exchanged data is preceded by the device's path, by which an unprivileged user proves
-    /// access to the device.
+    /// True if the exchanged data is preceded by the device's path, by which an unprivileged user
+    /// proves access to the device.
     has_path: bool,
 }
 
@@ -118,7 +118,7 @@ impl UblkInfo {
 pub struct UblkParams {
     bytes: u32,
     kinds: u32,
-    /// Bits of `Params::READ_ONLY` and its neighbours.
+    /// Bits of `UblkParams::READ_ONLY` and its neighbours.
     pub attributes: u32,
     /// Logical block size, as a power of two like the following three.
     pub logical_block_shift: u8,
@@ -278,7 +278,7 @@ impl UblkControl {
         self.run_command(command::START_RECOVERY, device, 0)
     }
 
-    /// Resumes a recovered device, as [`Control::start`] starts a new one.
+    /// Resumes a recovered device, as [`UblkControl::start`] starts a new one.
     ///
     /// # Errors
     /// `EBUSY` if it is not waiting for recovery.
@@ -295,7 +295,7 @@ impl UblkControl {
     }
 
     /// Makes this process the [guardian](Self::guardian) of a device number until it ends, or
-    /// closes any [`Control`]: this is a lock of fcntl(2).
+    /// closes any [`UblkControl`]: this is a lock of fcntl(2).
     ///
     /// # Errors
     /// `EAGAIN` if another process is the guardian.
@@ -328,7 +328,7 @@ impl UblkControl {
         let path = bytes.len();
         if let Some(value) = &value {
             let first = std::ptr::from_ref::<T>(value).cast::<u8>();
-            // SAFETY: this many bytes exist and are initialised: see `Exchanged`.
+            // SAFETY: this many bytes exist and are initialised: see `PlainBytes`.
             bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(first, size_of::<T>()) });
         }
         self.send(command, &mut bytes, path)?;

@@ -1,5 +1,5 @@
 //! A queue of a device: its requests and their data, either in memory that the kernel copies from
-//! and to, or in place ([`Registered`]).
+//! and to, or in place ([`RegisteredData`]).
 //!
 //! ```text
 //!   fetch(tag) ─────────► … a request arrives: descriptor(tag); data of a write is in data(tag)
@@ -113,7 +113,7 @@ impl UblkQueue {
     }
 
     /// Creates a queue, with memory for its depth of requests if data is copied. `copied` counts
-    /// bytes copied although the device [supports zero copy](Info::is_zero_copy).
+    /// bytes copied although the device [supports zero copy](UblkInfo::is_zero_copy).
     ///
     /// # Errors
     /// As `mmap(2)`.
@@ -149,7 +149,7 @@ impl UblkQueue {
         self.shared.descriptors.get(tag)
     }
 
-    /// True if data is [`Data::Registered`].
+    /// True if data is [`UblkData::Registered`].
     pub fn is_zero_copy(&self) -> bool {
         matches!(self.shared.way, DataTransfer::Registered(_))
     }
@@ -184,11 +184,11 @@ impl UblkQueue {
     }
 
     /// Completes the request of a tag, with the number of bytes or a negative error number, and
-    /// waits for the next one as [`Queue::fetch`] does. The command is queued at once, even if the
-    /// future is not awaited.
+    /// waits for the next one as [`UblkQueue::fetch`] does. The command is queued at once, even if
+    /// the future is not awaited.
     ///
     /// # Errors
-    /// As [`Queue::fetch`].
+    /// As [`UblkQueue::fetch`].
     pub fn commit_and_fetch(&self, tag: u16, result: i32) -> impl Future<Output = io::Result<()>> + use<> {
         self.command(COMMIT_AND_FETCH, tag, result)
     }
@@ -219,8 +219,8 @@ impl UblkQueue {
         let target = types::Fd(self.shared.device.raw());
         let code = self.dialect.code(number, true, COMMAND_BYTES);
         let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
-        // SAFETY: lent memory, buffer indices and descriptor are in `shared`, which the operation
-        // owns.
+        // SAFETY: the memory, the buffer indices and the descriptor are in `shared`, which the
+        // operation owns.
         let op = unsafe { RingOperation::start(&entry, Rc::clone(&self.shared)) }.uncancellable();
         async { op.await.0.map(drop) }
     }

@@ -4,7 +4,7 @@
 //!
 //! It is valid until the request is completed. Code that only moves data between a file and the
 //! request uses the buffer's index, without a copy. Code that must look at the data
-//! [takes](Registered::take) a copy, or [puts](Registered::put) one back.
+//! [takes](RegisteredData::copy_out) a copy, or [puts](RegisteredData::copy_in) one back.
 
 use std::{
     io,
@@ -102,7 +102,7 @@ enum DataLocation {
 }
 
 impl RegisteredData {
-    /// Data at a place of the issuing process, for simulated storage: accessible like a registered
+    /// Data in memory of the issuing process, for simulated storage: accessible like a registered
     /// buffer, or only by copying. `copied` counts copied bytes.
     pub fn simulated(place: GuestBytes, is_registered: bool, copied: &Arc<AtomicU64>) -> Self {
         let (bytes, copied) = (place.bytes(), Arc::clone(copied));
@@ -145,7 +145,7 @@ impl RegisteredData {
     /// of bytes.
     ///
     /// # Errors
-    /// As `write(2)`; `EFAULT` as [`Registered::read_at`].
+    /// As `write(2)`; `EFAULT` as [`RegisteredData::read_at`].
     pub async fn write_at(
         &self,
         fd: &Fd,
@@ -164,7 +164,7 @@ impl RegisteredData {
         op.await.0.map(|count| count as usize)
     }
 
-    /// Place of the data for simulated storage.
+    /// Memory of the data, for simulated storage.
     pub fn place(&self) -> Option<&GuestBytes> {
         match &self.whereabouts {
             DataLocation::Simulated { place, is_registered: true, .. } => Some(place),
@@ -215,10 +215,10 @@ impl RegisteredData {
         Ok(())
     }
 
-    /// As [`Registered::put`] with segments, from the beginning.
+    /// As [`RegisteredData::copy_in`] with segments, from the beginning.
     ///
     /// # Errors
-    /// As [`Registered::put`].
+    /// As [`RegisteredData::copy_in`].
     pub fn copy_in_segments(&self, data: &Segments) -> Result<()> {
         let mut at = 0;
         for segment in data.iter() {

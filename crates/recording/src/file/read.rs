@@ -136,7 +136,7 @@ impl RecordingReader {
             return Ok(None);
         }
         let length = frame(lines, 4)?.ok_or_else(|| self.cut_off(lines))?;
-        let length = u32::from_le_bytes(length.try_into().expect("so many were asked for")) as usize;
+        let length = u32::from_le_bytes(length.try_into().expect("the slice has this length")) as usize;
         if length > MOST_BYTES {
             return Err(damaged(lines, "a block exceeds the largest size"));
         }

@@ -106,7 +106,7 @@ proptest! {
         let whole: Vec<_> = entries[..records.len()].to_vec();
         prop_assert_eq!(records, by_arrival(whole));
         if let Some(error) = error {
-            prop_assert!(error.starts_with("t: the recording is cut off in a block"), "{}", error);
+            prop_assert!(error.starts_with("t: the recording ends within a block"), "{}", error);
         } else {
             prop_assert!(bytes[length..].starts_with(&SKIPPABLE));
         }
@@ -347,7 +347,7 @@ fn blocks_after_a_truncated_one_are_read() {
     let error = loop {
         match merged.next() {
             Ok(Some(_)) => count += 1,
-            Ok(None) => panic!("nothing is said of what is missing"),
+            Ok(None) => panic!("missing records are not reported"),
             Err(error) => break error,
         }
     };

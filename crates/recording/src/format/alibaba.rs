@@ -1,7 +1,7 @@
 //! CSV of Alibaba's block traces: `device_id,opcode,offset,length,timestamp`.
 //!
 //! `opcode` is `R` or `W`, offset and length are in bytes, the time is in microseconds since 1970.
-//! The published file has no header; a header is skipped. The name of a disk is its number.
+//! The published file has no header; a header is skipped. `device_id` is the name of the disk.
 //!
 //! Source: README of github.com/alibaba/block-traces, "Schema", `io_traces.csv`.
 

@@ -2,9 +2,9 @@
 //! block. No other module of the data path makes such calls.
 //!
 //! `fstat`, `lseek` and `fcntl` wait for the server on FUSE, NFS, CIFS and 9P, although they return
-//! at once on a local file system. [`Lane::call`] provides a thread.
+//! at once on a local file system. [`FileIsolation::call`] provides a thread.
 //!
-//! [`Lane::call`]: super::lane::Lane::call
+//! [`FileIsolation::call`]: super::lane::FileIsolation::call
 
 use std::os::fd::AsFd;
 

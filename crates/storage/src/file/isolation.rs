@@ -14,9 +14,9 @@
 //! thread from the start (`IOSQE_ASYNC`), because a non-blocking attempt (`RWF_NOWAIT`) can block
 //! on FUSE's readahead.
 //!
-//! After [`Lane::give_up`], all operations that wait for the file fail with [`Error::TIMED_OUT`]:
-//! the file is closed although its file system does not answer. The kernel keeps the memory of
-//! operations in flight.
+//! After [`FileIsolation::abandon`], all operations that wait for the file fail with
+//! [`Error::TIMED_OUT`]: the file is closed although its file system does not answer. The kernel
+//! keeps the memory of operations in flight.
 
 use std::{
     fs,
@@ -73,7 +73,7 @@ pub(super) struct FileIsolation {
 }
 
 impl FileIsolation {
-    /// Creates the lane of an open file.
+    /// Creates the isolation of an open file.
     pub(super) fn for_file(file: &fs::File, is_device: bool) -> Self {
         let is_local = |magic: u32| LOCAL.contains(&magic);
         // The type is a C long, of which file systems use 32 bits.
@@ -88,7 +88,7 @@ impl FileIsolation {
         }
     }
 
-    /// Creates a lane that treats the file as one on a remote file system.
+    /// Creates an isolation that treats the file as one on a remote file system.
     #[cfg(test)]
     pub(super) fn remote(file: &fs::File) -> Self {
         Self { occupies_threads: true, ..Self::for_file(file, false) }
@@ -104,7 +104,7 @@ impl FileIsolation {
         slots
     }
 
-    /// True if reads and writes must go through [`Lane::operate`].
+    /// True if reads and writes must go through [`FileIsolation::operate`].
     pub(super) fn bounds_transfers(&self) -> bool {
         self.occupies_threads
     }
@@ -113,7 +113,7 @@ impl FileIsolation {
     /// that `operate` receives, so the kernel holds it until it has finished.
     ///
     /// # Errors
-    /// Those of `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    /// Errors of `operate`; [`Error::TIMED_OUT`] after [`FileIsolation::abandon`].
     pub(super) async fn operate<T>(&self, fd: &Fd, operate: impl AsyncFnOnce(Fd) -> Result<T>) -> Result<T> {
         self.unless_abandoned(async {
             let fd = fd.with_permit(self.operation_slots.acquire().await);
@@ -125,7 +125,7 @@ impl FileIsolation {
     /// Runs a system call that may block, on another thread, once a slot is free.
     ///
     /// # Errors
-    /// Those of `call`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    /// Errors of `call`; [`Error::TIMED_OUT`] after [`FileIsolation::abandon`].
     pub(super) async fn call<T: Send + 'static>(
         &self,
         fd: &Fd,
@@ -134,10 +134,10 @@ impl FileIsolation {
         self.call_with_permit(&self.call_slots, fd, call).await
     }
 
-    /// Runs a health check: a system call as by [`Lane::call`], with its own slot.
+    /// Runs a health check: a system call as by [`FileIsolation::call`], with its own slot.
     ///
     /// # Errors
-    /// As [`Lane::call`].
+    /// As [`FileIsolation::call`].
     pub(super) async fn ping<T: Send + 'static>(
         &self,
         fd: &Fd,
@@ -156,7 +156,7 @@ impl FileIsolation {
         self.unless_abandoned(async {
             let permit = turns.acquire().await;
             reactor::run_blocking(move || {
-                // The permit moves to the thread: after `give_up` the call still occupies it.
+                // The permit moves to the thread: after `abandon` the call still occupies it.
                 let _permit = permit;
                 call(&fd)
             })
@@ -182,7 +182,7 @@ impl FileIsolation {
             return Err(Error::TIMED_OUT);
         }
         let mut work = pin!(work);
-        // The work is polled first: a result that is ready wins over `give_up`.
+        // The work is polled first: a result that is ready wins over `abandon`.
         poll_fn(|context| match work.as_mut().poll(context) {
             Poll::Ready(result) => Poll::Ready(result),
             Poll::Pending => given_up.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),

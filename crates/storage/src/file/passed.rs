@@ -33,7 +33,7 @@ pub struct PassedFile {
 }
 
 /// Callback that receives this process's client number at a Ceph cluster before an image is opened
-/// there; called once for each number, and no more after [`Passed::settle`].
+/// there; called once for each number, and no more after [`PassedFiles::take_ownership`].
 #[derive(Default)]
 struct ClientAnnouncer {
     callback: Option<Box<dyn Fn(u64) + Send>>,
@@ -53,7 +53,7 @@ pub struct PassedFiles(Arc<PassedFilesState>);
 #[derive(Debug, Default)]
 struct PassedFilesState {
     files: Mutex<Vec<PassedFile>>,
-    /// RBD images, by [`Identity::what`](crate::Identity::what).
+    /// RBD images, by [`StorageIdentity::key`](crate::StorageIdentity::key).
     images: Mutex<HashSet<String>>,
     announce: Mutex<ClientAnnouncer>,
     is_owner: AtomicBool,
@@ -61,8 +61,8 @@ struct PassedFilesState {
 
 impl PassedFiles {
     /// Creates it from everything received; `images` are RBD images, as
-    /// [`Identity::what`](crate::Identity::what) names them. `announce` is called with this
-    /// process's client number at a cluster before an image there is opened.
+    /// [`StorageIdentity::key`](crate::StorageIdentity::key) names them. `announce` is called with
+    /// this process's client number at a cluster before an image there is opened.
     pub fn new(
         files: Vec<PassedFile>,
         images: impl IntoIterator<Item = String>,
@@ -109,7 +109,7 @@ impl PassedFiles {
         self.lock().len()
     }
 
-    /// True after [`Passed::settle`].
+    /// True after [`PassedFiles::take_ownership`].
     pub fn is_owner(&self) -> bool {
         self.0.is_owner.load(SeqCst)
     }
@@ -133,8 +133,8 @@ impl PassedFiles {
             flags(&files[at].buffered).is_some_and(|flags| flags.bits() & libc::O_ACCMODE == libc::O_RDWR);
         if is_direct != direct || !is_writable {
             let other = if is_direct { "none or directsync" } else { "writeback, writethrough or unsafe" };
-            let why = format!("the daemon that is taken over from has it open with cache={other}");
-            return Err(OpenError::new(name, why, "give it the same, or restart"));
+            let why = format!("the old process has it open with cache={other}");
+            return Err(OpenError::new(name, why, "set the same cache mode, or restart"));
         }
         let PassedFile { main, buffered } = files.swap_remove(at);
         Ok(Some((main.into(), buffered.into())))

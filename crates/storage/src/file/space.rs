@@ -30,8 +30,8 @@ pub(super) struct SpaceCount {
     bytes: AtomicU64,
     /// One of the states above, in one variable so that the late mark cannot outlive its count:
     ///
-    /// - The state is [`COUNTING`] or [`LATE`] exactly while a [`Count`] exists; dropping it, as a
-    ///   cancelled task does too, makes the state [`IDLE`].
+    /// - The state is [`COUNTING`] or [`LATE`] exactly while a [`SpaceQuery`] exists; dropping it,
+    ///   as a cancelled task does too, makes the state [`IDLE`].
     /// - The state becomes [`LATE`] from [`COUNTING`] only, in one step. A caller whose time ends
     ///   after the count has ended changes nothing.
     state: AtomicU8,

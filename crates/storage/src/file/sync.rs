@@ -87,7 +87,8 @@ impl Syncs {
         let sync = async |fd: Fd| retried(|| operation::sync(&fd)).await;
         let result = lane.operate(fd, sync).await;
         if let Err(error) = result
-            // After `give_up` the failure is a timeout of the lane, not an error of the device.
+            // After `abandon` the failure is a timeout of the isolation, not an error of the
+            // device.
             && !lane.is_abandoned()
         {
             self.record_failure(error);

@@ -20,7 +20,7 @@ use crate::{Durability, align::AlignedDevice};
 
 const BYTES: usize = 8192;
 
-/// Runs `test` on a file with the lane of a remote file system.
+/// Runs `test` on a file with the isolation of a remote file system.
 fn with_remote_file<F: Future<Output = ()> + 'static>(test: impl FnOnce(FileStorage) -> F) {
     let file = tempfile::NamedTempFile::new().expect("a temporary file");
     file.as_file().set_len(BYTES as u64).expect("room for a test");

@@ -31,7 +31,7 @@ pub(super) trait ConnectionOwner: Sized + Send + Sync + 'static {
 /// Cause of a session's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BreakCause {
-    /// The server disconnected, or the network.
+    /// The server or the network ended the connection.
     Server,
     /// The thread of this process that had the connection has ended.
     Thread,
@@ -108,7 +108,7 @@ impl ConnectionRoute {
     /// Executes a request; `None` if the thread that should execute it has ended.
     ///
     /// # Errors
-    /// The server's, or [`GONE`](nbd::client::GONE).
+    /// The server's error, or [`CONNECTION_LOST`](nbd::client::CONNECTION_LOST).
     pub(super) async fn execute(&self, ask: &NbdOperation) -> Option<Result<NbdResult>> {
         match self {
             Self::Own(own) => Some(ask.on(own.client()).await),
@@ -246,7 +246,7 @@ impl<H: ConnectionOwner> LossReporter<H> {
 
 impl<H: ConnectionOwner> Drop for LossReporter<H> {
     fn drop(&mut self) {
-        self.report(BreakCause::Thread, "the thread that had the connection has ended");
+        self.report(BreakCause::Thread, "the thread of the connection has ended");
     }
 }
 

@@ -16,9 +16,9 @@
 //!
 //! If one connection of a session breaks, all are closed, since the server may have been replaced.
 //! From then on the link tries to reconnect, at once and then with growing pauses, for as long as
-//! the disk exists. A session without any reply counts as a failed attempt. Requests wait for
-//! `reconnect_delay`, counted from the break, and from the first break that they met themselves: so
-//! a request that crashes the server each time fails in the end. After reconnecting:
+//! the disk exists. A session without any reply counts as a failed attempt. A request waits for
+//! at most `reconnect_delay` after a break, and after the first break that it experienced: so a
+//! request that crashes the server each time fails in the end. After reconnecting:
 //! 1. writes that were acknowledged and never flushed are written again ([`Unflushed`]);
 //! 2. requests that were in flight are sent again by their callers. None of them had a reply, so
 //!    their mutual order is free, and each of them is idempotent. If another connection of a
@@ -27,9 +27,9 @@
 //! 3. only then new requests are sent.
 //!
 //! A server is rejected, and retried like an unreachable one, if it cannot continue the disk
-//! ([`Link::suits`]) or fails to repeat acknowledged writes. It is compared with the properties of
-//! the export when the disk was opened, not with those of the previous server, which may
-//! temporarily have had more.
+//! ([`NbdLink::check_compatible`]) or fails to repeat acknowledged writes. It is compared with the
+//! properties of the export when the disk was opened, not with those of the previous server, which
+//! may temporarily have had more.
 //!
 //! With no reconnect delay, nothing is kept. If a break then loses writes that no flush had
 //! covered, every later flush fails, since it could not make them durable.
@@ -136,8 +136,8 @@ impl LinkConfig {
         self.establish_with(&self.wanted).await
     }
 
-    /// As [`Terms::establish`], with the current content of the key and certificate files; with the
-    /// previous keys if the files are unreadable.
+    /// As [`LinkConfig::establish`], with the current content of the key and certificate files;
+    /// with the previous keys if the files are unreadable.
     async fn establish_again(&self) -> std::result::Result<EstablishedConnection, NbdConnectError> {
         let mut wanted = self.wanted.clone();
         if let Some(place) = self.keys.clone()
@@ -223,7 +223,7 @@ enum ConnectionLocation {
 
 enum LinkStep {
     Route(ConnectionRoute),
-    /// Look at the stage again.
+    /// Evaluate the stage again.
     Retry,
     Fetch(u64, Sender<ConnectionJob>),
     Wait(Instant),
@@ -327,8 +327,8 @@ impl NbdLink {
         self.execute_then(ask, |_| {}).await
     }
 
-    /// As [`Link::ask`]; `then` records a success under the lock, before the session of the reply
-    /// can end.
+    /// As [`NbdLink::execute`]; `then` records a success under the lock, before the session of the
+    /// reply can end.
     async fn execute_then(self: &Arc<Self>, ask: NbdOperation, then: impl FnOnce(&mut LinkState)) -> Result<NbdResult> {
         let _in_flight = self.track();
         let mut until = None;
@@ -394,7 +394,7 @@ impl NbdLink {
             let result = self.execute(NbdOperation::Change { change, force }).await;
             return self.count_write(breaks, force, result.map(drop));
         }
-        // A FUA write needs no room, unless it must be kept because it overlaps kept data.
+        // A FUA write is not kept, so it needs no space, unless it overlaps kept data.
         if !force || self.lock().unflushed.overlaps(&change) {
             self.make_room().await?;
         }
@@ -410,7 +410,7 @@ impl NbdLink {
         result.map(drop)
     }
 
-    /// Returns once there is room to keep another change.
+    /// Returns once there is space to keep another change.
     async fn make_room(self: &Arc<Self>) -> Result<()> {
         loop {
             let ended = self.ended.listen();
@@ -440,7 +440,7 @@ impl NbdLink {
     /// Flushes all acknowledged writes.
     ///
     /// # Errors
-    /// The server's; [`Error::IO`] if writes are lost.
+    /// The server's error; [`Error::IO`] if writes are lost.
     pub(super) async fn flush(self: &Arc<Self>) -> Result<()> {
         if !self.terms.flushes {
             return Ok(());

@@ -51,7 +51,7 @@ pub struct NbdOptions {
     pub is_format_known: bool,
     /// Rejects writes.
     pub read_only: bool,
-    /// Another client may write to it.
+    /// True if another client may write to it.
     pub is_shared: bool,
     /// Accepts an export of size zero.
     pub may_be_empty: bool,
@@ -68,7 +68,7 @@ pub struct NbdOptions {
 /// Opens an export, and probes its format if none was given.
 ///
 /// # Errors
-/// The reason, for people.
+/// The reason, as a message for users.
 pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<NbdStorage>, Probed), OpenError> {
     let name = uri.to_string();
     let wrong = |why: String, remedy: &str| OpenError::new(&name, why, remedy);

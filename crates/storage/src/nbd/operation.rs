@@ -95,7 +95,7 @@ async fn read(client: &NbdClient, offset: u64, length: usize) -> Result<IoBuffer
 /// Writes, in parts if necessary; with `force` durably, by a flush if the server has no FUA.
 ///
 /// # Errors
-/// As [`Client::write`].
+/// As [`NbdClient::write`].
 pub(super) async fn write(client: &NbdClient, offset: u64, mut data: Segments, force: bool) -> Result<()> {
     let about = client.export();
     let (most, fua) = (about.maximum_payload as usize, force && about.can_fua());

@@ -3,7 +3,7 @@
 //!
 //! A server that was killed has lost the data in its memory, and a later flush would succeed
 //! without it. So each write is kept until a flush that began after its reply has succeeded. Kept
-//! data is bounded ([`MOST_BYTES`]): beyond that, the writer flushes first.
+//! data is bounded ([`MAX_BYTES`]): beyond that, the writer flushes first.
 //!
 //! - A write without a reply is not repeated from here: its caller sends it again, and gets that
 //!   result.
@@ -58,7 +58,7 @@ impl NbdChange {
 #[derive(Clone, Debug)]
 pub(super) struct RepeatedChange {
     pub(super) change: NbdChange,
-    /// It was a FUA write, and is one again.
+    /// True if it was a FUA write, and is one again.
     pub(super) force: bool,
     /// True if the client received its acknowledgement.
     pub(super) is_acknowledged: bool,

@@ -103,7 +103,7 @@ impl RbdAddress {
         Self { config: seen(self.config), keyring: seen(self.keyring), ..self }
     }
 
-    /// Address without the connection's parameters, for people.
+    /// Address without the connection's parameters, for display.
     pub fn name(&self) -> String {
         Self { config: None, user: None, keyring: None, monitors: None, ..self.clone() }.to_string()
     }

@@ -1,9 +1,9 @@
-//! Operations of an image of a cluster: the interface between [`Rbd`](super::Rbd) and the library,
-//! [`librbd`](super::librbd), which tests replace by an in-memory fake.
+//! Operations of an image of a cluster: the interface between [`RbdStorage`](super::RbdStorage) and
+//! the library, [`librbd`](super::librbd), which tests replace by an in-memory fake.
 //!
-//! The backend keeps a request's slot ([`Place`]) and memory until nothing of the request is in
-//! flight, even after its caller was cancelled. Errors are the Linux error numbers that the library
-//! reports.
+//! The backend keeps a request's slot ([`RbdRequestSlot`]) and memory until nothing of the request
+//! is in flight, even after its caller was cancelled. Errors are the Linux error numbers that the
+//! library reports.
 
 #![allow(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
 
@@ -47,7 +47,7 @@ pub trait RbdBackend: Debug + Send + Sync + 'static {
     /// cache was flushed before.
     async fn release_lock(&self) -> Result<()>;
     /// Resumes the image after this or another client released it, and drops the cache. First calls
-    /// [`Backend::shut_out`] for `heirs`.
+    /// [`RbdBackend::blocklist`] for `heirs`.
     async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome>;
     /// Blocklists those of these clients, by number, that still have the image open for writing.
     /// Their operations in flight do not take effect, and their lock is free. Never this client.

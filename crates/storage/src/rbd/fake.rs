@@ -46,7 +46,7 @@ struct FakeCluster {
     shut_out: BTreeSet<Client>,
     /// True while no request completes.
     stands_still: bool,
-    /// Removed by another client, without a notification.
+    /// True if another client has removed the image, without a notification.
     is_removed: bool,
     /// After this many requests, this many fail with this error number.
     failing: (u32, u32, i32),
@@ -257,7 +257,7 @@ impl FakeRbd {
         }
     }
 
-    /// As [`Fake::run`], for a request that writes.
+    /// As [`FakeRbd::run`], for a request that writes.
     async fn change<T: 'static>(
         &self,
         place: RbdRequestSlot,
@@ -430,7 +430,7 @@ impl RbdBackend for FakeRbd {
             twin.outcome()?;
             assert!(!twin.has_lock || twin.has_the_lock(), "a lock that it does not have");
             twin.with_view(|cluster, cache| {
-                assert!(cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()), "what nobody else sees");
+                assert!(cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()), "data that no other client sees");
                 cluster.owner = None;
             });
             Ok(())

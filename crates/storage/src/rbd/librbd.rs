@@ -1,4 +1,4 @@
-//! [`Backend`] by librbd: the only module that calls a C library.
+//! [`RbdBackend`] by librbd: the only module that calls a C library.
 //!
 //! - `library`: the functions, found by name;
 //! - `cluster`: connections, shared by images;
@@ -46,7 +46,7 @@ use crate::OpenError;
 /// Maximum number of segments in one call, as for the kernel (UIO_MAXIOV).
 const MOST_SEGMENTS: usize = 1024;
 
-/// An image that is open until [`Backend::close`].
+/// An image that is open until [`RbdBackend::close`].
 pub struct Librbd {
     /// `None` after it was closed.
     image: Mutex<Option<Arc<RbdImage>>>,

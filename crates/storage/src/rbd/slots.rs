@@ -1,8 +1,8 @@
 //! Limit on the requests of one image in flight at the cluster, and their start times.
 //!
 //! A cluster that does not answer holds every request, and its memory. So each request first
-//! acquires a slot (`Place`), and releases it when its memory is free, even after its caller was
-//! cancelled. Without a free slot a request waits; other images are not affected.
+//! acquires a slot (`RbdRequestSlot`), and releases it when its memory is free, even after its
+//! caller was cancelled. Without a free slot a request waits; other images are not affected.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,

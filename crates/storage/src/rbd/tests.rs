@@ -1,5 +1,5 @@
-//! [`Rbd`] over the fake: bytes against a model, slots, durability, a lost lock, sizes; and the
-//! hand-over between processes in [`takeover`].
+//! [`RbdStorage`] over the fake: bytes against a model, slots, durability, a lost lock, sizes; and
+//! the hand-over between processes in [`takeover`].
 
 mod hand_over;
 
@@ -181,7 +181,7 @@ fn blocklisted_writer_fails_all_requests() {
         let before = fake.max_in_flight();
         assert_eq!(read(&image, 0, 512).await, Err(Error::IO));
         assert_eq!(image.block_status(0, 512).await, Err(Error::IO));
-        assert_eq!(fake.max_in_flight(), before, "the cluster is not asked any more");
+        assert_eq!(fake.max_in_flight(), before, "no further request reached the cluster");
         assert_eq!(fake.after_a_crash()[0], 1);
     });
 }
@@ -200,7 +200,7 @@ fn cluster_errors_map_to_client_errors() {
             fake.fail(1, errno);
             assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Err(told));
         }
-        assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Ok(()), "it goes on");
+        assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Ok(()), "it continues");
         fake.fail(1, libc::EIO);
         assert_eq!(image.flush().await, Err(Error::IO));
         assert_eq!(image.flush().await, Ok(()), "the next one asks again");

@@ -1,15 +1,15 @@
 //! The words of a ring, each loaded or stored once, with the given memory ordering.
 //!
-//! A [`Place`] has the same functions. This layer exists for the tests: they stop the device before
-//! any store, change memory before any load, and replace the words by those of a checker that
-//! explores all interleavings.
+//! A [`GuestBytes`] has the same functions. This layer exists for the tests: they stop the device
+//! before any store, change memory before any load, and replace the words by those of a checker
+//! that explores all interleavings.
 
 pub(super) use std::sync::atomic::{Ordering, fence};
 
 use reactor::guest::GuestBytes;
 
-/// Words of a ring. Offsets are in bytes, inside the place, and aligned to the word; violations are
-/// bugs and panic.
+/// Words of a ring. Offsets are in bytes, inside the memory, and aligned to the word; violations
+/// are bugs and panic.
 #[derive(Clone, Debug)]
 pub(super) struct Cells(GuestBytes);
 
@@ -38,7 +38,7 @@ impl Cells {
 
     words!(load_u16 store_u16 u16, load_u32 store_u32 u32, load_u64 store_u64 u64);
 
-    /// See [`Place::prefetch`].
+    /// See [`GuestBytes::prefetch`].
     pub(super) fn prefetch(&self, offset: usize) {
         self.0.prefetch(offset);
     }

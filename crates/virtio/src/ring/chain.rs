@@ -23,8 +23,8 @@ pub(super) mod flag {
     pub(in super::super) const INDIRECT: u16 = 4;
 }
 
-/// The right, and the obligation, to complete one chain: by `Ring::complete`, or by
-/// `Ring::put_back` before it is started. If it is dropped, the driver waits for ever.
+/// The right, and the obligation, to complete one chain: by `Virtqueue::complete`, or by
+/// `Virtqueue::put_back` before it is started. If it is dropped, the driver waits for ever.
 #[derive(Debug)]
 #[must_use = "the driver waits for this chain"]
 pub struct ChainTicket {
@@ -43,15 +43,15 @@ pub struct ChainTicket {
 /// A chain, as taken from the ring.
 #[derive(Debug)]
 pub struct DescriptorChain {
-    /// To be returned when it is done.
+    /// Ticket to return when the chain is completed.
     pub ticket: ChainTicket,
-    /// Readable places, then writable ones.
+    /// Readable memory, then writable memory.
     pub(crate) places: Places,
-    /// Number of readable places.
+    /// Number of readable pieces.
     pub(crate) reads: usize,
     /// Number of descriptors, including those of an indirect table.
     pub descriptors: usize,
-    /// Reason why it must not be executed. Its places are then only the valid ones.
+    /// Reason why it must not be executed. It then contains only the valid memory.
     pub fault: Option<ChainFault>,
 }
 
@@ -66,12 +66,12 @@ impl DescriptorChain {
         }
     }
 
-    /// Places that the device reads.
+    /// Memory that the device reads.
     pub fn readable(&self) -> &[GuestBytes] {
         &self.places[..self.reads]
     }
 
-    /// Places that the device writes.
+    /// Memory that the device writes.
     pub fn writable(&self) -> &[GuestBytes] {
         &self.places[self.reads..]
     }
@@ -201,7 +201,7 @@ impl<'m> ChainParser<'m> {
     }
 
     #[inline]
-    // Checked before the places are resolved: the work for one chain stays bounded.
+    // Checked before the addresses are resolved: the work for one chain stays bounded.
     fn parse_buffer(&mut self, descriptor: RingDescriptor) {
         if self.descriptors == MAX_DESCRIPTORS || self.places.len() > MAX_PLACES {
             return self.fault(ChainFault::TooLong);
@@ -221,7 +221,7 @@ impl<'m> ChainParser<'m> {
         if self.places.len() > MAX_PLACES {
             self.fault(ChainFault::Scattered);
         }
-        // All places up to the first writable one are readable.
+        // Everything before the first writable buffer is readable.
         if !self.writes {
             self.reads = self.places.len();
         }

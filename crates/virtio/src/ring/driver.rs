@@ -31,7 +31,7 @@ impl DriverBuffer {
 /// A completed chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UsedChain {
-    /// Id that [`Driver::add`] returned.
+    /// Id that [`RingDriver::add`] returned.
     pub id: u16,
     /// Number of bytes written, as the device reports it.
     pub written: u32,
@@ -84,11 +84,11 @@ impl RingDriver {
         either!(&mut self.0, half => half.add(buffers, 0))
     }
 
-    /// As [`Driver::add`], through an indirect table at `table`, so that the chain uses one
+    /// As [`RingDriver::add`], through an indirect table at `table`, so that the chain uses one
     /// descriptor of the ring. The table must stay unchanged until the chain is completed.
     ///
     /// # Panics
-    /// If `table` is too short: sixteen bytes for each buffer.
+    /// Panics if `table` is too short: sixteen bytes for each buffer.
     pub fn add_indirect(&mut self, table: &GuestBytes, buffers: &[DriverBuffer]) -> Option<u16> {
         let packed = matches!(self.0, DriverRing::Packed(_));
         for (number, buffer) in buffers.iter().enumerate() {

@@ -29,11 +29,11 @@ pub struct RingLayout {
 /// Required size and alignment, in bytes, of the three parts of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingParts {
-    /// Size and alignment of [`Layout::descriptors`].
+    /// Size and alignment of [`RingLayout::descriptors`].
     pub descriptors: (usize, usize),
-    /// Size and alignment of [`Layout::driver`].
+    /// Size and alignment of [`RingLayout::driver`].
     pub driver: (usize, usize),
-    /// Size and alignment of [`Layout::device`].
+    /// Size and alignment of [`RingLayout::device`].
     pub device: (usize, usize),
 }
 

@@ -54,8 +54,8 @@ impl PackedRing {
             size,
             indirect: layout.indirect.then_some(TableOrder::Sequential),
             // Starts at the used position, not at the available one. The descriptors between the
-            // two are in flight, and after a crash their content is unknown: they are taken once
-            // more.
+            // two are in flight, and after a crash their content is unknown: they are taken
+            // again.
             turns: DescriptorOwnership::new(size, layout.event_idx, layout.cells(), used),
             taken: 0,
             numbers: 0,
@@ -118,7 +118,7 @@ impl PackedRing {
 
     /// The chain whose copy is in the in-flight area.
     fn resume_chain(&self, regions: &Regions, first: u16, length: u16) -> Result<DescriptorChain, RingError> {
-        let log = self.log.as_ref().expect("it told of the chain");
+        let log = self.log.as_ref().expect("the log contains the chain");
         let mut gathering = ChainParser::new(regions, self.indirect);
         let mut slot = first;
         let mut id = 0;

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 /// Size of a descriptor in bytes, in both formats and in indirect tables.
 pub(super) const DESCRIPTOR_BYTES: usize = 16;
 
-/// Places of a chain, in order. A buffer that crosses a border of regions is several places.
+/// Guest memory of a chain, in order. A buffer that crosses a border of regions has several pieces.
 pub type Places = SmallVec<[GuestBytes; 4]>;
 
 /// The regions of a guest, accessed without a reference to any of them.
@@ -44,7 +44,8 @@ impl Regions {
         Some((&wholes[index], offset))
     }
 
-    /// Appends the places of a range, in order; none for an empty one. False if a part is outside.
+    /// Appends the memory of a range, in order; nothing for an empty one. False if a part is
+    /// outside.
     pub(super) fn places(&self, address: u64, bytes: usize, into: &mut Places) -> bool {
         if bytes == 0 {
             return true;

@@ -369,7 +369,7 @@ impl World {
     fn check(&self, chain: &Chain, number: u64) {
         let due: Vec<_> = self.shape.addresses(number).collect();
         assert_eq!(chain.addresses, due, "the descriptors of this chain");
-        assert_eq!(self.buffers[number as usize].get(), number + 1, "what it asks for");
+        assert_eq!(self.buffers[number as usize].get(), number + 1, "the requested number");
     }
 
     fn answer(&self, device: &mut impl Device, chain: &Chain) {

@@ -25,7 +25,7 @@ pub struct ThrottleGroup {
     parent: Option<Arc<ThrottleGroup>>,
     pub(super) arbiter: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
-    /// Locked before the arbiter.
+    /// Locked before the tree.
     settings: Mutex<GroupSettings>,
 }
 
@@ -33,10 +33,10 @@ impl ThrottleGroup {
     /// Creates an empty group, inside `parent` if there is one.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or a reservation that does not fit into `parent`.
+    /// [`ThrottleError`]: invalid limits, or a reservation that does not fit into `parent`.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn new(
         name: &str,
         settings: GroupSettings,
@@ -72,15 +72,15 @@ impl ThrottleGroup {
     /// buckets.)
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, a reservation that does not fit into the parent, or
+    /// [`ThrottleError`]: invalid limits, a reservation that does not fit into the parent, or
     /// reservations inside that exceed the new limits. Nothing is changed then.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn set(&self, settings: GroupSettings) -> Result<(), ThrottleError> {
         let now = reactor::now();
         let mut current = self.lock();
-        // Lock order: the settings before the arbiter.
+        // Lock order: the settings before the tree.
         let mut held = self.arbiter.lock();
         let is_lent = held.tree().lent(self.node).is_some();
         if is_lent && (settings.limits != current.limits || settings.watermark.percent() > 0) {
@@ -96,14 +96,14 @@ impl ThrottleGroup {
     }
 
     /// Puts the host's quota of a cluster-wide limit in force, as of the instant `from`; `lent` is
-    /// the quota lease. [`Group::set`] does not change the limits any more. Returns the burst
-    /// capacity that is given up: see [`policy::throttle::Tree::divide`].
+    /// the quota lease. [`ThrottleGroup::set`] does not change the limits any more. Returns the
+    /// burst capacity that is given up: see [`policy::throttle::ThrottleTree::set_quota`].
     ///
     /// # Errors
-    /// [`Invalid`] limits; nothing is changed.
+    /// [`InvalidLimit`] limits; nothing is changed.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn set_quota(
         &self,
         limits: Limits,
@@ -132,7 +132,7 @@ impl ThrottleGroup {
     /// Demand of its members that wait, or made requests since the last call.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn demand(&self) -> MemberDemands {
         let now = reactor::now();
         self.arbiter.lock().tree().member_demands(self.node, now)
@@ -150,7 +150,7 @@ impl ThrottleGroup {
     /// tree.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn stats(&self) -> ThrottleStats {
         let now = reactor::now();
         self.arbiter.lock().tree().stats(self.node, now)
@@ -159,7 +159,7 @@ impl ThrottleGroup {
     /// Its cumulative counters, for another process.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn counters(&self) -> CumulativeStats {
         let now = reactor::now();
         self.arbiter.lock().tree().cumulative(self.node, now)
@@ -170,10 +170,10 @@ impl ThrottleGroup {
         self.arbiter.lock().tree().add_cumulative(self.node, counted);
     }
 
-    /// The part of [`Group::stats`] that is cheap to compute.
+    /// The part of [`ThrottleGroup::stats`] that is cheap to compute.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn brief_stats(&self) -> ThrottleSummary {
         let now = reactor::now();
         self.arbiter.lock().tree().summary(self.node, now)
@@ -182,7 +182,7 @@ impl ThrottleGroup {
     /// Levels of its buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn bucket_levels(&self) -> Option<BucketSnapshot> {
         self.arbiter.lock().tree().snapshot(self.node, reactor::now())
     }
@@ -190,10 +190,10 @@ impl ThrottleGroup {
     /// Takes over the bucket levels of another process.
     ///
     /// # Errors
-    /// [`Invalid`] limits; nothing is changed.
+    /// [`InvalidLimit`] limits; nothing is changed.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn restore_levels(&self, filled: &BucketSnapshot) -> Result<(), InvalidLimit> {
         let now = reactor::now();
         self.arbiter.lock().tree().restore(self.node, filled, now)?;
@@ -220,7 +220,7 @@ impl ThrottleGroup {
     /// the device.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn enforce(&self, enforcement: Enforcement) {
         let now = reactor::now();
         self.arbiter.lock().enforce(self.node, enforcement, now);
@@ -231,17 +231,17 @@ impl ThrottleGroup {
     /// inside from now on.
     ///
     /// # Errors
-    /// [`Refused`] if the current reservations exceed it; nothing is changed then.
+    /// [`ThrottleError`] if the current reservations exceed it; nothing is changed then.
     pub fn set_device(&self, device: ReservableCapacity) -> Result<(), ThrottleError> {
         self.arbiter.lock().tree().set_reservable(self.node, device)
     }
 
-    /// Lifts all limits of its tree for good: its own, those above and below, and those of all
+    /// Lifts all limits of its tree permanently: its own, those above and below, and those of all
     /// others there. Waiting requests are admitted, and later ones bypass the tree. For shutdown,
     /// so that requests in flight complete.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn lift_limits(&self) {
         arm(self.arbiter.lift_limits(reactor::now()));
     }

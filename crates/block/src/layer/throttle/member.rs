@@ -29,10 +29,10 @@ impl ThrottleMember {
     /// Adds the disk to `group`, or to a new tree.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or a reservation that does not fit into the group.
+    /// [`ThrottleError`]: invalid limits, or a reservation that does not fit into the group.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn new(settings: DiskSettings, group: Option<&Arc<ThrottleGroup>>) -> Result<Self, ThrottleError> {
         Ok(Self { slot: ThrottleSlot::new(settings, destination(group), reactor::now())? })
     }
@@ -49,11 +49,11 @@ impl ThrottleMember {
     /// buckets.)
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or a reservation that does not fit into the group. Nothing is
-    /// changed then.
+    /// [`ThrottleError`]: invalid limits, or a reservation that does not fit into the group.
+    /// Nothing is changed then.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn set(&self, settings: DiskSettings) -> Result<(), ThrottleError> {
         let now = reactor::now();
         // Settings and tree change under the slot's lock, so a move cannot come in between.
@@ -76,13 +76,13 @@ impl ThrottleMember {
     ///
     /// The disk's limits keep their charges, and those of `group` are charged with the most that it
     /// may have used under those of the old group: a move grants no burst. Its counters restart in
-    /// the new tree, and [`Member::stats`] adds them up.
+    /// the new tree, and [`ThrottleMember::stats`] adds them up.
     ///
     /// # Errors
-    /// [`Refused`] if its reservation does not fit into `group`; then it does not move.
+    /// [`ThrottleError`] if its reservation does not fit into `group`; then it does not move.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn move_to(&self, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
         if !self.is_in(group) {
             let alarms = self.slot.move_to(destination(group), None, reactor::now())?;
@@ -91,15 +91,15 @@ impl ThrottleMember {
         Ok(())
     }
 
-    /// Changes settings and moves to `group`, or out of any: both or neither, as [`Member::set`]
-    /// and [`Member::move_to`] do.
+    /// Changes settings and moves to `group`, or out of any: both or neither, as
+    /// [`ThrottleMember::set`] and [`ThrottleMember::move_to`] do.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or a reservation that does not fit into `group`. Nothing is
-    /// changed then.
+    /// [`ThrottleError`]: invalid limits, or a reservation that does not fit into `group`. Nothing
+    /// is changed then.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn configure_and_move(&self, settings: DiskSettings, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
         if self.is_in(group) {
             return self.set(settings);
@@ -123,7 +123,7 @@ impl ThrottleMember {
     /// Requests that no limit applies to are not counted: they bypass the tree.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn stats(&self) -> ThrottleStats {
         self.slot.stats(reactor::now())
     }
@@ -131,7 +131,7 @@ impl ThrottleMember {
     /// Its cumulative counters, for another process.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn counters(&self) -> CumulativeStats {
         self.slot.counters(reactor::now())
     }
@@ -141,10 +141,10 @@ impl ThrottleMember {
         self.slot.add_counters(counted);
     }
 
-    /// The part of [`Member::stats`] that is cheap to compute.
+    /// The part of [`ThrottleMember::stats`] that is cheap to compute.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn brief_stats(&self) -> ThrottleSummary {
         self.slot.brief(reactor::now())
     }
@@ -152,7 +152,7 @@ impl ThrottleMember {
     /// Levels of the disk's buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn bucket_levels(&self) -> Option<BucketSnapshot> {
         let place = self.slot.lock();
         place.arbiter.lock().tree().snapshot(place.node, reactor::now())
@@ -161,10 +161,10 @@ impl ThrottleMember {
     /// Takes over the bucket levels of another process.
     ///
     /// # Errors
-    /// [`Invalid`] limits; nothing is changed.
+    /// [`InvalidLimit`] limits; nothing is changed.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn restore_levels(&self, filled: &BucketSnapshot) -> Result<(), InvalidLimit> {
         let now = reactor::now();
         let place = self.slot.lock();
@@ -190,7 +190,7 @@ impl ThrottleMember {
     /// device.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn enforce(&self, enforcement: Enforcement) {
         let now = reactor::now();
         let place = self.slot.lock();
@@ -200,12 +200,12 @@ impl ThrottleMember {
         arm(arbiter.admit_ready(now));
     }
 
-    /// Lifts all limits of its tree for good: its own, those of its groups, and those of all others
-    /// there. Waiting requests are admitted, and later ones bypass the tree. For shutdown, so that
-    /// requests in flight complete.
+    /// Lifts all limits of its tree permanently: its own, those of its groups, and those of all
+    /// others there. Waiting requests are admitted, and later ones bypass the tree. For shutdown,
+    /// so that requests in flight complete.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn lift_limits(&self) {
         let arbiter = Arc::clone(&self.slot.lock().arbiter);
         arm(arbiter.lift_limits(reactor::now()));
@@ -253,13 +253,13 @@ impl ThrottleMember {
     /// admission.
     ///
     /// `given_back` is the cost of requests served from the prefetch cache since the last call. It
-    /// is recorded in either case, so begin a new sum. If nothing is limited it is ignored, and
-    /// nothing was charged.
+    /// is recorded in either case, so the caller begins a new sum. If nothing is limited it is
+    /// ignored, and nothing was charged.
     ///
     /// Waits for short locks only; does not allocate, and wakes no task.
     ///
     /// # Panics
-    /// Outside a reactor.
+    /// Panics outside a reactor.
     pub fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund) -> bool {
         // The turn's clock is never ahead of another thread's. If it is behind, a read-ahead may be
         // rejected unnecessarily.

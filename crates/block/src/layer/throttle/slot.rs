@@ -1,15 +1,15 @@
-//! A disk's slot in a throttle tree (`Seat`): admission of its requests, and its move to another
-//! tree while some of them wait.
+//! A disk's slot in a throttle tree (`ThrottleSlot`): admission of its requests, and its move to
+//! another tree while some of them wait.
 //!
 //! ```text
-//!   ask, cancel ──► the seat's lock ──► the arbiter's lock ──► the waiter's lock
-//!   move ─────────► the seat's lock ──► both arbiters' locks, the older first ──► the waiters' locks
+//!   submit, cancel ──► the slot's lock ──► the tree's lock ──► the waiter's lock
+//!   move ────────────► the slot's lock ──► both trees' locks, the older first ──► the waiters' locks
 //! ```
 //!
-//! Locks are always acquired from left to right, so there is no deadlock. A request that asks for
-//! admission or is cancelled holds the seat's lock until it holds the arbiter's, so a move is
-//! either before it or after it. A waiting request is in exactly one tree's queue, or was removed
-//! by a thread that is about to admit it. The waiter stores its [`Position`], so that a
+//! Locks are always acquired from left to right, so there is no deadlock. A request that is
+//! submitted or cancelled holds the slot's lock until it holds the tree's, so a move is either
+//! before it or after it. A waiting request is in exactly one tree's queue, or was removed
+//! by a thread that is about to admit it. The waiter stores its [`WaiterPosition`], so that a
 //! cancellation after a move removes the right request from the right tree.
 //!
 //! Independent of the reactor: time is an argument, and timers are returned to the caller.
@@ -34,7 +34,7 @@ use super::{
     waiter::{WaiterPosition, ThrottleWaiter},
 };
 
-/// A disk's slot. `K` is data of its owner that changes together with the place.
+/// A disk's slot. `K` is data of its owner that changes together with the location.
 #[derive(Debug)]
 pub(super) struct ThrottleSlot<K> {
     place: Mutex<SlotLocation<K>>,
@@ -52,7 +52,7 @@ pub(super) struct SlotLocation<K> {
     earlier: EarlierStats,
 }
 
-/// The cumulative part of [`Stats`].
+/// The cumulative part of [`ThrottleStats`].
 #[derive(Debug, Default)]
 struct EarlierStats {
     reads: AdmissionCounters,
@@ -74,7 +74,7 @@ pub(super) struct SlotDestination<K> {
 pub(super) enum AskOutcome<'a, K> {
     /// It is admitted, and has been charged.
     Admitted,
-    /// It waits, in that tree. Call [`Arbiter::release`] next.
+    /// It waits, in that tree. Call [`SharedThrottleTree::admit_ready`] next.
     Waiting(WaitingAdmission<'a, K>, Arc<SharedThrottleTree>),
 }
 
@@ -98,9 +98,9 @@ impl<K> ThrottleSlot<K> {
         })
     }
 
-    /// Locks the slot; precedes any arbiter's lock.
+    /// Locks the slot; precedes any tree's lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, SlotLocation<K>> {
-        // The place is replaced as a whole, after all code that could panic.
+        // The location is replaced as a whole, after all code that could panic.
         self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -150,7 +150,7 @@ impl<K> ThrottleSlot<K> {
     }
 
     /// Asks for a read-ahead, and charges it to spare capacity if it is admitted. See
-    /// [`policy::throttle::Tree::spare`].
+    /// [`policy::throttle::ThrottleTree::try_admit_read_ahead`].
     pub(super) fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund, now: Instant) -> bool {
         let place = self.lock();
         place.arbiter.lock().tree().try_admit_read_ahead(place.node, cost, given_back, now)
@@ -206,8 +206,8 @@ impl<K> ThrottleSlot<K> {
         }
     }
 
-    /// Moves to another place, optionally with new settings. Waiting requests move along in order,
-    /// and are admitted if the new limits allow it.
+    /// Moves to another tree or group, optionally with new settings. Waiting requests move along in
+    /// order, and are admitted if the new limits allow it.
     pub(super) fn move_to(
         &self,
         to: SlotDestination<K>,
@@ -225,7 +225,7 @@ impl<K> ThrottleSlot<K> {
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
             // Within one tree, the reservation must not be counted twice in the groups above both
-            // places.
+            // nodes.
             let leaving = other.is_none().then_some(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
             let node = new.add(leaving, to.parent, limits, share, gate, now)?;
@@ -252,7 +252,7 @@ impl<K> ThrottleSlot<K> {
         let kept = std::mem::replace(&mut place.kept, to.kept);
         place.arbiter = Arc::clone(&to.arbiter);
         drop(place);
-        // Dropped without locks: this may drop the old group, which locks its arbiter.
+        // Dropped without locks: this may drop the old group, which locks its tree.
         drop(kept);
         for waiter in admitted {
             // No limit applies to it in the new tree, so it has no throttle cause.

@@ -1,5 +1,5 @@
-//! The throttle tree of groups and disks (`Arbiter`): the decisions of `policy` behind a lock, and
-//! the tasks that they wake.
+//! The throttle tree of groups and disks (`SharedThrottleTree`): the decisions of `policy` behind a
+//! lock, and the tasks that they wake.
 //!
 //! There is one for each top-level group, and one for each disk without a group: disks without
 //! common limits share no lock.
@@ -61,22 +61,22 @@ struct SharedThrottleTreeState {
     /// Instant of the earliest armed timer. A timer that was armed for a later instant still fires,
     /// and finds nothing to do.
     timer: Option<Instant>,
-    /// All nodes; disks with their gates.
+    /// All nodes; disks with their flags.
     nodes: Nodes,
-    /// True if all limits are lifted for good.
+    /// True if all limits are lifted permanently.
     lifted: bool,
 }
 
 /// An admitted request, and its throttle cause.
 type AdmittedWaiter = (Arc<ThrottleWaiter>, Option<HeldBy>);
 
-/// A locked arbiter.
+/// A locked tree.
 pub(super) struct LockedTree<'a> {
     id: u64,
     state: MutexGuard<'a, SharedThrottleTreeState>,
 }
 
-/// A timer to arm: at this instant, call [`Arbiter::fire`].
+/// A timer to arm: at this instant, call [`SharedThrottleTree::fire`].
 #[derive(Debug)]
 #[must_use = "what waits would wait forever"]
 pub(super) struct TreeTimer {
@@ -100,10 +100,10 @@ impl SharedThrottleTree {
         LockedTree { id: self.id, state: self.state.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
-    /// Locks two arbiters in the global order; only one if they are the same.
+    /// Locks two trees in the global order; only one if they are the same.
     pub(super) fn lock_both<'a>(one: &'a Self, other: &'a Self) -> (LockedTree<'a>, Option<LockedTree<'a>>) {
         match one.id.cmp(&other.id) {
-            // The same arbiter: a second lock of its mutex would deadlock.
+            // The same tree: a second lock of its mutex would deadlock.
             std::cmp::Ordering::Equal => (one.lock(), None),
             std::cmp::Ordering::Less => {
                 let first = one.lock();
@@ -144,7 +144,7 @@ impl SharedThrottleTree {
         self.admit_ready(now)
     }
 
-    /// Lifts all limits of the tree for good.
+    /// Lifts all limits of the tree permanently.
     pub(super) fn lift_limits(self: &Arc<Self>, now: Instant) -> Option<TreeTimer> {
         {
             let mut held = self.lock();
@@ -164,7 +164,7 @@ impl SharedThrottleTree {
 }
 
 impl LockedTree<'_> {
-    /// Number of the arbiter.
+    /// Number of the tree, which determines the order of locks.
     pub(super) const fn id(&self) -> u64 {
         self.id
     }
@@ -174,7 +174,7 @@ impl LockedTree<'_> {
         &mut self.state.tree
     }
 
-    /// Adds a group, or a disk with its gate. With `leaving`, the reservation of that node is
+    /// Adds a group, or a disk with its flag. With `leaving`, the reservation of that node is
     /// replaced: the caller removes it next.
     pub(super) fn add(
         &mut self,
@@ -200,7 +200,8 @@ impl LockedTree<'_> {
         Ok(node)
     }
 
-    /// Sets the enforcement of a node's limits. Call [`Arbiter::release`] afterwards.
+    /// Sets the enforcement of a node's limits. Call [`SharedThrottleTree::admit_ready`]
+    /// afterwards.
     pub(super) fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         if !self.state.lifted {
             self.state.tree.enforce(node, enforcement, now);
@@ -213,7 +214,8 @@ impl LockedTree<'_> {
         self.state.tree.remove(node)
     }
 
-    /// Puts limits and share in force: both or neither. Call [`Arbiter::release`] afterwards.
+    /// Puts limits and share in force: both or neither. Call [`SharedThrottleTree::admit_ready`]
+    /// afterwards.
     ///
     /// Charges carry over to the new limits: a change grants no burst.
     pub(super) fn configure(
@@ -224,7 +226,7 @@ impl LockedTree<'_> {
         now: Instant,
     ) -> Result<(), ThrottleError> {
         let was_unlimited = self.state.tree.limits(node).is_unlimited();
-        // Gates depend on whether a node has limits, not on their values.
+        // Flags depend on whether a node has limits, not on their values.
         self.state.tree.configure(node, limits, share, now)?;
         if was_unlimited != limits.is_unlimited() {
             self.update_flags();
@@ -233,7 +235,7 @@ impl LockedTree<'_> {
     }
 
     /// Puts the host's quota of a cluster-wide limit in force; returns the burst capacity that is
-    /// given up. Call [`Arbiter::release`] afterwards.
+    /// given up. Call [`SharedThrottleTree::admit_ready`] afterwards.
     pub(super) fn set_quota(
         &mut self,
         node: NodeId,
@@ -251,7 +253,7 @@ impl LockedTree<'_> {
         Ok(given)
     }
 
-    /// Updates the gates of all disks from their limits and those above them.
+    /// Updates the flags of all disks from their limits and those above them.
     fn update_flags(&mut self) {
         let SharedThrottleTreeState { tree, nodes, lifted, .. } = &*self.state;
         for (&node, gate) in nodes {

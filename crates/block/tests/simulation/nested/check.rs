@@ -32,7 +32,7 @@ pub(super) enum Event {
     Passed,
     GaveUp,
     Changed(usize, Change),
-    /// All limits are lifted for good.
+    /// All limits are lifted permanently.
     Lifted,
 }
 

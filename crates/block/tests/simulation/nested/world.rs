@@ -211,7 +211,7 @@ impl World {
         if fits {
             tally.changed += 1;
         } else {
-            assert_eq!(all(), stats, "a refused change leaves everything as it was");
+            assert_eq!(all(), stats, "a rejected change changes nothing");
             tally.refused += 1;
         }
         fits

@@ -26,7 +26,7 @@ const FIXED: usize = 24;
 // The only defined type: dirty tracking.
 const DIRTY_TRACKING: u8 = 1;
 
-/// Bits of [`Entry::flags`].
+/// Bits of [`BitmapEntry::flags`].
 pub mod flag {
     /// The last program that opened the image did not store the bitmap, so it may be inconsistent.
     pub const IN_USE: u32 = 1 << 0;

@@ -55,12 +55,13 @@ const MOST_RECORDED: u64 = 1 << 30;
 /// State of the bitmaps that record writes.
 #[derive(Debug, Default)]
 pub(in crate::qcow2) struct Recording {
-    /// The file marks bitmaps that should record as consistent; must be false while the disk
-    /// changes.
+    /// True if the file marks bitmaps that should record as consistent; must be false while the
+    /// disk changes.
     good: AtomicBool,
     /// Serializes changes of the in-use flags in the file.
     turn: RangeLocks,
-    /// `bitmaps` is valid: false before the first request and while another process has the image.
+    /// True if `bitmaps` is valid: false before the first request and while another process has the
+    /// image.
     held: AtomicBool,
     /// Replaced only while no request is in flight.
     bitmaps: ArcSwap<Vec<Arc<RecordingBitmap>>>,
@@ -71,7 +72,7 @@ pub(in crate::qcow2) struct Recording {
 pub(super) struct RecordingBitmap {
     name: Vec<u8>,
     bits: ArcSwap<LiveBits>,
-    /// The bits differ from the file.
+    /// True if the bits differ from the file.
     changed: AtomicBool,
     /// Reservation of memory for all of its bits, allocated or not.
     memory: Mutex<MemoryReservation>,
@@ -172,7 +173,7 @@ impl Qcow2Image {
     /// that case is an error and the image must not be used.
     ///
     /// # Errors
-    /// Those of the file.
+    /// Errors of the file.
     pub(in crate::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), OutOfBudget>> {
         if self.holds_bitmaps() {
             return Ok(Ok(()));

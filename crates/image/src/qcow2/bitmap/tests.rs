@@ -121,7 +121,7 @@ struct BitmapTestWorld {
     models: Vec<BitmapModel>,
     /// Leaked clusters of images that were not closed.
     leaks: u64,
-    /// The disk was changed since the image was opened.
+    /// True if the disk was changed since the image was opened.
     changed: bool,
 }
 
@@ -211,7 +211,7 @@ impl BitmapTestWorld {
             }
             BitmapTestStep::Stay => {
                 self.lay_down().await;
-                self.image.take_over().await.expect("nobody has changed it");
+                self.image.take_over().await.expect("unchanged in between");
             }
             BitmapTestStep::Over => {
                 let next = open_for_handover(copied(self.image.storage()).await).await;

@@ -72,7 +72,7 @@ impl Qcow2Image {
     /// Opens a bitmap by name.
     ///
     /// # Errors
-    /// [`NoView`].
+    /// [`BitmapViewError`].
     pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, BitmapViewError> {
         let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
         if self.recorded_bitmap(name).is_some() {
@@ -131,7 +131,7 @@ impl BitmapView {
         Arc::ptr_eq(&self.image.0, &other.image.0)
     }
 
-    /// Returns the marks from `offset` on: 1 to [`MOST_EXTENTS`] contiguous runs that cover at
+    /// Returns the marks from `offset` on: 1 to [`MAX_EXTENTS`] contiguous runs that cover at
     /// most `length` bytes and may end earlier. `length` must not be zero. Beyond the end of the
     /// image, which an overlay may exceed, nothing is marked.
     ///

@@ -1,7 +1,7 @@
 //! Header fields and extensions that no request needs but that may confuse another program.
 //!
-//! [`Header::parse`] rejects unusable images. This module checks reserved fields, which a repair
-//! clears, and invalid file names, which a repair leaves to the user.
+//! [`Qcow2Header::parse`] rejects unusable images. This module checks reserved fields, which a
+//! repair clears, and invalid file names, which a repair leaves to the user.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Header" and "Header extensions".
 

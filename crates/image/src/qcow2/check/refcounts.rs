@@ -19,8 +19,8 @@ pub(super) struct Structures {
     pub(super) blocks: Vec<u64>,
     /// True if the clusters of the table were counted.
     pub(super) is_table_counted: bool,
-    /// The structure has damage beyond wrong numbers. A block may overlap another structure, so no
-    /// block may be written.
+    /// True if the structure has damage beyond wrong numbers. A block may overlap another
+    /// structure, so no block may be written.
     pub(super) is_damaged: bool,
 }
 

@@ -52,7 +52,7 @@ impl L1Table {
 /// An entry of an L1 table.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct L1Location {
-    /// Index in [`Pass::disks`].
+    /// Index in [`CheckPass::disks`].
     disk: u32,
     index: u32,
 }

@@ -70,7 +70,7 @@ fn created_image_has_exact_refcounts() {
                 used += count;
             }
         }
-        assert_eq!(storage.size_bytes(), used * 512, "what is used is all there is");
+        assert_eq!(storage.size_bytes(), used * 512, "the file ends with the last used cluster");
         let l1 = numbers_of(&storage, header.l1_offset, header.l1_entries as usize).await;
         assert_eq!(l1.len(), 128, "8192 clusters in tables of 64");
         let first = numbers_of(&storage, l1[0] & !(1 << 63), 2).await;

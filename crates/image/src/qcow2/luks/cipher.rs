@@ -23,7 +23,7 @@ use zeroize::Zeroizing;
 use super::super::InvalidImage;
 use reactor::error::{Error, Result};
 
-/// Unit of encryption in bytes; [`Cipher`] accepts multiples of it only.
+/// Unit of encryption in bytes; [`SectorCipher`] accepts multiples of it only.
 pub const SECTOR_BYTES: usize = 512;
 
 const IV_BYTES: usize = 16;
@@ -242,7 +242,7 @@ impl SectorCipher {
     /// Decrypts whole sectors in place; `first_sector` is the number of the first one.
     ///
     /// # Errors
-    /// As for [`Cipher::encrypt`]. Data that was never encrypted decrypts to noise.
+    /// As for [`SectorCipher::encrypt`]. Data that was never encrypted decrypts to noise.
     pub fn decrypt(&self, first_sector: u64, data: &mut [u8]) -> Result<()> {
         self.apply(&self.decrypt, first_sector, data, |context, iv| {
             context.decrypt_init(None, None, Some(iv))

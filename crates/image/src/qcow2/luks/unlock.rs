@@ -1,5 +1,5 @@
-//! Derives a [`Cipher`] from a passphrase; creates the LUKS area of a new image, with a random
-//! master key and one active slot.
+//! Derives a [`SectorCipher`] from a passphrase; creates the LUKS area of a new image, with a
+//! random master key and one active slot.
 //!
 //! Key derivation is slow by design and therefore runs on another thread. The header's limits
 //! bound its time.

@@ -30,7 +30,7 @@ impl RefcountTable {
     /// Sets the offset of a block; 0 removes it.
     ///
     /// # Panics
-    /// If `block` is beyond the table.
+    /// Panics if `block` is beyond the table.
     pub(in super::super) fn set(&mut self, block: usize, offset: u64) {
         assert!(block < self.entries, "block {block} of a table with {} entries", self.entries);
         if block >= self.offsets.len() {

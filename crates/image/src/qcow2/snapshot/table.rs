@@ -179,8 +179,8 @@ pub fn encode(snapshots: &[InternalSnapshot]) -> Result<Vec<u8>, InvalidImage> {
 /// The readable part of a snapshot table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotTable {
-    /// Entries in the order of the table. [`Snapshot::check`] fails for those with an invalid L1
-    /// table.
+    /// Entries in the order of the table. [`InternalSnapshot::check`] fails for those with an
+    /// invalid L1 table.
     pub snapshots: Vec<InternalSnapshot>,
     /// Length of these entries in the file, in bytes.
     pub length_bytes: usize,
@@ -190,10 +190,10 @@ pub struct SnapshotTable {
 
 impl SnapshotTable {
     /// Reads the table that the header names: at most [`MOST_SNAPSHOTS`] entries and
-    /// [`LARGEST_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::faults`].
+    /// [`LARGEST_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::decode_errors`].
     ///
     /// # Errors
-    /// Those of the storage.
+    /// Errors of the storage.
     pub async fn read(storage: &Storage, header: &Qcow2Header) -> IoResult<Self> {
         let mut table = Self::default();
         let mut read = Vec::new();

@@ -24,7 +24,7 @@ pub struct AdmissionAudit {
     limits: VecDeque<(Limits, u64)>,
     levels: [[AuditLevel; 2]; 6],
     at: u64,
-    /// Bucket sizes that hosts may keep which have not learned of newer limits.
+    /// Bucket sizes that may be in force on hosts that have not received newer limits.
     old_sizes: [[f64; 2]; 6],
     /// Allowed excess, in operations and bytes: one request of each client may overflow the bucket.
     /// Of a request that is charged in slices, all bytes count when it is admitted, so bytes are
@@ -47,8 +47,8 @@ impl AdmissionAudit {
         }
     }
 
-    /// Changes the limits. A host that does not learn of the change keeps `safe` of the old limits,
-    /// including their bursts.
+    /// Changes the limits. A host that does not receive the change keeps the fraction `safe` of the
+    /// old limits, including their bursts.
     pub(super) fn change(&mut self, limits: Limits, safe: f64, now: u64) {
         self.leak_to(now);
         for kind in LimitKind::ALL {

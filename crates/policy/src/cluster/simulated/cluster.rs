@@ -2,7 +2,7 @@
 //! own clock, up to 200 ppm fast or slow. Messages are delayed, and may be late or lost.
 //!
 //! After every event the sum of the quotas in force, in whole units, is checked against the limit;
-//! admissions go to the [`Audit`]. The first excess is recorded as a violation.
+//! admissions go to the [`AdmissionAudit`]. The first excess is recorded as a violation.
 
 mod events;
 mod faults;
@@ -23,7 +23,7 @@ const NAME_RENEWAL_NS: u64 = NAME_LEASE.as_nanos() as u64 / 3;
 /// Latest time after a restart of the store at which hosts query it again.
 const MAX_REREAD_DELAY: u64 = 2 * NANOS_PER_S;
 
-/// Parameters of a [`World`].
+/// Parameters of a [`SimulatedCluster`].
 #[derive(Clone, Copy, Debug)]
 pub struct SimulationConfig {
     /// Timing of hosts and leaders.

@@ -17,9 +17,9 @@ pub enum ClientLoad {
     Idle,
     /// Closed loop with this queue depth; each request completes a millisecond after admission.
     Greedy(u64),
-    /// One request every that many nanoseconds.
+    /// Requests at intervals of this many nanoseconds.
     Paced(u64),
-    /// Requests at random instants, with this mean distance in nanoseconds.
+    /// Requests at random instants, with this mean interval in nanoseconds.
     Random(u64),
 }
 
@@ -86,7 +86,7 @@ pub struct SimulatedHost {
     pub clients: Vec<SimulatedClient>,
     done: Vec<(u64, usize)>,
     pub(super) last: ReportedDemand,
-    /// Time of the next call of [`Machine::run`].
+    /// Time of the next call of [`SimulatedHost::run`].
     pub(super) next: u64,
 }
 
@@ -109,7 +109,7 @@ impl SimulatedHost {
         for (number, client) in clients.iter_mut().enumerate() {
             let share = NodeShare::new(client.weight).unwrap_or_default().with_reservation(client.reserved, 0);
             // The caller guarantees that the reservations of all hosts fit into the limits.
-            client.disk = Some(tree.add(Some(group), Limits::default(), share).expect("a promise that fits"));
+            client.disk = Some(tree.add(Some(group), Limits::default(), share).expect("the reservation fits"));
             client.random = SeededRandom::new(seed ^ (number as u64) << 40);
             client.in_flight = 0;
             client.start_load(client.load, now);

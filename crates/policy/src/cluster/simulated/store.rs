@@ -89,7 +89,8 @@ impl SimulatedStore {
         self.is_down = true;
     }
 
-    /// Marks the current contents, which [`World::lose`](super::World::lose) restores.
+    /// Marks the current contents, which
+    /// [`SimulatedCluster::lose_writes`](super::SimulatedCluster::lose_writes) restores.
     pub fn mark(&mut self) {
         self.marked = Some(self.state.clone());
     }

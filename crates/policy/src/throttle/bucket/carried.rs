@@ -92,8 +92,8 @@ fn combined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) 
 }
 
 impl NodeBuckets {
-    /// Reduces the buckets to the part of one disk: see [`Bucket::keep`]. Spare levels are dropped,
-    /// because their share of each disk is unknown.
+    /// Reduces the buckets to the part of one disk: see [`LeakyBucket::keep`]. Spare levels are
+    /// dropped, because their share of each disk is unknown.
     pub(in crate::throttle) fn keep(
         &mut self,
         brought: Option<&Self>,

@@ -35,7 +35,7 @@ impl LeakyBucket {
 }
 
 impl NodeBuckets {
-    /// As [`Buckets::change`], for another part of a limit. Capacity is added only by `credit`;
+    /// As [`NodeBuckets::change`], for another part of a limit. Capacity is added only by `credit`;
     /// returns the capacity given up. In whole units.
     pub(in crate::throttle) fn divide(&mut self, limits: &Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.buckets;

@@ -1,5 +1,5 @@
-//! Nodes with a quota lease: their limits are a part of limits over many hosts, valid until an
-//! instant.
+//! Nodes with a quota lease: their limits are a host's quota of limits over many hosts, valid until
+//! the lease ends.
 //!
 //! ```text
 //!   lease: 6000 ─────────────┐ until
@@ -8,9 +8,9 @@
 //! ```
 //!
 //! The tree checks the clock before it admits anything, so a process that was suspended while its
-//! lease expired uses nothing of it, whichever call comes first. That is one comparison.
+//! lease expired uses nothing of it, whichever method is called first. That costs one comparison.
 //!
-//! Never extends a lease: the caller does ([`Tree::lend`]), by the rules of
+//! Never extends a lease: the caller does ([`ThrottleTree::set_lease`]), by the rules of
 //! [`cluster`](crate::cluster).
 
 use super::super::reservations::{ReservationBound, ReservationExceeded, CapacitySupply, ReservationUnit};
@@ -24,7 +24,7 @@ use alloc::vec::Vec;
 /// Quota lease of a node, in addition to the limits in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuotaLease {
-    /// End of the lease, from which `safe` is in force; [`Instant::MAX`] for never.
+    /// End of the lease, from which `fallback` is in force; [`Instant::MAX`] for never.
     pub until: Instant,
     /// Limits without a lease. Must be valid, as must `whole`.
     pub fallback: Limits,
@@ -116,8 +116,7 @@ impl<T> ThrottleTree<T> {
     pub(super) fn check_supply(&self, slot: usize, promised: [u64; 2]) -> Result<(), ReservationExceeded> {
         let node = &self.nodes[slot];
         let lent = self.lease_at(slot);
-        // Not the limits in force: those are a host's momentary part, which demand changes all the
-        // time.
+        // Not the limits in force: they are this host's current quota, which follows demand.
         let limits = lent.map_or_else(|| node.limits(), |lent| lent.whole);
         let whole = |overbooked: ReservationExceeded| match (overbooked.bound, lent) {
             (ReservationBound::Limit, Some(_)) => ReservationExceeded { bound: ReservationBound::Whole, ..overbooked },
@@ -222,7 +221,7 @@ mod tests {
         while tree.try_admit(disk, Direction::Read, &RequestCost::one(4096), at(999)) {
             passed += 1;
         }
-        assert_eq!(passed, 101, "a tenth of a second, and the one that makes it run over");
+        assert_eq!(passed, 101, "a tenth of a second, and the request that overruns the bucket");
         // Capacity leaked in the last millisecond; the fallback share adds none.
         assert!(tree.try_admit(disk, Direction::Read, &RequestCost::one(4096), at(1000)));
         assert!(!tree.try_admit(disk, Direction::Read, &RequestCost::one(4096), at(1000)));
@@ -269,7 +268,7 @@ mod tests {
         assert_eq!(tree.member_demands(group, at(0)), MemberDemands::default());
         assert!(tree.try_admit(one, Direction::Read, &RequestCost::one(1), at(0)));
         assert_eq!(tree.member_demands(group, at(0)).weight, 10);
-        assert_eq!(tree.member_demands(group, at(0)).weight, 0, "since the last look nobody asked");
+        assert_eq!(tree.member_demands(group, at(0)).weight, 0, "no requests since the last call");
         while tree.try_admit(other, Direction::Read, &RequestCost::one(1), at(0)) {}
         assert!(matches!(tree.submit(other, Direction::Read, RequestCost::one(1), 1, at(0)), AdmissionResult::Queued(_)));
         tree.member_demands(group, at(0));

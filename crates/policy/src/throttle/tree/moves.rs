@@ -1,22 +1,24 @@
-//! Disks that move to another group, in this tree or another: the contents that they carry along.
+//! Moves of disks to another group, in this tree or another: the bucket contents that a disk
+//! carries along.
 //!
 //! ```text
-//!            host ──────── host          remains above: not charged again
+//!            host ──────── host          above both: already charged there
 //!              │             │
-//!   level 2   gold  ──────► blue         each level is carried to the same level above the disk
+//!   level 2   gold  ──────► blue         levels above the disk: carried to the same level
 //!              │             │
 //!   level 1   left  ──────► right
 //!              │             │
-//!             disk ───────► disk         its own limits: all of it
+//!             disk ───────► disk         the disk's own limits: carried completely
 //! ```
 //!
 //! A disk carries at most the contents of a group's buckets that its own requests can have caused
 //! (`bucket/brought.rs`). The group that it leaves is not refunded. The group that it joins is at
 //! most full afterwards, and keeps its rate.
 //!
-//! A disk stores the contents it carried, to carry them along once more, and for limits that are
-//! not in force where it is. That leaks like a bucket of the group that this disk alone had filled:
-//! changes of the group's limits apply to it. Costs nothing while no disk moves.
+//! The disk stores the contents that it carried: another move carries them again, and its new
+//! groups may lack the limits that they belong to. The stored contents leak like a group's bucket
+//! that only this disk has filled, and follow changes of the group's limits. Without moves this
+//! costs nothing.
 
 use super::super::enforcement::Enforcement;
 use super::super::limits::{LimitKind, Limits};
@@ -27,11 +29,11 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 impl<T> ThrottleTree<T> {
-    /// Contents of a disk's limits and, as far as the disk can have caused them, of the groups
-    /// above: for [`Tree::take_over`], before the disk is removed.
+    /// Bucket contents of a disk, and the part of its groups' contents that the disk can have
+    /// caused, for [`ThrottleTree::take_over`]. Call it before the disk is removed.
     ///
-    /// If the disk continues in this tree as `beside`, groups that are above both have been charged
-    /// already and are left out.
+    /// `beside` is the node that replaces the disk, if that is in this tree. Groups above both
+    /// nodes have been charged already, so their part is carried but not charged again.
     ///
     /// # Panics
     /// Panics if either was removed.
@@ -52,8 +54,8 @@ impl<T> ThrottleTree<T> {
         CarriedCharges { own: disk.charged_contents(), left_groups: apart, common_groups: common }
     }
 
-    /// Takes over contents from elsewhere into a disk's limits and those of the groups above, as
-    /// [`Tree::configure`] does: poll afterwards.
+    /// Adds the contents that a disk carries to its limits and to those of the groups above. Poll
+    /// afterwards.
     ///
     /// # Panics
     /// Panics if the node was removed.
@@ -78,7 +80,8 @@ impl<T> ThrottleTree<T> {
         let beyond = brought.split_off(groups.len());
         brought.append(&mut common);
         brought.extend(beyond);
-        // Most disks carry nothing; an empty vector lets them skip all searches.
+        // Without the empty levels at the end, `has_moved` remains false for a disk that carries
+        // nothing.
         while brought.pop_if(|last| last.is_none()).is_some() {}
         self.has_moved |= !brought.is_empty();
         self.nodes[slot].carried = brought;
@@ -95,8 +98,8 @@ impl<T> ThrottleTree<T> {
     }
 
     /// Applies changed enforcement of a group to the contents that disks have carried into it.
-    /// Contents carried in while limits were lifted count against the burst of the limits where
-    /// they were admitted, and fill the group's bucket to at least that level.
+    /// If its limits were lifted, its buckets are raised to at least the carried level, because
+    /// they may lack contents that were carried in meanwhile.
     pub(super) fn follow_enforcement(&mut self, group: usize, before: Enforcement) {
         let now = self.now;
         self.for_each_carried(group, |group, brought| {
@@ -132,8 +135,8 @@ impl<T> ThrottleTree<T> {
 }
 
 impl<T> ThrottleNode<T> {
-    /// Contents of this group's limits, or of its last ones, that a disk `level` levels below can
-    /// have caused.
+    /// The part of this group's bucket contents that a disk can have caused; `level` is the number
+    /// of groups between them. Without limits, that of the limits in force last.
     fn carried_part(&self, disk: &Self, level: usize, now: Instant) -> Option<Box<NodeLimits>> {
         let mut brought = disk.carried.get(level).cloned().flatten();
         if let Some(brought) = &mut brought {

@@ -50,7 +50,7 @@ impl ServicePath {
     }
 }
 
-/// Parts of a request that may be charged now, in units of [`WHOLE`].
+/// Parts of a request that may be charged now, in units of [`WHOLE_REQUEST`].
 struct ChargeableParts {
     slice: u32,
     /// Part that fits into every bucket on the path.
@@ -59,7 +59,7 @@ struct ChargeableParts {
 
 impl<T> ThrottleTree<T> {
     /// Admits and charges a request of a disk if that is possible at once; returns true if it did.
-    /// Otherwise call [`Tree::request`]. For callers that avoid creating a token.
+    /// Otherwise call [`ThrottleTree::submit`]. For callers that avoid creating a token.
     ///
     /// # Panics
     /// Panics if the node has children, because then it is a group.
@@ -106,7 +106,7 @@ impl<T> ThrottleTree<T> {
         slot
     }
 
-    /// The next decision. Never [`Decision::Idle`] while requests wait.
+    /// The next decision. Never [`PollDecision::Idle`] while requests wait.
     pub fn poll(&mut self, now: Instant) -> PollDecision<T> {
         self.advance(now);
         while let Some(direction) = self.pick() {
@@ -155,9 +155,9 @@ impl<T> ThrottleTree<T> {
     ///
     /// A request throttled by a group waits for the limits above only afterwards, and if those are
     /// always busy, briefly each time: raising them would not help. The limit that throttled for
-    /// the longest time is no answer either: a busy group above throttles permanently, for other
-    /// members. For that, each waiting request stores the throttled times of disk and group (16
-    /// bytes).
+    /// the longest time would be wrong too: a busy group above throttles all the time, because of
+    /// other members. To decide this, each waiting request stores the throttled times of disk and
+    /// group (16 bytes).
     fn throttle_cause(&self, direction: Direction, waiter: &QueuedRequest<T>) -> Option<LevelCause> {
         let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
         let freed = steps.filter_map(|(level, step)| {
@@ -175,8 +175,8 @@ impl<T> ThrottleTree<T> {
         freed.reduce(later).map(|(_, _, held)| held)
     }
 
-    /// Throttle cause of the request that [`Tree::poll`] admitted last; `None` if it only waited
-    /// for the scheduler.
+    /// Throttle cause of the request that [`ThrottleTree::poll`] admitted last; `None` if it only
+    /// waited for the scheduler.
     pub fn last_cause(&self) -> Option<LevelCause> {
         self.last_cause
     }

@@ -19,11 +19,11 @@ impl<T> ThrottleTree<T> {
         Some(BucketSnapshot { limits: limited.limits, levels: limited.buckets.levels() })
     }
 
-    /// Takes over contents of a node in another process, as [`Tree::configure`] takes over those of
-    /// previous limits: poll afterwards.
+    /// Takes over contents of a node in another process, as [`ThrottleTree::configure`] takes over
+    /// those of previous limits: poll afterwards.
     ///
     /// # Errors
-    /// [`Invalid`] limits change nothing.
+    /// [`InvalidLimit`] limits change nothing.
     ///
     /// # Panics
     /// Panics if the node was removed.

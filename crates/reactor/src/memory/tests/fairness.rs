@@ -106,7 +106,8 @@ fn waiting_costs_nothing_until_there_is_memory() {
         assert!(visits() <= 4 * CLIENTS, "{} visits", visits());
         assert!(clients.iter().all(|client| client.ends.load(SeqCst) == 1));
         assert!(polls.get() <= CLIENTS + 40, "{} polls", polls.get());
-        // A request is woken when it is served, and otherwise only to become the watchman.
+        // A request is woken when it is served, and otherwise only to check for clients without
+        // progress.
         first.release(LARGEST);
         for one in waiting {
             one.await;

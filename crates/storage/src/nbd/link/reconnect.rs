@@ -22,13 +22,13 @@ impl NbdLink {
         let opened = &self.opened;
         if about.size_bytes < size_bytes {
             return Err(format!(
-                "it has {} bytes now, and the disk has {size_bytes} (make it as large again)",
+                "the export has {} bytes now, but the disk has {size_bytes} (restore the export's size)",
                 about.size_bytes
             ));
         }
         if about.minimum_block > opened.minimum_block {
             return Err(format!(
-                "its minimum block is {} bytes now, and the disk was opened with {} (start it with that)",
+                "its minimum block is {} bytes now, but the disk was opened with {} (start the server with that)",
                 about.minimum_block, opened.minimum_block
             ));
         }
@@ -36,7 +36,7 @@ impl NbdLink {
             return Ok(());
         }
         if about.is_read_only() {
-            return Err("it is read-only now (start it writable)".to_owned());
+            return Err("the export is read-only now (make it writable at its server)".to_owned());
         }
         // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
         let can = |about: &NbdExportInfo| about.can_flush() || about.can_fua();
@@ -155,7 +155,7 @@ pub(super) async fn reconnect(trying: ReconnectAttempt) {
 async fn repeat_writes(client: &client::NbdClient, batch: Vec<RepeatedChange>) -> Result<()> {
     let one = |again: RepeatedChange| async move {
         let written = again.change.on(client, again.force).await;
-        // The client was never told that this write succeeded, so it may fail now.
+        // This write was never acknowledged to the client, so it may fail now.
         if again.is_acknowledged || written == Err(CONNECTION_LOST) { written } else { Ok(()) }
     };
     let mut writing: Vec<_> = batch.into_iter().map(|again| Box::pin(one(again))).collect();

@@ -176,7 +176,7 @@ impl ClusterConnection {
                 return Err(OpenError::new(
                     &name,
                     what,
-                    "name a config file as ceph.conf(5) has it, or a keyring",
+                    "name a config file in the format of ceph.conf(5), or a keyring",
                 ));
             }
         }
@@ -196,7 +196,7 @@ impl ClusterConnection {
             failed(
                 &format!("{file} cannot be used"),
                 error,
-                &format!("{CONFIG} names it, as ceph.conf(5) has it"),
+                &format!("{CONFIG} names another config file; see ceph.conf(5)"),
             )
         })?;
         let keyring = way.keyring.as_ref().map(|path| path.to_string_lossy().into_owned());
@@ -368,7 +368,7 @@ pub(super) struct RadosPool {
     pub(super) library: &'static Library,
 }
 
-// SAFETY: as for `Cluster`; only `open` changes its settings.
+// SAFETY: as for `ClusterConnection`; only `open` changes its settings.
 unsafe impl Send for RadosPool {}
 // SAFETY: as above.
 unsafe impl Sync for RadosPool {}

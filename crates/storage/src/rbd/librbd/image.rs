@@ -56,7 +56,8 @@ const MOST_WATCHERS: usize = 64;
 
 /// Callback of the library, on one of its threads.
 unsafe extern "C" fn on_update(argument: *mut c_void) {
-    // SAFETY: `Image` keeps the bell until the library has removed the watch: see `End::run`.
+    // SAFETY: `RbdImage` keeps the bell until the library has removed the watch: see
+    // `ImageCloser::run`.
     unsafe { &*argument.cast::<ResizeNotifier>() }.notify();
 }
 
@@ -289,7 +290,7 @@ impl RbdImage {
         let remedy = if read_only {
             "stop it, serve a snapshot, or read nonetheless with --force-share"
         } else {
-            "stop it; one that has died is still seen for 30 s"
+            "stop it; a dead client is listed for another 30 s"
         };
         let why = format!("is open elsewhere for writing: {other}");
         Err(OpenError::new(name, why, remedy).transient())
@@ -396,7 +397,7 @@ impl RbdImage {
 
     fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
         let failed = |error: Error| {
-            let of_others = "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s, where this user has mon 'profile rbd'";
+            let of_others = "stop it; `rbd lock ls` lists locks; a dead client's lock expires after 30 s if this user has mon 'profile rbd'";
             let (why, remedy) = match self.owner() {
                 Some(owner) => {
                     let why = format!("another client has it locked: {owner}");
@@ -405,7 +406,7 @@ impl RbdImage {
                 // A non-primary image of a mirror returns this.
                 None if error == Error::INVALID => (
                     format!("cannot be locked: {error}"),
-                    "is it a mirror's copy? `rbd mirror image promote` makes it the one to write to; --read-only reads it",
+                    "if it is a mirror's copy, `rbd mirror image promote` makes it writable; --read-only reads it",
                 ),
                 None => (format!("cannot be locked: {error}"), of_others),
             };
@@ -421,7 +422,7 @@ impl RbdImage {
         outcome(unsafe { (self.library.rbd_lock_acquire)(self.handle, EXCLUSIVE) }).map(drop)
     }
 
-    /// See [`Backend::give_up`](super::super::backend::Backend::give_up).
+    /// See [`RbdBackend::release_lock`](super::super::backend::RbdBackend::release_lock).
     pub(super) fn release_lock(&self) -> Result<()> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.is_locked {
@@ -431,7 +432,7 @@ impl RbdImage {
         outcome(unsafe { (self.library.rbd_lock_release)(self.handle) }).map(drop)
     }
 
-    /// See [`Backend::take_up`](super::super::backend::Backend::take_up).
+    /// See [`RbdBackend::resume`](super::super::backend::RbdBackend::resume).
     pub(super) fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
         // Waits for an abandoned release of the lock: until it has ended, the library reports the
         // lock as held.
@@ -449,7 +450,7 @@ impl RbdImage {
         self.current_size().map(ResumeOutcome::Resumed)
     }
 
-    /// See [`Backend::shut_out`](super::super::backend::Backend::shut_out).
+    /// See [`RbdBackend::blocklist`](super::super::backend::RbdBackend::blocklist).
     pub(super) fn blocklist(&self, clients: &[u64]) -> Result<()> {
         if clients.is_empty() {
             return Ok(());
@@ -563,8 +564,8 @@ impl RbdImage {
     }
 
     pub(super) fn resize(&self, size_bytes: u64) -> Result<()> {
-        // SAFETY: the image is open. `progressed` is passed although nothing uses the progress: the
-        // library does not accept null.
+        // SAFETY: the image is open. `on_progress` is passed although nothing uses the progress:
+        // the library does not accept null.
         let result = unsafe {
             (self.library.rbd_resize2)(self.handle, size_bytes, true, on_progress, std::ptr::null_mut())
         };
@@ -580,8 +581,8 @@ impl RbdImage {
         Ok(bytes)
     }
 
-    /// See [`Backend::allocated`](super::super::backend::Backend::allocated). Uses the object map;
-    /// without it each object would have to be queried.
+    /// See [`RbdBackend::allocated`](super::super::backend::RbdBackend::allocated). Uses the object
+    /// map; without it each object would have to be queried.
     pub(super) fn allocated(&self, range: &Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
         let mut flags = 0;
         // SAFETY: the image is open, and the function writes one number.
@@ -628,7 +629,7 @@ const ENOUGH: c_int = 9000;
 
 /// Callback for a piece that differs from an empty image, that is, an allocated one.
 unsafe extern "C" fn on_allocated(offset: u64, length: usize, exists: c_int, argument: *mut c_void) -> c_int {
-    // SAFETY: `allocated` passed a pointer to its `Search`, and waits.
+    // SAFETY: `allocated` passed a pointer to its `AllocationSearch`, and waits.
     let search = unsafe { &mut *argument.cast::<AllocationSearch>() };
     if exists == 0 {
         return 0;
@@ -678,7 +679,7 @@ fn open_error(address: &RbdAddress, error: Error) -> OpenError {
 impl Drop for RbdImage {
     fn drop(&mut self) {
         if self.pool.is_none() {
-            // Already closed by `into_end`.
+            // Already closed by `into_closer`.
             return;
         }
         // Closing waits for the cluster, so it must not run on a worker.
@@ -727,7 +728,7 @@ pub fn wait_for_closing(patience: Duration) -> bool {
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
 }
 
-/// Makes [`wait_for_ends`] return at once from now on, for an immediate exit.
+/// Makes [`wait_for_closing`] return at once from now on, for an immediate exit.
 pub fn abandon_closing() {
     ARE_ABANDONED.store(true, Relaxed);
 }
@@ -742,7 +743,7 @@ struct ImageCloser {
     closed: Option<async_channel::Sender<Result<()>>>,
 }
 
-// SAFETY: as for `Image`.
+// SAFETY: as for `RbdImage`.
 unsafe impl Send for ImageCloser {}
 
 impl ImageCloser {

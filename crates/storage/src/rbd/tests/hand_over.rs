@@ -81,16 +81,16 @@ fn suspended_image_resumes_in_another_process() {
                     pause().await;
                     assert!(!early.is_finished(), "a second writer");
                     early.cancel().await;
-                    current.suspend().await.expect("laid down");
+                    current.suspend().await.expect("suspended");
                     assert!(!current.fake.has_the_lock());
                     current.fake.resize_from_outside(SIZE + usize::from(byte) * OBJECT as usize);
-                    next.resume(None).await.expect("taken up");
+                    next.resume(None).await.expect("resumed");
                     next.passed.take_ownership();
-                    assert_eq!(next.byte().await, byte, "{cache}: what was answered");
+                    assert_eq!(next.byte().await, byte, "{cache}: the acknowledged write");
                     assert_eq!(next.image.size_bytes(), SIZE as u64 + u64::from(byte) * OBJECT);
                     assert_eq!(next.fake.has_the_lock(), has_lock);
                     // The old process is not marked as lost because of the new one.
-                    current.image.device().poll_size().await.expect("nobody is asked");
+                    current.image.device().poll_size().await.expect("no request reaches the cluster");
                     current.image.device().close().await.expect("closed");
                     assert!(!current.image.device().is_lost());
                     next.write(byte + 100).await;
@@ -144,7 +144,7 @@ fn failed_hand_over_resumes_in_the_old_process() {
                         current.fake.fail_behind(u32::from(round % 2), 1, libc::EIO);
                         assert_eq!(current.suspend().await, Err(Error::IO));
                     } else {
-                        current.suspend().await.expect("laid down");
+                        current.suspend().await.expect("suspended");
                     }
                     let waiting = current.write_meanwhile(round + 100);
                     match fails {
@@ -156,12 +156,12 @@ fn failed_hand_over_resumes_in_the_old_process() {
                             heir.image.device().close().await.expect("closed");
                         }
                         HandOverFailure::LeavesWithLock => {
-                            heir.resume(None).await.expect("taken up");
+                            heir.resume(None).await.expect("resumed");
                             heir.write(round).await;
                             heir.image.device().close().await.expect("closed");
                         }
                         HandOverFailure::DiesWithLock => {
-                            heir.resume(None).await.expect("taken up");
+                            heir.resume(None).await.expect("resumed");
                             heir.fake.stop_answering();
                             let under_way = heir.write_meanwhile(99);
                             pause().await;
@@ -174,9 +174,9 @@ fn failed_hand_over_resumes_in_the_old_process() {
                         cluster.resume_answering();
                     });
                     let gone = if fails == HandOverFailure::NotGiven { None } else { Some(&heir) };
-                    current.resume(gone).await.expect("taken up");
+                    current.resume(gone).await.expect("resumed");
                     lands_late.await;
-                    assert_eq!(waiting.await, Ok(()), "{fails:?}: who waits sees no error");
+                    assert_eq!(waiting.await, Ok(()), "{fails:?}: waiting requests see no error");
                     pause().await;
                     assert_eq!(current.byte().await, round + 100, "{fails:?}");
                     assert!(!current.image.device().is_lost(), "{fails:?}");
@@ -185,8 +185,8 @@ fn failed_hand_over_resumes_in_the_old_process() {
                 }
                 // A later hand-over succeeds.
                 let heir = current.new_process();
-                current.suspend().await.expect("laid down");
-                heir.resume(None).await.expect("taken up");
+                current.suspend().await.expect("suspended");
+                heir.resume(None).await.expect("resumed");
                 assert_eq!(heir.byte().await, 103);
             });
         }
@@ -199,7 +199,7 @@ fn image_locked_by_a_third_client_is_lost() {
         sim::run(seed, async {
             let current = Process::first(FakeRbd::new(SIZE), CacheMode::None);
             let (heir, third) = (current.new_process(), current.fake.another_client());
-            current.suspend().await.expect("laid down");
+            current.suspend().await.expect("suspended");
             assert!(third.acquire_free_lock());
             let waiting = current.write_meanwhile(1);
             let why = heir.resume(None).await.expect_err("it is another's").to_string();
@@ -208,7 +208,7 @@ fn image_locked_by_a_third_client_is_lost() {
             let why = current.resume(Some(&heir)).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock"), "{why}");
             assert!(current.image.device().is_lost());
-            assert_eq!(waiting.await, Err(Error::IO), "who waits is told");
+            assert_eq!(waiting.await, Err(Error::IO), "waiting requests fail");
             assert!(!third.is_blocklisted() && third.has_the_lock());
         });
     }
@@ -232,7 +232,7 @@ fn hung_cluster_delays_only_writers() {
         // The caller times out, and the suspension continues.
         assert!(laying.await.is_err());
         let began = now();
-        heir.resume(None).await.expect_err("the other goes on");
+        heir.resume(None).await.expect_err("the other process continues");
         assert_eq!(now() - began, RESUME_TIMEOUT);
         let waiting = current.write_meanwhile(2);
         let taking = {
@@ -244,7 +244,7 @@ fn hung_cluster_delays_only_writers() {
         let oldest = current.image.device().oldest_request().expect("it is seen");
         assert!(oldest >= Duration::from_millis(900), "{oldest:?}");
         current.fake.resume_answering();
-        taking.await.expect("taken up");
+        taking.await.expect("resumed");
         assert_eq!(waiting.await, Ok(()));
         assert_eq!(current.byte().await, 2);
     });

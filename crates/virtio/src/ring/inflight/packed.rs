@@ -187,7 +187,8 @@ impl PackedLog {
         self.noting = (self.free, self.free, 0);
     }
 
-    /// Logs the next descriptor of the chain. Its entry stays in the free list until `taken`.
+    /// Logs the next descriptor of the chain. Its entry stays in the free list until
+    /// `commit_chain`.
     pub(in super::super) fn log_descriptor(&mut self, descriptor: RingDescriptor) -> Result<(), RingError> {
         let (head, last, length) = self.noting;
         let slot = if length == 0 { head } else { self.next(last) };
@@ -222,7 +223,7 @@ impl PackedLog {
     /// next one will be at `used`.
     pub(in super::super) fn begin_publish(&mut self, slot: u16, used: RingPosition) {
         self.prepend_to_free(slot);
-        // New and old value: after a crash `settle` chooses between them.
+        // New and old value: after a crash `recover` chooses between them.
         self.store_free(slot, self.free);
         self.store_used(used, self.used);
         (self.free, self.used) = (slot, used);

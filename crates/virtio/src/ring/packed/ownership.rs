@@ -13,7 +13,7 @@
 //!
 //! ```text
 //!   device                                 driver
-//!   event = next           (listen)        flags of next: available     (publish)
+//!   event = next           (request kicks) flags of next: available     (publish)
 //!   fence                                  fence
 //!   next available? look again             event passed? kick
 //! ```

@@ -12,7 +12,7 @@
 //!
 //! ```text
 //!   device                                 driver
-//!   avail_event = idx    (listen)          idx = idx + 1         (publish)
+//!   avail_event = idx    (request kicks)   idx = idx + 1         (publish)
 //!   fence                                  fence
 //!   idx moved? look again                  avail_event passed? kick
 //! ```

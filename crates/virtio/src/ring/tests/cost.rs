@@ -73,7 +73,7 @@ fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
 
 #[test]
 #[ignore = "prints, and judges nothing"]
-#[allow(clippy::print_stdout, reason = "that is what it is for")]
+#[allow(clippy::print_stdout, reason = "the test prints its result")]
 fn an_indirect_chain_of_three() {
     for (packed, inflight) in [(false, false), (true, false), (false, true), (true, true)] {
         let [ring, request] = [false, true].map(|requests| cost(packed, inflight, requests));

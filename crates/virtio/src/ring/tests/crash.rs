@@ -108,7 +108,7 @@ fn run(seed: u64) -> u64 {
         let held = world.look(chain);
         world.complete(&mut ring, held);
     }
-    assert!(ring.wants_call(), "the one before may have owed a call");
+    assert!(ring.wants_call(), "the previous device may have owed a call");
     assert_eq!(ring.in_flight(), 0);
     world.collect();
     assert_eq!(world.waits_for(), 0, "{shape:?}: chains that were lost");

@@ -150,7 +150,7 @@ fn faulty_chain_reports_its_fault_and_completes() {
         assert_eq!(chain.fault, Some(fault), "{descriptors:x?}");
         raw.ring.complete(chain.ticket, 0);
         assert_eq!(raw.u16(RINGS + 0x6002), 1);
-        assert!(raw.ring.take().expect("it goes on").is_none());
+        assert!(raw.ring.take().expect("it continues").is_none());
     }
     for (table, fault) in [
         (&loops[..], ChainFault::TooLong),
@@ -309,7 +309,7 @@ fn calls_are_made_when_the_event_is_passed() {
         memory.range(RINGS + 0x6002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
         let mut driver = RingDriver::new(&layout);
         let mut ring = Virtqueue::new(layout, memory.clone(), u32::from(before)).expect("a good ring");
-        assert!(ring.wants_call(), "what the one before owed");
+        assert!(ring.wants_call(), "the call that the previous device owed");
         assert!(!ring.wants_call(), "nothing was completed");
         for _ in 0..now.wrapping_sub(before) {
             driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room");

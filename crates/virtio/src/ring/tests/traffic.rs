@@ -101,7 +101,7 @@ fn run(seed: u64) -> u64 {
         traffic.device(true);
     }
     assert!(traffic.device_sleeps && traffic.driver_sleeps);
-    assert_eq!(traffic.world.waits_for(), 0, "{shape:?}: chains that nobody comes for");
+    assert_eq!(traffic.world.waits_for(), 0, "{shape:?}: chains that were never completed");
     traffic.world.came_back
 }
 

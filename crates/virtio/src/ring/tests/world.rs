@@ -207,7 +207,7 @@ impl RingWorld {
 
     /// The driver takes all completed chains.
     pub(super) fn collect(&mut self) {
-        while let Some(used) = self.driver.next_used().expect("each chain comes back once") {
+        while let Some(used) = self.driver.next_used().expect("each chain is used once") {
             let sent = self.sent.remove(&used.id).expect("the driver knows it");
             assert_eq!(used.written, (sent.number * 7) as u32, "of chain {}", sent.number);
             self.slots.push(sent.slot);
