@@ -312,7 +312,7 @@ fn unknown_result_name_is_rejected_before_measuring() {
     let before = fs::read(&image).unwrap();
     for options in ["--result", "--report"] {
         let said = bench("--runtime 60s", "memory:1M").args([options, text(&image)]).fails();
-        assert_contains(&said, &["vm1.raw: cannot be written: is there already"]);
+        assert_contains(&said, &["vm1.raw: cannot be written: exists"]);
     }
     assert!(fs::read(&image).unwrap() == before);
     bench("-q -c 100", "memory:1M").args(["--result", "/dev/null"]).succeeds();

@@ -181,7 +181,7 @@ fn disconnect_ends_the_load() {
     let client = started(&["-d", "4", "--runtime", "60s", &target]);
     weir.crash();
     let [_, said] = failed(client);
-    assert_contains(&said, &["a request failed: the server is gone: it has closed the connection\n"]);
+    assert_contains(&said, &["a request failed: the server has disconnected: it has closed the connection\n"]);
 }
 
 #[test]

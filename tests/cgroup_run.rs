@@ -219,5 +219,5 @@ fn invalid_options_leave_nothing() {
         .args(["--reuid=65534", "--clear-groups", WEIR, "cgroup", "run"])
         .args(["--name", &name, "--device", "/", "true"])
         .fails();
-    assert_contains(&denied, &["weir: cgroup /weir", "cannot be made", "Permission denied", "run as root"]);
+    assert_contains(&denied, &["weir: cgroup /weir", "cannot be created", "Permission denied", "run as root"]);
 }

@@ -713,7 +713,7 @@ fn invalid_mount_points_are_named() {
     let fifo = scratch.path("fifo");
     TestClient::new("mkfifo").arg(&fifo).succeeds();
     for (path, wrong) in [
-        (scratch.path("missing"), "there is no such file"),
+        (scratch.path("missing"), "no such file (create an empty one"),
         ("/usr/bin".into(), "is no regular file"),
         (fifo, "is no regular file"),
         ("/dev/null".into(), "is no regular file"),

@@ -149,7 +149,7 @@ fn hung_close_of_the_log_delays_no_line() {
     fuse.block_requests(&[FLUSH, RELEASE]);
     signal(Signal::SIGUSR1);
     fuse.wait_until_blocked(FLUSH);
-    let opened = "SIGUSR1: the request to open the log's file again was handled";
+    let opened = "SIGUSR1: the request to reopen the log file was handled";
     wait_for("a line is written", || log().contains(opened));
     signal(Signal::SIGUSR1);
     wait_for("later lines are written", || log().matches(opened).count() == 2);
@@ -159,7 +159,7 @@ fn hung_close_of_the_log_delays_no_line() {
     signal(Signal::SIGUSR1);
     fuse.wait_until_blocked(OPEN);
     signal(Signal::SIGUSR1);
-    wait_for("the second request returns", || log().contains("SIGUSR1: the file system of the log"));
+    wait_for("the second request returns", || log().contains("SIGUSR1: the log's file system"));
     assert_eq!(log().matches(opened).count(), 2);
     fuse.unblock();
     wait_for("it is opened", || log().matches(opened).count() == 3);

@@ -65,7 +65,7 @@ fn all_threads_are_sandboxed_and_outside_files_rejected_by_name() {
         (
             "block-export-add",
             json!({"type": "fuse", "id": "f", "node-name": "b", "mountpoint": beside}),
-            "the sandbox does not let this daemon make devices and mounts of this host",
+            "the sandbox does not let this daemon create devices and mounts on this host",
         ),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "is a named pipe, not a file"),

@@ -1,8 +1,8 @@
 //! Activity of disks, groups and devices in the last second: answers of the HTTP API.
 //!
-//! A member has the name that [`Status`](crate::Status) gives it. All members of a disk, a group
-//! and a device are always present, and null while they are unknown, so that a change is a new
-//! value and never a member that disappears.
+//! JSON members have the same names as in [`DaemonStatus`](crate::DaemonStatus). All members of a
+//! disk, a group and a device are always present, and null while they are unknown, so that a
+//! change never removes a member.
 
 use std::collections::BTreeMap;
 
@@ -111,7 +111,7 @@ pub struct LatencyPercentiles {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemberActivity {
-    /// The group that it is a member of.
+    /// Group of the disk, or parent of the group. Null without one.
     pub group: Option<String>,
     /// Latencies of the last second.
     #[serde(flatten)]
@@ -263,7 +263,7 @@ pub struct GroupActivity {
     /// Settings, throttling and totals.
     #[serde(flatten)]
     pub member: MemberActivity,
-    /// The limits of all hosts together, of which `limits` has this host's quota.
+    /// Limits of the cluster, if it limits this group; `limits` is then this host's quota.
     pub cluster: Option<ClusterLimits>,
 }
 
@@ -291,9 +291,9 @@ pub struct Preview {
     pub seconds: Number,
     /// Requests of the disk or group in it.
     pub requests: u64,
-    /// As recorded. Null without requests.
+    /// With the limits of the recording, as measured then. Null without requests.
     pub now: Option<PreviewFigures>,
-    /// Under the changed limits.
+    /// With the changed limits, as simulated. Null without requests.
     pub then: Option<PreviewFigures>,
 }
 
@@ -325,7 +325,7 @@ pub struct ActivityHistory {
     pub step_ms: u64,
     /// Start of the first step, in milliseconds since 1970.
     pub start_ms: u64,
-    /// A value for each step, by the name of the figure; null where it is unknown.
+    /// Values by the name of the figure, one for each step; null where a value is unknown.
     pub series: BTreeMap<&'static str, Vec<Option<Number>>>,
     /// Latencies over the same time.
     pub latency_heat: LatencyHeat,
@@ -353,7 +353,7 @@ pub struct LatencyHeat {
 pub struct LimitInterval {
     /// Name of the limit.
     pub name: &'static str,
-    /// The group above that has it. Null if it is the disk's or the group's own.
+    /// Group above, if the limit is set there. Null for a limit of the disk or group itself.
     pub group: Option<String>,
     /// Operations or bytes per second.
     pub value: u64,

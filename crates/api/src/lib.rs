@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Keys are in kebab-case and end with their unit (`wait-ns`, `unflushed-bytes`). A client accepts
-//! answers of older and newer daemons: a key that it does not know is ignored, and one that is
-//! absent takes the default of its type.
+//! answers of older and newer daemons: an unknown key is ignored, and one that is absent has the
+//! default of its type.
 //!
 //! Depends on no other crate of the workspace. Never opens a socket, and never formats text for a
 //! user.

@@ -123,7 +123,7 @@ pub struct RefusedClients {
     pub connections: u64,
     /// Their TLS identity is not allowed.
     pub names: u64,
-    /// The export does not exist, or is not for them.
+    /// The export does not exist, or they have no access to it.
     pub exports: u64,
 }
 
@@ -150,7 +150,7 @@ pub struct ExportStatus {
     /// Device node or file on this host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Where the device is mounted.
+    /// Mount points of the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mounts: Option<Vec<String>>,
     /// Devices that are stacked on it, for example `dm-0`.
@@ -339,7 +339,7 @@ pub struct TransferRate {
     pub bps: f64,
 }
 
-/// Latency that 50 and 99 of 100 requests do not exceed, in nanoseconds, known to a tenth.
+/// Latency that 50 and 99 of 100 requests do not exceed, in nanoseconds, accurate to 10 %.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(default)]
 pub struct IntervalLatency {
@@ -434,7 +434,7 @@ pub struct PrefetchStatus {
     pub partial_hits: u64,
     /// Reads that went to the image.
     pub misses: u64,
-    /// Reads that are larger than the largest request to look up.
+    /// Reads that were too large to be looked up.
     pub skipped: u64,
     /// Hits that waited for data in flight.
     pub waited: u64,
@@ -499,7 +499,7 @@ pub struct GroupStatus {
     pub watermark_status: WatermarkStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
-    /// The limits of all hosts together, of which `settings` has this host's quota.
+    /// Limits of the cluster, if it limits this group; `settings` then has this host's quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster: Option<ClusterLimits>,
     /// Rates of an interval. Only `weir status` adds them.
@@ -521,7 +521,7 @@ pub struct ClusterLimits {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct MemberSettings {
-    /// The group that it is a member of.
+    /// Group of the disk, or parent of the group. Absent without one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Weight among the members of its group.
@@ -541,7 +541,7 @@ pub struct MemberSettings {
     pub watermark: Option<u64>,
     /// Limits in force.
     pub limits: LimitValues,
-    /// Settings of prefetching; of a disk alone.
+    /// Settings of prefetching. Absent for groups.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<PrefetchSettings>,
 }
@@ -650,9 +650,9 @@ impl ThrottleStatus {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ReservationStatus {
-    /// The disk or group received its reserved rate.
+    /// Time during which the disk or group received its reserved rate.
     pub met_ns: u64,
-    /// The disk or group received less.
+    /// Time during which the disk or group received less than that.
     pub missed_ns: u64,
 }
 

@@ -54,7 +54,7 @@ pub struct CgroupFigures {
 }
 
 /// The kernel's counters (`io.stat`).
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CgroupIoCounters {
     pub reads: u64,

@@ -66,13 +66,14 @@ pub(crate) struct CgroupHierarchy {
     pub(crate) blkio: Option<PathBuf>,
     pub(crate) memory_v1: Option<PathBuf>,
     version: Option<Version>,
-    /// The cgroup mounted at [`Hierarchy::root`]; differs from `/` in a container without a cgroup
-    /// namespace.
+    /// The cgroup mounted at [`CgroupHierarchy::root`]; differs from `/` in a container without a
+    /// cgroup namespace.
     top: PathBuf,
 }
 
 impl CgroupHierarchy {
-    /// Reads the mounts. Succeeds without any cgroup mount; [`Hierarchy::root_group`] then fails.
+    /// Reads the mounts. Succeeds without any cgroup mount; [`CgroupHierarchy::root_group`] then
+    /// fails.
     pub(crate) fn discover(roots: KernelRoots) -> anyhow::Result<Self> {
         let mounts = roots.mounts()?;
         // The first mount is the machine's own; those of containers follow.

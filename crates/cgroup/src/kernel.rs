@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Unknown keys are skipped, as cgroup-v2.rst, "Conventions", demands. A line of an undocumented
-//! format is [`Unknown`]: guessed values would become limits. `samples/` has the output of kernels
-//! from 2.6.32 to 6.18. Never opens a file and never panics: the names of cgroups and
+//! format is [`UnknownFormat`]: guessed values would become limits. `samples/` has the output of
+//! kernels from 2.6.32 to 6.18. Never opens a file and never panics: the names of cgroups and
 //! processes in these texts are chosen by users.
 
 pub(crate) mod blkio;

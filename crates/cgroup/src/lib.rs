@@ -45,7 +45,7 @@ pub use kernel::fuzzing;
 /// Runs a subcommand of `weir cgroup`.
 ///
 /// # Errors
-/// The subcommand's.
+/// Returns the error of the subcommand.
 pub fn run(command: CgroupCommand) -> Result<(), CommandFailure> {
     match command {
         CgroupCommand::Limit(arguments) => limit::run(*arguments),

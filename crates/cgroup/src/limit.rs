@@ -53,8 +53,8 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
     let device = device::resolve(&hierarchy.roots, &arguments.device);
     let (group, device) = match (group, device) {
         (Ok(group), Ok(device)) => (group, device),
-        // A removal must work even if the cgroup or the disk is gone: then only the file is
-        // changed.
+        // A removal must work even if the cgroup or the disk no longer exists: then only the file
+        // is changed.
         (Err(why), device) if arguments.remove => {
             let known = device.ok().map(|device| device.identity.number());
             return remove_stale_entries(&hierarchy, &arguments, known, why);
@@ -121,7 +121,7 @@ pub(crate) fn set_limits(
         // Unnamed limits stay in force, even if another program set them.
         locked.kept.change(group, place, &LimitsChange::of_rates(found))?;
         notices.push(
-            "another program had set limits: those that are not given stay in force, and weir manages them now"
+            "another program had set limits: weir keeps and manages those that were not given"
                 .to_owned(),
         );
     }

@@ -49,7 +49,7 @@ use super::{
 };
 use crate::run::arguments::RunArgs;
 
-/// Runs the command and returns its exit status ([`Failure::Found`]).
+/// Runs the command and returns its exit status ([`CommandFailure::Found`]).
 pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
     let limits = command_limits::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;

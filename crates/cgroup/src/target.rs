@@ -25,7 +25,8 @@ use super::{
 const ID_DIGITS: usize = 64;
 /// Length of the ids that `docker ps` prints.
 const MIN_ID_DIGITS: usize = 12;
-/// More digits than the kernel's limit of 2²² has (proc_sys_kernel(5), pid_max).
+/// Maximum number of digits of a pid, more than the kernel's limit of 2²² has (proc_sys_kernel(5),
+/// pid_max).
 const MAX_PID_DIGITS: usize = 10;
 /// Prefixes by which `kubectl` and other tools name the runtime of an id.
 const SCHEMES: [&str; 5] = ["docker://", "containerd://", "cri-o://", "podman://", "libpod://"];
@@ -73,7 +74,7 @@ pub(crate) fn resolve(hierarchy: &CgroupHierarchy, text: &str) -> anyhow::Result
     )
 }
 
-/// True if `text` could have named the cgroup `name`, which may be gone.
+/// True if `text` could have named the cgroup `name`, which may no longer exist.
 pub(crate) fn could_have_named(hierarchy: &CgroupHierarchy, text: &str, name: &Path) -> bool {
     let last = name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if let Some(id) = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)) {

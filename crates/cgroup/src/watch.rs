@@ -81,7 +81,7 @@ const MIN_ROUND_INTERVAL: Duration = Duration::from_millis(10);
 const FILE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which levels are saved and the guard is checked.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
-/// Pools verified at each interval [`KEEP`]: bounds the load with thousands of pools.
+/// Pools verified at each interval [`SAVE_INTERVAL`]: bounds the load with thousands of pools.
 const VERIFIED_POOLS: usize = 64;
 /// Interval at which a persistent failure is logged again.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -281,7 +281,8 @@ impl CgroupWatch {
     /// Begins to enforce quota that a cluster leases.
     ///
     /// # Errors
-    /// A group of this name has local limits; the guard would end together with the daemon.
+    /// Fails if a group of this name has local limits, or the guard would end together with the
+    /// daemon.
     fn begin_leasing(&mut self, lending: CgroupLeases) -> anyhow::Result<()> {
         guard::check(&self.hierarchy)?;
         // Local limits would be overwritten by the cluster's.
@@ -577,7 +578,7 @@ impl CgroupWatch {
 /// Succeeds if limits of control groups can be watched on this machine.
 ///
 /// # Errors
-/// The reason why not.
+/// Returns the reason why they cannot.
 pub fn check_machine() -> anyhow::Result<()> {
     check(&CgroupHierarchy::discover(KernelRoots::default())?)
 }

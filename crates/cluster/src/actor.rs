@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   a client of a control socket ─┐
-//!   SIGHUP                        ├─► By::run ─► polls the change ─► a listener calls now_acting()
+//!   SIGHUP                        ├─► Attributed ─► polls the change ─► a listener calls current_actor()
 //!   a client over HTTP            ┘        └ restores the previous actor after each poll
 //! ```
 //!
@@ -28,7 +28,7 @@ pub enum ChangeOrigin {
     Reload(Box<ChangeOrigin>),
     /// A client over HTTP: its address, or the socket's path.
     Http { client: String },
-    /// Another host of the cluster, which knows the originator.
+    /// Another host of the cluster; the originator is known only there.
     AnotherHost,
 }
 

@@ -2,15 +2,15 @@
 //! election.
 //!
 //! ```text
-//!   main thread  Hosts ──reports, promises, commands──► inbox ──► Session ──► etcd
-//!                  ▲                                      ▲          │
-//!                  └───────── words ──────────────────────┼──────────┤ leads, if elected   leading
-//!                                                watches ─┘          ▼
-//!                                                              reports, grants
+//!   main thread  LocalGroups ──reports, reservations, commands──► inbox ──► EtcdSession ──► etcd
+//!                   ▲                                               ▲           │
+//!                   └─── events ────────────────────────────────────┼───────────┤ leads, if elected   leading
+//!                                                          watches ─┘           ▼
+//!                                                                           reports, grants
 //! ```
 //!
 //! A session uses one member of etcd. Any failure ends it; the next session uses the next member
-//! and reads everything anew. Hosts fall back to their fallback share by their own clocks, without
+//! and reads everything again. Hosts fall back to their fallback share by their own clocks, without
 //! this thread. Watch events are handled in `hearing`.
 //!
 //! No request of a disk waits for this thread, and a stalled member never blocks the main thread.
@@ -76,7 +76,7 @@ pub(super) struct EtcdAgent {
 }
 
 impl EtcdAgent {
-    /// Runs until `Input::Stop`.
+    /// Runs until `AgentInput::Stop`.
     pub(super) fn run(self) -> std::io::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         runtime.block_on(self.serve());

@@ -2,9 +2,9 @@
 //! exists; and the stored limits that replace them if etcd is unreachable.
 //!
 //! ```text
-//!   a start       first: one member after another, until one answers ─┐
-//!   check-config  check: all members in parallel                      ├─► first_of
-//!                                       none? ─► known: limits stored by an earlier run
+//!   a start       read_start_state: one member after another, until one answers ─┐
+//!   check-config  check_start: all members in parallel                           ├─► read_from_member
+//!                                       none? ─► stored_start_state: limits stored by an earlier run
 //! ```
 
 use std::{
@@ -74,8 +74,8 @@ impl StartState {
 
 /// Checks that a start would find the limits of its groups. Changes nothing in etcd.
 ///
-/// All members of etcd are asked; a start uses the first that answers. Without etcd, stored limits
-/// must exist. Problems that a start tolerates are logged as warnings.
+/// All members of etcd are queried; a start uses the first that answers. Without etcd, stored
+/// limits must exist. Problems that a start tolerates are logged as warnings.
 pub async fn check_start(plan: &DesiredState) -> anyhow::Result<()> {
     let Some(cluster) = &plan.process.cluster else { return Ok(()) };
     let name = &cluster.name;
@@ -144,7 +144,7 @@ pub(super) fn read_start_state(keys: &EtcdKeys, own: &StartQuery, terms: &EtcdPa
     })
 }
 
-/// Answers of all members, asked in parallel: takes as long as the slowest.
+/// Answers of all members, queried in parallel: takes as long as the slowest.
 fn read_from_all(keys: EtcdKeys, own: StartQuery, terms: EtcdParameters) -> io::Result<Vec<Result<StartState, EtcdError>>> {
     let asked = Arc::new((keys, own, terms));
     Ok(runtime()?.block_on(async {

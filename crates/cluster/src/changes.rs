@@ -115,7 +115,7 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
     Ok(GroupValue { removed: true, ..GroupValue::of(&Limits::default(), INITIAL_HOSTS, None, number, random() as u32) })
 }
 
-/// Deletes the oldest marks of removed groups, beyond [`MOST_REMOVED`].
+/// Deletes the oldest marks of removed groups, beyond [`MAX_REMOVAL_MARKS`].
 pub(super) async fn delete_old_removal_marks(known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
     let removed = known.groups.iter().filter(|(_, stored)| stored.group.removed && stored.changed != 0);
     let mut removed: Vec<_> = removed.map(|(name, stored)| (stored.changed, name)).collect();

@@ -1,14 +1,13 @@
 //! A client of etcd's JSON gateway (`/v3/…`, HTTP/1.1), as far as a cluster needs it.
 //!
 //! ```text
-//!   Etcd ── one member at a time ──► Connection ── one request, one answer ──►   POST /v3/kv/txn
-//!    │                                                                           POST /v3/lease/…
-//!    └── Watch: a separate connection, a streamed answer ────────────────────►   POST /v3/watch
+//!   EtcdClient ── one member at a time ──► EtcdConnection ── one request, one answer ──►   POST /v3/kv/txn
+//!    │                                                                                     POST /v3/lease/…
+//!    └── EtcdWatch: a separate connection, a streamed answer ──────────────────────────►   POST /v3/watch
 //! ```
 //!
-//! Why not gRPC: `docs/decisions/0042-etcd-through-its-json-gateway.md`. Any failure of a member
-//! ends the connection; the caller then tries another member. Answers are bounded in length and
-//! time.
+//! Why not gRPC: `docs/decisions/0042-etcd-by-its-gateway.md`. Any failure of a member ends the
+//! connection; the caller then tries another member. Answers are bounded in length and time.
 //!
 //! Members' names are resolved once, before the sandbox. Never interprets keys.
 
@@ -231,7 +230,7 @@ impl EtcdClient {
     /// Fails if another member belongs to another etcd cluster: hosts of either would divide the
     /// whole limit.
     ///
-    /// Members that do not answer at once are asked again at the next call, until all have
+    /// Members that do not answer at once are queried again at the next call, until all have
     /// answered.
     pub(super) async fn check_others(&mut self) -> Result<(), EtcdError> {
         if self.is_checked {

@@ -16,7 +16,7 @@ use serde::{
 
 /// Version that is written, and the only one that is read.
 const VERSION: u32 = 1;
-/// Bound of a value in bytes: the largest request that etcd accepts by default is 1.5 MiB.
+/// Maximum length of a value in bytes: the largest request that etcd accepts by default is 1.5 MiB.
 const MAX_BYTES: usize = 2 << 20;
 
 /// Version of a value, read before its content.

@@ -132,7 +132,7 @@ impl LeaderTerm {
             return Ok(false);
         }
         if asked >= self.asked + policy::cluster::Timing::DEFAULT.term_lease() {
-            // The process slept. Meanwhile another leader may have come and gone.
+            // The process slept. Meanwhile another leader may have been elected and lost its key.
             self.sole_since = now();
         }
         self.asked = asked;

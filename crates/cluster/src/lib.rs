@@ -1,14 +1,14 @@
 //! Limits that hold for the sum over many hosts: this daemon's side.
 //!
 //! ```text
-//!   start:  Cluster::prepare ─► reads etcd, or the state directory ─► groups at their fallback share
-//!           … sandbox ─► Cluster::start ─► the thread that talks to etcd             agent, hearing, etcd
+//!   start:  ClusterMembership::prepare ─► reads etcd, or the state directory ─► groups at their fallback share
+//!           … sandbox ─► ClusterMembership::start ─► the thread that talks to etcd   agent, hearing, etcd
 //!   then:   main thread    counters ─► reports; grants ─► quotas in force            hosts
 //!           agent thread   if elected: reports ─► division ─► grants                 leading
 //! ```
 //!
 //! Decisions are `policy::cluster`'s, which states the rules at its head. This crate has the
-//! clocks, the messages and the buckets of the tree. Requests of disks depend on the tree alone: no
+//! clocks, the messages and the buckets of the tree. A disk's requests use only the tree: no
 //! request waits for this crate. Without etcd a host falls back to its fallback share by its own
 //! clock.
 //!
@@ -77,7 +77,7 @@ use messages::{AgentInput, AgentMessage};
 
 use actor::ChangeOrigin;
 
-/// Bound of the queues to and from the agent thread.
+/// Capacity of the queues to and from the agent thread.
 const QUEUE_LENGTH: usize = 1024;
 /// Time that a command waits for etcd: longer than one round of requests to all members.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -167,7 +167,7 @@ pub struct ClusterMembership {
     is_connected: Cell<bool>,
     /// Reasons already reported since the host last joined.
     reported_reasons: RefCell<BTreeSet<String>>,
-    /// Local groups for which [`warn_of_namesake`] was called.
+    /// Local groups for which [`warn_of_local_group`] was called.
     warned_namesakes: RefCell<BTreeSet<String>>,
     /// Reason for the missing connection; empty while connected.
     reason: RefCell<String>,
@@ -296,8 +296,9 @@ impl ClusterMembership {
 
     /// Adds a group at its fallback share, if the cluster has limits for it.
     ///
-    /// # Errors Fails if etcd is unreachable and the group's limits are unknown, or if control
-    /// groups of this host use this quota.
+    /// # Errors
+    /// Fails if etcd is unreachable and the group's limits are unknown, or if control groups of
+    /// this host use this quota.
     pub fn add_group(&self, group: &Arc<ThrottleGroup>) -> anyhow::Result<()> {
         let spec = self.spec(group.name())?;
         ensure!(
@@ -413,7 +414,7 @@ impl ClusterMembership {
     }
     // The tick also drops expired leases, so it has to run without any word from the agent.
 
-    /// Calls [`warn_of_namesake`] once for each group.
+    /// Calls [`warn_of_local_group`] once for each group.
     fn warn_of_namesakes(&self, around: &dyn ClusterHooks) {
         let mut told = self.warned_namesakes.borrow_mut();
         for (group, spec) in &*self.specs.borrow() {
@@ -535,7 +536,7 @@ impl ClusterMembership {
         self.leader.borrow().as_deref() == Some(&self.host)
     }
 
-    /// Number of hosts that stopped reporting; `None` unless this host leads.
+    /// Number of hosts that stopped reporting; `None` unless this host is the leader.
     pub fn silent(&self) -> Option<usize> {
         self.silent.borrow().as_ref().map(BTreeSet::len)
     }

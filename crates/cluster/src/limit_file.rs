@@ -19,7 +19,7 @@ use super::{
     etcd_values::{self, GroupValue},
 };
 
-/// Bound of the file: a thousand groups with all limits.
+/// Maximum length of the file: a thousand groups with all limits.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// Limits of a group, as in etcd.

@@ -1,8 +1,8 @@
 //! The main thread's side: this host's quota of each group.
 //!
 //! ```text
-//!   each tick:   group's counters ─► Demand ─► Host ─► reports ─► the agent thread
-//!   each message: leader, grant ────────────► Host ─► Group::divide, with the instant of its end
+//!   each tick:   group's counters ─► DemandEstimator ─► HostQuota ─► reports ─► the agent thread
+//!   each message: leader, grant ─────────────────────► HostQuota ─► ThrottleGroup::set_quota, with the end of the lease
 //! ```
 //!
 //! Trees check that instant themselves: if this task is late, or the process sleeps, the lease ends

@@ -88,7 +88,7 @@ pub(super) enum AgentMessage {
         disk: String,
         answer: MigrationAnswer,
     },
-    /// Hosts that stopped reporting; `None` unless this host leads.
+    /// Hosts that stopped reporting; `None` unless this host is the leader.
     Silent(Option<BTreeSet<String>>),
     /// Reservations of all hosts, including this one.
     Reservations(BTreeMap<String, HostReservations>),

@@ -32,7 +32,7 @@ use super::{
 pub(super) async fn perform_step(known: &SessionState, etcd: &mut EtcdClient, step: MigrationStep) -> Result<StepOutcome, EtcdError> {
     let Some(HostLeases { name: lease, .. }) = known.joined else {
         return Ok(StepOutcome::Disconnected(
-            "this host has not joined its cluster (`weir cluster status` says why)".to_owned(),
+            "this host has not joined its cluster (`weir cluster status` shows why)".to_owned(),
         ));
     };
     match step {
@@ -184,7 +184,7 @@ async fn withdraw(
             _ => {
                 let host = &known.cluster.host;
                 return Ok(match is_taken(known, etcd, (host, disk), number).await? {
-                    true => StepOutcome::Lost("the other host has it".to_owned()),
+                    true => StepOutcome::Lost("the other host has claimed the disk".to_owned()),
                     false => StepOutcome::Done(0),
                 });
             }
@@ -275,7 +275,7 @@ pub(super) async fn moved_disks(
 /// Deletes the record of moved disks once no host needs it. A record is needed:
 ///
 /// - by the host that took the disk, until it has read that its claim succeeded (`settled`).
-/// - by this host, so that it does not take the disk back: until it has seen the record (it has,
+/// - by this host, so that it does not claim the disk back: until it has seen the record (it has,
 ///   when it calls this), and at its next start if its config file lists the disk.
 /// - by an earlier host of the same disk, which follows the chain of records at its start.
 async fn delete_moved_records(

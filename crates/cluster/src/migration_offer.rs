@@ -46,7 +46,7 @@ pub struct MigrationAnswer {
     /// True if the new host's config file lists the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<bool>,
-    /// True once the host that took the disk knows that its claim succeeded.
+    /// True once the host that claimed the disk has read that its claim succeeded.
     #[serde(default)]
     pub settled: bool,
 }
@@ -100,7 +100,7 @@ pub enum MigrationStep {
         /// True if this host's config file lists the disk.
         listed: Option<bool>,
     },
-    /// Confirms to the offering host that this host knows the result of its claim.
+    /// Confirms to the offering host that this host has read the result of its claim.
     Settle {
         offered: Box<ReceivedOffer>,
     },

@@ -1,4 +1,4 @@
-//! State of the cluster as the agent knows it from one member of etcd.
+//! State of the cluster as the agent has read it from one member of etcd.
 
 use std::collections::BTreeMap;
 
@@ -26,8 +26,8 @@ pub(super) struct SessionState {
     /// Number of the session.
     pub(super) number: u64,
     pub(super) groups: BTreeMap<String, StoredGroup>,
-    /// Groups with an unreadable value in etcd, with the reason. The value is left alone, and hosts
-    /// keep their fallback share.
+    /// Groups with an unreadable value in etcd, with the reason. The value is not changed, and
+    /// hosts keep their fallback share.
     pub(super) unreadable_groups: BTreeMap<String, String>,
     pub(super) promises: BTreeMap<String, HostReservations>,
     /// Revision up to which reservations are known.

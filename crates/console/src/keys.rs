@@ -109,7 +109,7 @@ impl SelectedRow {
         self.select_at(names, next)
     }
 
-    /// Adjusts the selection to a new list. If the selected row is gone, the row at its old
+    /// Adjusts the selection to a new list. If the selected row was removed, the row at its old
     /// position is selected. Without `stays` it is the first row.
     pub fn update(&mut self, names: &[&str], stays: bool) {
         if stays && names.contains(&self.name.as_str()) {

@@ -54,7 +54,7 @@ pub fn without_colours(buffer: &mut Buffer) {
 }
 
 /// True if the terminal is large enough for the screen of `command`. Otherwise draws a message
-/// that says so.
+/// that reports this.
 pub fn has_room(frame: &mut Frame<'_>, command: &str) -> bool {
     let (area, (width, height)) = (frame.area(), MIN_SIZE);
     if area.width >= width && area.height >= height {

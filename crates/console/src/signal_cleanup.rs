@@ -24,8 +24,8 @@ impl SignalCleanup {
         let made = this.clone();
         let signals = BlockedSignals::block().context("signals cannot be awaited")?;
         let hear = move |_| {
-            // The lock is held until the process ends: `making` cannot add a step that would not
-            // be undone.
+            // The lock is held until the process ends: `with_cleanup` cannot add a step that would
+            // not be undone.
             let steps = made.0.lock().unwrap_or_else(PoisonError::into_inner);
             steps.iter().rev().for_each(|step| step());
             print_notice("interrupted: all changes were undone (run the command again)");

@@ -11,7 +11,7 @@
 //!      │        │                  │
 //!      ▼        ▼                  ▼
 //!     End    ignored           EndAtOnce
-//!      ├───── TOGETHER ─────┤
+//!      ├─ SECOND_SIGNAL_DELAY ─┤
 //! ```
 
 use std::{
@@ -36,8 +36,8 @@ pub enum SignalRequest {
     /// Orderly end, with the signal's name: SIGTERM or SIGINT, and SIGHUP unless the process is a
     /// daemon.
     End(&'static str),
-    /// Immediate end, with the signal's name: a second terminating signal, at least [`TOGETHER`]
-    /// after the first.
+    /// Immediate end, with the signal's name: a second terminating signal, at least
+    /// [`SECOND_SIGNAL_DELAY`] after the first.
     EndAtOnce(&'static str),
     /// SIGHUP to a daemon: read the configuration again.
     HangUp,
@@ -65,7 +65,7 @@ impl BlockedSignals {
     }
 
     /// Blocks the terminating signals, and others whose default action would end a daemon. See
-    /// [`Signals::block`].
+    /// [`BlockedSignals::block`].
     ///
     /// # Errors
     /// Fails if the system call fails.
@@ -144,7 +144,8 @@ struct SignalInterpreter {
 }
 
 impl SignalInterpreter {
-    /// Request of a signal; `None` for a terminating signal within [`TOGETHER`] of the first.
+    /// Request of a signal; `None` for a terminating signal within [`SECOND_SIGNAL_DELAY`] of the
+    /// first.
     fn interpret(&mut self, signal: Signal, now: Instant) -> Option<SignalRequest> {
         match signal {
             Signal::SIGHUP if self.is_daemon => return Some(SignalRequest::HangUp),

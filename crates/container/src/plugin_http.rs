@@ -3,7 +3,7 @@
 //! A connection carries one request: the response has `Connection: close`. So idle connections do
 //! not occupy threads, and a client that was away connects again.
 //!
-//! Never stores more of a request than [`MOST_HEAD_BYTES`] and [`MOST_BODY_BYTES`], and never waits
+//! Never stores more of a request than [`MAX_HEAD_BYTES`] and [`MAX_BODY_BYTES`], and never waits
 //! for one beyond its deadline, however slowly its bytes arrive.
 
 use std::{
@@ -190,7 +190,7 @@ mod tests {
 
     use super::*;
 
-    /// Stream of these pieces; then it ends, or fails as `then` says.
+    /// Stream of these pieces; then it ends, or fails with `then`.
     struct ScriptedStream {
         pieces: Vec<Vec<u8>>,
         then: Option<ErrorKind>,

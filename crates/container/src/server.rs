@@ -1,7 +1,7 @@
 //! Connections: a bounded number, a thread each, and an end that waits for requests in progress.
 //!
 //! ```text
-//!   a client connects ──► a free place? ──► thread: read ─► answer ─► send
+//!   a client connects ──► a free slot? ───► thread: read ─► answer ─► send
 //!                         │  no: the oldest connection whose request is still arriving is closed;
 //!                         │  if all requests have arrived, the client waits in the socket's queue
 //!   SIGTERM ──► no new requests ──► requests in progress complete ──► the process ends
@@ -35,21 +35,21 @@ use crate::{
     volumes::Volumes,
 };
 
-/// Bound of the connections with a place: each has a thread and possibly a child process.
+/// Maximum number of connections with a slot: each has a thread and possibly a child process.
 const MAX_CONNECTIONS: usize = 32;
-/// Bound of the threads whose connection lost its place and that have not noticed yet, or that
-/// wait for another place. At this bound no further connection loses its place.
+/// Maximum number of threads whose connection lost its slot and that have not noticed yet, or that
+/// wait for another slot. At this bound no further connection loses its slot.
 const MAX_DISPLACED: usize = MAX_CONNECTIONS;
 /// Time within which a request has to arrive.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that an arriving request keeps its place while another client waits. Docker sends a request
+/// Time that an arriving request keeps its slot while another client waits. Docker sends a request
 /// at once.
 const MIN_ARRIVAL_TIME: Duration = Duration::from_millis(250);
 
 /// Pause without descriptors or memory: the kernel does not notify when there are some again.
 const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
-/// Places of connections, and the state of the shutdown.
+/// Slots of connections, and the state of the shutdown.
 #[derive(Default)]
 struct ConnectionGate {
     state: Mutex<ConnectionPlaces>,
@@ -62,10 +62,10 @@ struct ConnectionPlaces {
     /// Connections whose requests are still arriving, by number, oldest first.
     arriving: BTreeMap<u64, ArrivingRequest>,
     next: u64,
-    /// Connections that lost their places and still have a thread.
+    /// Connections that lost their slots and still have a thread.
     displaced: usize,
     /// Displaced connections whose requests have arrived, by number, in the order in which they
-    /// wait for a place. New connections are served after all of these.
+    /// wait for a slot. New connections are served after all of these.
     returning: VecDeque<u64>,
     /// Requests that were read and are not answered yet.
     in_progress: usize,
@@ -92,7 +92,7 @@ impl PluginServer {
         let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
         let accept = move || {
             loop {
-                // A place is freed only once a client waits.
+                // A slot is freed only once a client waits.
                 let _ = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
                 keeper.acquire_place();
                 match listener.accept() {
@@ -138,14 +138,14 @@ impl ConnectionGate {
         self.changed.notify_all();
     }
 
-    /// Waits for a place for one more connection, and takes it.
+    /// Waits for a slot for one more connection, and takes it.
     ///
-    /// If requests are still arriving, the oldest loses its place after [`UNDISTURBED`]. Displaced
-    /// connections with a complete request have precedence.
+    /// If requests are still arriving, the oldest loses its slot after [`MIN_ARRIVAL_TIME`].
+    /// Displaced connections with a complete request have precedence.
     fn acquire_place(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.connections >= MAX_CONNECTIONS || !state.returning.is_empty() {
-            // A returning connection takes the place first, or no further one may be displaced.
+            // A returning connection takes the slot first, or no further one may be displaced.
             if state.connections < MAX_CONNECTIONS || state.displaced >= MAX_DISPLACED {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
@@ -154,7 +154,7 @@ impl ConnectionGate {
             let age = oldest.as_ref().map(|oldest| oldest.get().since.elapsed());
             state = match (oldest, age) {
                 (Some(oldest), Some(age)) if age >= MIN_ARRIVAL_TIME => {
-                    // The connection's thread reads the end of the stream and then finds its place
+                    // The connection's thread reads the end of the stream and then finds its slot
                     // reassigned.
                     let _ = oldest.remove().stream.shutdown(Shutdown::Read);
                     state.connections -= 1;
@@ -182,12 +182,12 @@ impl ConnectionGate {
         number
     }
 
-    /// Removes a connection whose request has arrived or failed. False if its place was reassigned.
+    /// Removes a connection whose request has arrived or failed. False if its slot was reassigned.
     fn unregister_arriving(&self, number: u64) -> bool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
     }
 
-    /// Waits for a place for a displaced connection, behind those that already wait.
+    /// Waits for a slot for a displaced connection, behind those that already wait.
     fn reacquire_place(&self, number: u64) {
         self.change(|state| state.returning.push_back(number));
         let mut state = self.wait_while(|state| {
@@ -231,7 +231,7 @@ fn serve<D: ImageMounter + 'static>(stream: UnixStream, door: &Arc<ConnectionGat
     }
 }
 
-/// Serves one client; false if its place was reassigned before its request arrived.
+/// Serves one client; false if its slot was reassigned before its request arrived.
 fn serve_client<D: ImageMounter>(mut stream: UnixStream, number: u64, door: &ConnectionGate, volumes: &Volumes<D>) -> bool {
     let request = plugin_http::read(&mut stream, Instant::now() + REQUEST_TIMEOUT);
     if !door.unregister_arriving(number) {
@@ -376,7 +376,7 @@ mod tests {
             let door = Arc::clone(&door);
             move || door.acquire_place()
         });
-        // An answered request frees a place.
+        // An answered request frees a slot.
         door.change(|state| state.connections -= 1);
         newcomer.join().unwrap();
         let state = door.wait_while(|_| false);

@@ -30,7 +30,7 @@ use storage::ImageFormat;
 
 use crate::options::{OptionValues, VolumeOptions};
 
-/// Largest record; [`MOST_USERS`] and all options need a tenth of it.
+/// Largest record; [`MAX_USERS`] and all options need a tenth of it.
 const MAX_RECORD_BYTES: u64 = 1 << 20;
 /// Largest number of containers that use one volume.
 pub(crate) const MAX_USERS: usize = 1000;
@@ -198,8 +198,9 @@ impl VolumeStore {
 
     /// Removes an unmounted volume with its image, or the leftovers of one.
     ///
-    /// # Errors May fail after the record was deleted; the volume is gone then, and leftovers are
-    /// removed later.
+    /// # Errors
+    /// May fail after the record was deleted; the volume is gone then, and leftovers are removed
+    /// later.
     pub(crate) fn remove(&self, name: &VolumeName) -> anyhow::Result<()> {
         let directory = self.directory(name);
         let remove = || {

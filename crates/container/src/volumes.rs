@@ -9,14 +9,14 @@
 //! ```
 //!
 //! State is kept outside of the process: a volume exists if its record does, and is mounted if the
-//! kernel says so. Users are recorded after a mount and removed after an unmount. A crash in
-//! between leaves at worst
+//! kernel reports the mount. Users are recorded after a mount and removed after an unmount. A crash
+//! in between leaves at worst
 //!
 //! - users of an unmounted volume, which no longer exist, or
 //! - a mount without users, which [`Volumes::recover`] and the next user undo.
 //!
-//! A change of a volume needs its lock ([`Held`]), so changes of one volume are serialized while
-//! other volumes proceed. Reading needs no lock and never waits.
+//! A change of a volume needs its lock ([`VolumeLock`]), so changes of one volume are serialized
+//! while other volumes proceed. Reading needs no lock and never waits.
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -182,7 +182,8 @@ impl<D: ImageMounter> Volumes<D> {
         if is_mounted && record.users.is_empty() {
             self.devices.detach(&self.store.mount_point(&held.name))?;
         }
-        // After the unmount: a crash leaves users of an unmounted volume, which `now` removes.
+        // After the unmount: a crash leaves users of an unmounted volume, which `reconcile_record`
+        // removes.
         if was_there { self.store.write(&held.name, &record) } else { Ok(()) }
     }
 

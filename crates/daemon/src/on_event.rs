@@ -1,7 +1,7 @@
 //! `on-event`: a process beside the daemon that delivers events, one at a time.
 //!
 //! ```text
-//!   serve::run ─► Runner::start ── forks, before anything is opened ──► run: confined
+//!   serve::run ─► EventRunner::start ── forks, before anything is opened ──► run: confined
 //!      │                                                                  │
 //!   deliver: recent events ── one, as a line of JSON ──── socket ────────►├─► command: standard input
 //!            waits for its answer ◄─────────── "" or the error ───────────┘
@@ -11,7 +11,7 @@
 //! image, key or client's socket, because it is started before the daemon opens any.
 //! `sandbox::runner` confines it.
 //!
-//! A target that hangs is abandoned after [`PATIENCE`]; a command is then killed with all its
+//! A target that hangs is abandoned after [`TARGET_TIMEOUT`]; a command is then killed with all its
 //! descendants. Meanwhile the most recent events wait in the daemon's ring, and nothing else waits.
 //!
 //! Never sends an event twice, and never stores one for later.
@@ -43,7 +43,7 @@ const MAX_LINE_BYTES: u64 = 64 << 10;
 /// The hidden command of the process.
 const COMMAND: &str = "on-event-runner";
 
-/// Its first line of input.
+/// First line of input of the process that delivers events.
 #[derive(Debug, Serialize, Deserialize)]
 struct RunnerOrders {
     target: String,
@@ -61,7 +61,7 @@ pub(crate) struct EventRunner {
 /// Checks the target as far as possible without running it.
 ///
 /// # Errors
-/// A message with the remedy.
+/// Returns a message with the remedy.
 pub(crate) fn check(target: &EventCommand) -> anyhow::Result<()> {
     command::check(&target.words[0])
 }
@@ -71,7 +71,7 @@ impl EventRunner {
     /// inherit.
     ///
     /// # Errors
-    /// It cannot be started, or cannot prepare its target.
+    /// Fails if the process cannot be started, or cannot prepare its target.
     pub(crate) fn start(target: &EventCommand, service: &ProcessSpec) -> anyhow::Result<Self> {
         Self::spawn(target, service).with_context(|| format!("on-event: {}", shown(target)))
     }
@@ -128,7 +128,7 @@ fn receive_line(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String
 /// Executes the daemon's orders from standard input, until that ends.
 ///
 /// # Errors
-/// Standard input has no orders.
+/// Fails if standard input has no orders.
 pub fn run() -> Result<(), CommandFailure> {
     // A service manager that signals all processes of a service ends the daemon, which ends this
     // one.
@@ -145,7 +145,7 @@ pub fn run() -> Result<(), CommandFailure> {
             return Ok(());
         }
     };
-    // Later failures mean that the daemon is gone.
+    // Later failures mean that the daemon has ended.
     let _ = send_line(&socket, "");
     while let Ok(Some(event)) = receive_line(&mut lines) {
         let result = command.run(event.as_bytes(), Instant::now() + TARGET_TIMEOUT);

@@ -50,12 +50,12 @@ impl PidFile {
     /// Writes the file, replacing the one of an ended process.
     ///
     /// # Errors
-    /// Another process holds it, or it is no such file.
+    /// Fails if another process holds it, or it is not a pid file.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
         let Some(file) = open_and_lock(&path, true).with_context(named)? else {
-            bail!("{}: cannot be written: it is removed again and again", named());
+            bail!("{}: cannot be written: other processes keep removing it", named());
         };
         let write = || {
             // Not writable by others, whatever the umask is.
@@ -79,7 +79,7 @@ impl ClaimedPidFile {
     /// Opens the file, or creates it.
     ///
     /// # Errors
-    /// It is no such file.
+    /// Fails if it is not a pid file.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
@@ -147,7 +147,7 @@ fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
             Err(error) if error.kind() == ErrorKind::NotFound && !make => return Ok(None),
             file => file.context("cannot be written")?,
         };
-        let metadata = file.metadata().context("cannot be looked at")?;
+        let metadata = file.metadata().context("cannot be examined")?;
         if !metadata.is_file() {
             bail!("is no file (choose another path)");
         }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Images are opened, keys read and addresses bound before the first client is accepted; then
-//! rights that are not needed any more are dropped, and the log says `ready`. At the end every disk
+//! rights that are not needed any more are dropped, and `ready` is logged. At the end every disk
 //! is flushed, and a flush that fails is a failure.
 //!
 //! This file reads the command line; `starting` and `ending` follow.
@@ -51,7 +51,8 @@ use crate::{on_event::EventRunner, pid_file::PidFile};
 /// Serves until a signal ends it. Calls `ready` once clients are accepted.
 ///
 /// # Errors
-/// [`Failure::Usage`] if the command line contradicts itself, otherwise [`Failure::Failed`].
+/// [`CommandFailure::Usage`] if the command line contradicts itself, otherwise
+/// [`CommandFailure::Failed`].
 pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), CommandFailure> {
     let inherited = InheritedSockets::from_environment();
     arguments.check_disks().map_err(|rule| CommandFailure::Usage(anyhow::Error::msg(rule)))?;

@@ -5,12 +5,13 @@
 //!                                                 on one worker
 //! ```
 //!
-//! Where to start: [`mount`](Mount) mounts the file and returns the descriptor of `/dev/fuse`;
-//! [`server`](Server) answers INIT ([`negotiate`]) and starts the queues; `queue.rs` receives
-//! messages (`letter.rs` is a receive buffer, [`message`] parses it) and `execute.rs` executes
-//! them. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in memory.
+//! Where to start: [`mount`](FuseMount) mounts the file and returns the descriptor of `/dev/fuse`;
+//! [`server`](FuseExportServer) answers INIT ([`negotiate`]) and starts the queues; `queue.rs`
+//! receives messages (`letter.rs` is a receive buffer, [`message`] parses it) and `execute.rs`
+//! executes them. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in
+//! memory.
 //!
-//! [The guide](../../../../docs/fuse.md) lists the behaviour of the file by operation.
+//! [The guide](../../../../docs/devices.md) lists the behaviour of the file by operation.
 //!
 //! Never accesses an image except through its disk, and caches no data.
 

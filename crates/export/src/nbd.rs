@@ -10,22 +10,22 @@
 //!    │─── client flags ────────────────────────►│
 //!    │                                          │
 //!    │─── option ──────────────────────────────►│  Handshake::advance, once for each option:
-//!    │◄── replies, then ACK or an error ────────│    Event::Replied
+//!    │◄── replies, then ACK or an error ────────│    HandshakeEvent::Replied
 //!    │        … any number of options …         │
 //!    │─── STARTTLS ────────────────────────────►│
-//!    │◄── ACK ──────────────────────────────────│    Event::StartTls: from here on through a TlsStream,
+//!    │◄── ACK ──────────────────────────────────│    HandshakeEvent::StartTls: from here on through a TlsStream,
 //!    │◄══ TLS handshake ═══════════════════════►│    and earlier negotiation is discarded
 //!    │─── GO (or EXPORT_NAME) ─────────────────►│
-//!    │◄── export's size, flags, ACK ────────────│    Event::Transmission(Session)
+//!    │◄── export's size, flags, ACK ────────────│    HandshakeEvent::Transmission(NbdSession)
 //!    │                                          │
-//!    │─── request, request + payload, … ───────►│  request::parse against the Session
-//!    │◄── replies, in any order ────────────────│  reply::Replier of the Session's style
-//!    │─── DISC ────────────────────────────────►│  Command::Disconnect
+//!    │─── request, request + payload, … ───────►│  request::parse against the NbdSession
+//!    │◄── replies, in any order ────────────────│  reply::NbdReplyEncoder in the session's style
+//!    │─── DISC ────────────────────────────────►│  NbdCommand::Disconnect
 //! ```
 //!
 //! Bytes that the handshake does not consume belong to the next stage: the handshake again, the
-//! TLS stream after [`Event::StartTls`], or the requests. The crate `nbd` has the client and the
-//! constants of both sides. [`kernel`] serves this host's kernel, which has no handshake.
+//! TLS stream after [`HandshakeEvent::StartTls`], or the requests. The crate `nbd` has the client
+//! and the constants of both sides. [`kernel`] serves this host's kernel, which has no handshake.
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
 //! parsing a request and writing its reply allocate nothing. The connection, not the parsers,

@@ -8,7 +8,7 @@ use reactor::buffer;
 /// Delay after the last disconnect.
 const TRIM_DELAY: Duration = Duration::from_secs(1);
 
-/// Trims the buffer pool of this thread after [`MOMENT`], once for all clients that disconnect
+/// Trims the buffer pool of this thread after [`TRIM_DELAY`], once for all clients that disconnect
 /// within it. The allocator keeps freed memory between live allocations: without the trim, 10,000
 /// clients that connected and disconnected would leave 300 MiB.
 pub(crate) fn trim_memory_soon() {

@@ -16,11 +16,11 @@
 //! request costs one entry of the ring in addition to its I/O: commit and fetch in one.
 //!
 //! **Recovery.** A device outlives the process that serves it; meanwhile its openers wait. Requests
-//! in hand are issued again to the process that takes it over, which [`Server`] does if the device
-//! shows the same image ([`mark`]). If no process does so in time, its [`guard`] removes it, if it
-//! has one.
+//! that are not committed are issued again to the process that takes it over, which [`UblkServer`]
+//! does if the device shows the same image ([`mark`]). If no process does so in time, its [`guard`]
+//! removes it, if it has one.
 //!
-//! - [`node`]: devices: find, make, take over, remove. [`server`]: a running device.
+//! - [`node`]: devices: find, create, take over, remove. [`server`]: a running device.
 //! - [`channel`]: the seam between a queue and the kernel, or its simulated twin.
 //!
 //! Never reads data, and never depends on the openers of the device.

@@ -15,7 +15,7 @@
 //!    │─── SET_VRING_ENABLE 1 ────────────────►│    Effect::Start
 //!    │═══ requests, through memory ══════════►│    the owner's queues
 //!    │─── GET_VRING_BASE ────────────────────►│    Effect::Stop, answered when the ring has ended
-//!    │◄── CONFIG_CHANGE_MSG ──────────────────│  the disk was resized: Connection::resize
+//!    │◄── CONFIG_CHANGE_MSG ──────────────────│  the disk was resized: VhostUserConnection::resize
 //! ```
 //!
 //! The specification is `docs/interop/vhost-user.rst` of QEMU; comments name its sections in
@@ -25,8 +25,8 @@
 //! - [`connection`]: a session behind a socket. [`front_ends`]: accepting front ends.
 //! - [`client`]: a front end, for measuring servers.
 //!
-//! A connection's owner takes [`Effect`]s from [`Connection::next`] in order and
-//! executes them. That enum is the seam between protocol and I/O.
+//! A connection's owner takes [`Effect`]s from [`VhostUserConnection::next`] in order and
+//! executes them. The session does no I/O itself.
 //!
 //! Never reads rings or requests, and never uses a disk.
 

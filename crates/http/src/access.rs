@@ -47,7 +47,7 @@ const HEADERS: [(HeaderName, &str); 6] = [
     (HeaderName::from_static("permissions-policy"), "camera=(), geolocation=(), microphone=()"),
 ];
 
-/// Wrong tokens that an address may send in a burst, and then one in each [`AGAIN`].
+/// Wrong tokens that an address may send in a burst, and then one in each [`DECAY_INTERVAL`].
 const MAX_WRONG_TOKENS: u32 = 10;
 const DECAY_INTERVAL: Duration = Duration::from_secs(1);
 const TOO_MANY_WRONG_TOKENS: &str =
@@ -175,7 +175,7 @@ impl AccessGuard {
 }
 
 impl WrongTokens {
-    /// Count after decay by one in each [`AGAIN`], and its instant.
+    /// Count after decay by one in each [`DECAY_INTERVAL`], and its instant.
     fn decayed(count: u32, as_of: Instant, now: Instant) -> (u32, Instant) {
         let seconds = now.saturating_duration_since(as_of).as_secs();
         let over = u32::try_from(seconds).unwrap_or(u32::MAX);
@@ -187,7 +187,7 @@ impl WrongTokens {
         known.is_some_and(|&(_, count, as_of)| Self::decayed(count, as_of, now).0 >= MAX_WRONG_TOKENS)
     }
 
-    /// Counts a wrong token, and logs unless there was a message in the last [`QUIET`].
+    /// Counts a wrong token, and logs unless there was a message in the last [`LOG_INTERVAL`].
     fn count(&mut self, peer: HttpPeer, now: Instant, is_compared: bool) {
         if is_compared {
             let key = peer.bound_key();

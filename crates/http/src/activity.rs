@@ -40,8 +40,8 @@ pub(super) const SHORTEST: Duration = Duration::from_millis(100);
 const SECOND: Duration = Duration::from_secs(1);
 /// Longest interval, however much is sent.
 pub(super) const LONGEST: Duration = Duration::from_secs(5);
-/// Bound of the bytes per second to all listeners together: this thread serializes them, and has to
-/// leave the processor to the workers.
+/// Maximum number of bytes per second to all listeners together: this thread serializes them, and
+/// has to leave the processor to the workers.
 const MAX_SENT_BYTES_PER_SECOND: f64 = (16 << 20) as f64;
 /// Inverse of the largest share of time that collections take, here and on the main thread.
 const INVERSE_LOAD: u32 = 10;
@@ -78,7 +78,7 @@ pub(super) struct WatchState {
     pub(super) disks: HashMap<Arc<str>, ObjectHistory>,
     pub(super) groups: HashMap<Arc<str>, ObjectHistory>,
     looked: Option<Instant>,
-    /// Last second added to the histories, counted from [`Watch::began_ms`] on.
+    /// Last second added to the histories, counted from [`ActivityWatch::began_ms`] on.
     second: u64,
     /// Seconds by which the wall clock was set forward since then; negative if back.
     pub(super) clock_step_s: i64,
@@ -150,7 +150,8 @@ impl ActivityWatch {
             }
             let bytes = state.send_changes(objects) + state.send_events(&self.events);
             state.looked = Some(began);
-            // The interval grows with the bytes sent, so that the rate stays below `MOST_SENT`.
+            // The interval grows with the bytes sent, so that the rate stays below
+            // `MAX_SENT_BYTES_PER_SECOND`.
             let sent = bytes as f64 * state.listeners.len() as f64;
             let rest = began.elapsed() * INVERSE_LOAD;
             state.pause = Duration::from_secs_f64(sent / MAX_SENT_BYTES_PER_SECOND).max(rest).clamp(SHORTEST, LONGEST);

@@ -59,7 +59,7 @@ impl ConnectionSlots {
         // Ended connections free their slots here, at the next accept.
         open.retain(|(task, _)| !task.is_finished());
         if open.len() >= self.most {
-            // Streams are bounded separately (`stream::MOST_STREAMS`).
+            // Streams are bounded separately (`stream::MAX_STREAMS`).
             let oldest = open.iter().position(|(_, connection)| !connection.is_stream.load(Relaxed))?;
             open.remove(oldest).inspect(|(task, _)| task.abort());
         }

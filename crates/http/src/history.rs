@@ -247,7 +247,7 @@ impl LatencyColumns {
         let newest = column(&self.counts);
         let columns: Vec<_> = self.columns.values.iter().chain([&newest]).collect();
         let start = (self.number + 1).saturating_sub(columns.len() as u64) * self.seconds;
-        // Columns that begin before `since_ms` are left out.
+        // Columns that begin before `since_ms` are omitted.
         let before =
             since_ms.saturating_sub(start * 1000).div_ceil(self.seconds * 1000).min(columns.len() as u64);
         let row = |column: &&[u8; COLUMN_BYTES]| -> Option<Vec<Number>> {

@@ -1,7 +1,7 @@
 //! The HTTP server: metrics for Prometheus, the web page and its API.
 //!
 //! ```text
-//!   listen ─► … ─► sandbox ─► Http::start ─► a thread with its own runtime          server
+//!   listen ─► sandbox ─► HttpServer::start ─► a thread with its own runtime           server
 //!                                 │               │ --metrics: /metrics
 //!   main thread   snapshot  ◄─────┴── requests ───┤ --http: /, /api/v1/…
 //!      │             │                            │       by channel, answered within one poll
@@ -102,7 +102,7 @@ pub struct PageEndpoint {
 }
 
 /// Binds an address; `what` is the option's name in errors. Requests are accepted after
-/// [`Http::start`].
+/// [`HttpServer::start`].
 pub fn bind(what: &'static str, address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<BoundListener>> {
     let endpoint = ListenEndpoint::Address(address.clone());
     listen::open_listeners(&endpoint, access, &mut InheritedSockets::empty()).context(what)

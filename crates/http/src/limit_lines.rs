@@ -11,7 +11,7 @@ use api::{ActivityObject, LimitInterval};
 use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 use serde_json::Value;
 
-/// Bound of the lines of one disk or group. At most eight limits are set at a time.
+/// Maximum number of lines of one disk or group. At most eight limits are set at a time.
 const MAX_LINES: usize = 24;
 /// Growth of the allocation, in lines: most objects have one or two.
 const GROWTH: usize = 4;
@@ -125,7 +125,7 @@ impl LimitLines {
         told.collect()
     }
 
-    /// Bound of the allocation of all lines, in bytes.
+    /// Maximum of the allocation of all lines, in bytes.
     #[cfg(test)]
     pub(super) const MOST_BYTES: usize = MAX_LINES * size_of::<LimitLine>();
 
@@ -176,7 +176,7 @@ mod tests {
             ]
         );
         assert_eq!(lines.size_bytes(), one);
-        // Lines that ended before that time are left out.
+        // Lines that ended before that time are omitted.
         assert_eq!(lines.intervals(1000, |second| second).len(), 2);
     }
 

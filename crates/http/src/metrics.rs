@@ -2,8 +2,8 @@
 //!
 //! A response is reused within [`FRESH`], so the load does not grow with the number of clients. It
 //! is written on a separate thread and sent meanwhile: for a thousand disks it has eight megabytes,
-//! and would delay all other requests. While slow clients hold [`MOST_READ`] responses, new clients
-//! receive the last one: otherwise each connection could hold its own.
+//! and would delay all other requests. While slow clients hold [`MAX_RESPONSES`] responses, new
+//! clients receive the last one: otherwise each connection could hold its own.
 
 use std::{
     fmt::{self, Write as _},
@@ -38,7 +38,7 @@ use super::{
     snapshot::DaemonSnapshot,
 };
 
-/// Bound of the responses in memory for each format, including the cached one.
+/// Maximum number of responses in memory for each format, including the cached one.
 const MAX_RESPONSES: usize = 3;
 
 const INDEX: &str = "weir: metrics for Prometheus are at /metrics\n";
@@ -52,7 +52,7 @@ pub(super) fn router(desk: Arc<MainThread>, cgroups: Option<CgroupFiguresReader>
 struct MetricsPage {
     desk: Arc<MainThread>,
     cgroups: Option<CgroupFiguresReader>,
-    /// Recent responses by [`Form`]. Locked while a response is written.
+    /// Recent responses by [`MetricsFormat`]. Locked while a response is written.
     given: [Arc<Mutex<RecentResponses>>; 3],
 }
 
@@ -134,8 +134,8 @@ impl MetricsFormat {
         }
     }
 
-    /// Format with the highest quality value, the first of equal ones; [`Form::Plain`] if none
-    /// matches (RFC 9110, section 12.5.1).
+    /// Format with the highest quality value, the first of equal ones; [`MetricsFormat::Text`] if
+    /// none matches (RFC 9110, section 12.5.1).
     fn preferred<'a>(accepted: impl Iterator<Item = &'a str>) -> Self {
         let mut best = (Self::Text, 0.0);
         for range in accepted.flat_map(|line| line.split(',')) {

@@ -113,7 +113,7 @@ struct SecondLatencies {
     latencies: Option<Latencies>,
 }
 
-/// Bound of the memory for each disk in bytes: both counts have 135 buckets.
+/// Maximum memory for each disk in bytes: both counts have 135 buckets.
 #[cfg(test)]
 pub(super) const MAX_BYTES_PER_DISK: usize =
     size_of::<DiskReadings>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;

@@ -1,6 +1,7 @@
 //! The thread that computes previews: one at a time, at the lowest priority.
 //!
-//! The recording is copied on that thread, so only one copy exists, however many clients ask.
+//! The recording is copied on that thread, so only one copy exists, however many clients request a
+//! preview.
 
 use std::{
     sync::{

@@ -1,7 +1,7 @@
 //! Metrics of the process from `/proc`, by the names of Prometheus's client libraries.
 //!
 //! Read on the thread that reports them, not on the main thread: with many threads and descriptors
-//! it takes time. Unreadable values are left out.
+//! it takes time. Unreadable values are omitted.
 
 use std::{fs, path::Path, time::Duration};
 

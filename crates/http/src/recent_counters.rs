@@ -9,7 +9,8 @@ use policy::counter::{self, CounterGrowth};
 
 /// Period of the rates.
 const PERIOD: Duration = Duration::from_secs(1);
-/// Bound of the stored readings: with more than ten readings in a second the oldest are dropped.
+/// Maximum number of stored readings: with more than ten readings in a second the oldest are
+/// dropped.
 const MAX_READINGS: usize = 16;
 
 /// Recent readings of `N` monotonic counters.

@@ -18,7 +18,7 @@ struct ErrorAnswer {
     error: String,
 }
 
-/// Bound of an error message in bytes.
+/// Maximum length of an error message in bytes.
 const MOST_REASON: usize = 4096;
 
 /// JSON response that must not be cached.

@@ -56,7 +56,7 @@ pub(super) fn rounded(value: f64) -> Number {
     }
 }
 
-/// A packed [`Sample`].
+/// A packed [`ActivitySample`].
 pub(super) type PackedSample = [u8; 9];
 
 /// Logarithmic scale from `least` to `most`, with codes for zero and unknown.

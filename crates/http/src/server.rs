@@ -1,14 +1,14 @@
 //! The HTTP thread: which connections are accepted, and for how long.
 //!
 //! ```text
-//!   accept ─► Connections: a free slot ─► TLS, if configured ─► Patient ─► a router
+//!   accept ─► ConnectionSlots: a free slot ─► TLS, if configured ─► StallTimeout ─► a router
 //! ```
 //!
-//! A connection of Prometheus carries one request and ends after [`LONGEST`] at most, whatever its
-//! client does. A connection of the page may carry several requests, and a stream lasts as long as
-//! its client reads. Both kinds are bounded in number; a new connection replaces the oldest one
-//! that is not a stream. So neither a client that sends a byte a second nor a thousand idle clients
-//! keep the rest out, and memory is bounded.
+//! A connection of Prometheus carries one request and ends after [`SCRAPE_TIMEOUT`] at most,
+//! whatever its client does. A connection of the page may carry several requests, and a stream
+//! lasts as long as its client reads. Both kinds are bounded in number; a new connection replaces
+//! the oldest one that is not a stream. So neither a client that sends a byte a second nor a
+//! thousand idle clients keep the rest out, and memory is bounded.
 //!
 //! Never inspects requests.
 

@@ -1,7 +1,7 @@
 //! State of the daemon as plain values of one moment, taken by the main thread on request.
 //!
-//! Histograms are shared instead of copied; the formatting thread reads them. Locks are held only
-//! for one disk's figures at a time. Never formats anything.
+//! Histograms are shared instead of copied; the formatting thread reads them. Locks are held for
+//! the figures of one disk at a time. Never formats anything.
 
 use std::{
     collections::HashMap,
@@ -71,7 +71,7 @@ pub(super) struct ClusterFigures {
     pub(super) is_leader: bool,
     /// Groups, each with true if its quota exceeds the fallback share.
     pub(super) leases: Vec<(String, bool)>,
-    /// Hosts that stopped reporting; `None` unless this host leads.
+    /// Number of hosts that stopped reporting; `None` unless this host is the leader.
     pub(super) silent: Option<usize>,
     /// Number of disks and groups with unmet reservations.
     pub(super) left_out: usize,
@@ -118,8 +118,8 @@ pub(super) struct GroupFigures {
     pub(super) name: String,
     /// Parent group.
     pub(super) parent: Option<String>,
-    /// Cluster-wide limits that its limits are a part of, and whether its quota exceeds the
-    /// fallback share.
+    /// Cluster-wide limits of the group, and true if this host's quota differs from its fallback
+    /// share; `None` for a group that the cluster does not limit.
     pub(super) cluster_limits: Option<(Limits, bool)>,
     pub(super) throttle: ThrottleFigures,
 }
@@ -130,7 +130,7 @@ pub(super) struct DeviceFigures {
     /// Disks on this device.
     pub(super) disks: Vec<String>,
     pub(super) capacity: Option<MeasuredCapacity>,
-    /// `None` if the device is gone.
+    /// `None` if the device was removed.
     pub(super) statistics: Option<DeviceStatistics>,
 }
 
@@ -207,7 +207,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
         Image::Raw(_) => None,
     };
-    // Without reading ahead its counters are all 0 and would only be noise.
+    // Without prefetching all its counters are 0.
     let reads_ahead = disk.prefetch().settings().mode != prefetch::PrefetchMode::Off;
     DiskFigures {
         name: Arc::clone(disk.name()),

@@ -1,6 +1,6 @@
 //! Server-sent events (WHATWG HTML, section 9.2), and the bound of a listener's lag.
 //!
-//! A message is serialized once and shared. A listener that lags by [`MOST_BEHIND`] messages is
+//! A message is serialized once and shared. A listener that lags by [`MAX_LAG`] messages is
 //! disconnected: the browser reconnects and receives the whole state.
 
 use std::{
@@ -17,10 +17,10 @@ use tokio::sync::mpsc;
 
 use super::peer::HttpPeer;
 
-/// Bound of the listeners.
+/// Maximum number of listeners.
 pub(super) const MAX_STREAMS: usize = 256;
-/// Bound of the listeners with one address, or of one user over a Unix socket, so that one client
-/// cannot use all. A proxy counts as one client.
+/// Maximum number of listeners with one address, or of one user over a Unix socket, so that one
+/// client cannot use all. A proxy counts as one client.
 pub(super) const MAX_STREAMS_PER_PEER: usize = 64;
 /// Messages that may wait for one listener, in addition to its socket's buffer.
 const MAX_LAG: usize = 32;
@@ -45,9 +45,9 @@ pub(super) fn json(data: &impl Serialize) -> Bytes {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamRejection {
-    /// [`MOST_STREAMS`] is reached.
+    /// [`MAX_STREAMS`] is reached.
     TooManyListeners,
-    /// [`MOST_OF_A_PEER`] is reached for this client.
+    /// [`MAX_STREAMS_PER_PEER`] is reached for this client.
     TooManyOfPeer,
 }
 

@@ -1,8 +1,8 @@
 //! A long response in pieces, sent while the rest is still being written, then shared.
 //!
 //! ```text
-//!   writing thread ─► Sheet ─┬─► Pieces ─► the first client, while it is written
-//!                            └─► Vec<Bytes> ─► Pieces ─► later clients, from the beginning
+//!   writing thread ─► ResponseBuffer ─┬─► ResponsePieces ─► the first client, while it is written
+//!                                     └─► Vec<Bytes> ─► ResponsePieces ─► later clients, from the beginning
 //! ```
 //!
 //! A connection copies what it sends. With pieces it never copies the whole response.
@@ -23,7 +23,7 @@ const PIECE: usize = 64 << 10;
 /// Reserve for the last line of a piece; most are shorter.
 const LINE: usize = 1 << 10;
 
-/// Creates an empty sheet and the body that reads it.
+/// Creates an empty buffer and the body that reads it.
 pub(super) fn response_channel() -> (ResponseBuffer, ResponsePieces) {
     let (reader, rest) = mpsc::unbounded_channel();
     (
@@ -32,7 +32,8 @@ pub(super) fn response_channel() -> (ResponseBuffer, ResponsePieces) {
     )
 }
 
-/// Buffer of a response, written line by line. Dropped before [`Self::end`] it fails the response.
+/// Buffer of a response, written line by line. Dropped before [`Self::finish`] it fails the
+/// response.
 pub(super) struct ResponseBuffer {
     text: String,
     written: Vec<Bytes>,
@@ -74,7 +75,7 @@ impl ResponseBuffer {
 impl fmt::Write for ResponseBuffer {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         self.text.push_str(text);
-        // Only at a line end: `Older` looks for the beginning of a line.
+        // Only at a line end: `TextFormatConverter` looks for the beginning of a line.
         if self.text.len() >= PIECE && text.ends_with('\n') {
             self.flush_piece();
         }

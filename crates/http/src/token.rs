@@ -23,8 +23,9 @@ impl fmt::Debug for ChangeToken {
 impl ChangeToken {
     /// Reads the file's only line.
     ///
-    /// # Errors Fails if the file is readable by users other than its owner, or if its line cannot
-    /// be sent as a token.
+    /// # Errors
+    /// Fails if the file is readable by users other than its owner, or if its line cannot be sent
+    /// as a token.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         let about = || format!("http-token-file {}", path.display());
         Self::of(path).with_context(about)
@@ -44,11 +45,11 @@ impl ChangeToken {
         let token = text.trim_ascii();
         ensure!(
             token.len() <= MAX_LENGTH,
-            "the token is longer than {MAX_LENGTH} characters (`openssl rand -hex 32` makes one)"
+            "the token is longer than {MAX_LENGTH} characters (create one with `openssl rand -hex 32`)"
         );
         ensure!(
             token.len() >= MIN_LENGTH && token.iter().all(u8::is_ascii_graphic),
-            "the file must hold one line of at least {MIN_LENGTH} characters without spaces (`openssl rand -hex 32` makes one)"
+            "the file must hold one line of at least {MIN_LENGTH} characters without spaces (create one with `openssl rand -hex 32`)"
         );
         Ok(Self(token.to_owned()))
     }

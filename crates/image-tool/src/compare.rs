@@ -106,7 +106,7 @@ fn failed(error: &anyhow::Error, status: u8) -> CommandFailure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CompareVerdict {
     Same {
-        /// The excess of the longer image is zeroes.
+        /// True if one image is longer and its excess is zeroes.
         sizes_differ: bool,
     },
     Size,
@@ -148,7 +148,8 @@ struct ImageComparison {
     work: RefCell<VecDeque<ComparedRange>>,
 }
 
-/// A range in which each image has one kind; beyond the end of an image that is [`Kind::Below`].
+/// A range in which each image has one kind; beyond the end of an image that is
+/// [`ExtentKind::Below`].
 #[derive(Clone, Copy, Debug)]
 struct ComparedRange {
     offset: u64,

@@ -435,7 +435,7 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
 fn how_to_copy(target: &Image, arguments: &ImageConvertArgs, target_is_zero: bool) -> copy::CopyOptions {
     let sparse = arguments.sparse_size;
     let blocks = disk::blocks(target);
-    // Less than a file system block saves nothing, unless the user asks for finer runs with -S.
+    // Less than a file system block saves nothing, unless the user selects finer runs with -S.
     let grain =
         blocks.map_or(FILE_BLOCK.min(sparse.next_power_of_two().max(512)), |blocks| blocks.subcluster);
     let align = blocks.map_or(grain, |blocks| blocks.cluster);

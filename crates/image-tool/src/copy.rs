@@ -40,11 +40,11 @@ pub(super) struct CopyOptions {
     pub(super) tasks: usize,
     pub(super) in_order: bool,
     pub(super) compressed: bool,
-    /// Unwritten parts of the target read as zeroes, so zeroes need not be written.
+    /// True if unwritten parts of the target read as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
-    /// Zeroes must hide a backing file that the target does not name yet.
+    /// True if zeroes must hide a backing file that the target does not name yet.
     pub(super) hides_backing: bool,
-    /// Space that becomes zeroes may be deallocated in the target.
+    /// True if space that becomes zeroes may be deallocated in the target.
     pub(super) may_unmap: bool,
     /// Minimum length of a run of zeroes that is skipped. 0 skips none, and reads even ranges that
     /// the source reports as zero.
@@ -293,8 +293,8 @@ impl ImageCopy {
         Ok(())
     }
 
-    /// Blocks of [`How::align`] bytes that are inside a range. The last block of the target may be
-    /// shorter.
+    /// Blocks of [`CopyOptions::align`] bytes that are inside a range. The last block of the target
+    /// may be shorter.
     fn whole_clusters(&self, range: Range<u64>) -> Range<u64> {
         let (end, align) = (range.end, self.how.align);
         let last = if end == self.target.size_bytes() { end } else { end - end % align };

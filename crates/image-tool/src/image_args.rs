@@ -2,7 +2,7 @@
 //! options of QEMU's block drivers with `--image-opts`.
 //!
 //! All three become a [`NamedImage`], which the commands open. Names inside images are not handled
-//! here: they are paths ([`opening::behind`]).
+//! here: they are paths ([`opening::resolve_backing`]).
 
 use std::{
     path::{Path, PathBuf},
@@ -109,7 +109,7 @@ pub(super) struct NamedImage {
     /// Format given by the user.
     pub(super) format: Option<ImageFormat>,
     read_only: bool,
-    /// Clusters that become zeroes keep their host cluster in the file.
+    /// True if clusters that become zeroes keep their host cluster in the file.
     pub(super) keeps_place: bool,
     how: OpenMode,
     /// Passphrase, or the reason why it is missing, for commands that need it.
@@ -192,7 +192,7 @@ impl NamedImage {
     /// Combines the command's options for opening with those of the image's description.
     ///
     /// # Errors
-    /// The command writes, and `read-only=on` was given.
+    /// Fails if the command writes and `read-only=on` was given.
     pub(super) fn how(&self, how: OpenMode) -> anyhow::Result<OpenMode> {
         if how.write && self.read_only {
             bail!("{}: read-only=on, and this command writes to the image (leave it out)", self.name());

@@ -59,7 +59,7 @@ impl PassphraseSet {
     /// Adds the passphrase of an image's description.
     ///
     /// # Errors
-    /// There are passphrases of another kind.
+    /// Fails if there are passphrases of another kind.
     pub(super) fn add(&mut self, secret: Secret) -> anyhow::Result<()> {
         if self.given.len() > self.described {
             bail!(

@@ -100,7 +100,7 @@ pub enum ImageCommand {
 /// Runs the command. `serving` finds the disk that a running daemon serves from an image.
 ///
 /// # Errors
-/// The command failed, or its options are invalid.
+/// Fails if the command fails or its options are invalid.
 pub fn run(command: ImageCommand, serving: fn(&Path) -> Option<ServedDisk>) -> Result<(), CommandFailure> {
     match command {
         ImageCommand::Create(arguments) => create::run(arguments),

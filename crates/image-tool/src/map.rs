@@ -85,7 +85,7 @@ struct MappedExtent {
     length: u64,
     /// Position in the backing chain; 0 for the image itself.
     depth: u32,
-    /// Allocated in some image of the chain.
+    /// True if some image of the chain has it allocated.
     present: bool,
     zero: bool,
     data: bool,

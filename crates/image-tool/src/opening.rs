@@ -110,7 +110,7 @@ pub(super) fn resolve_backing(image: &Path, name: &str) -> anyhow::Result<PathBu
 /// Checks a name that a command writes into an image without opening the file.
 ///
 /// # Errors
-/// The meaning of the name would depend on the working directory of a later command.
+/// Fails if the meaning of the name would depend on the working directory of a later command.
 pub(super) fn check_name(image: &Path, name: &str) -> anyhow::Result<()> {
     check_base(in_directory(image), name).map_err(|why| unusable(image, name, &why))
 }
@@ -138,7 +138,7 @@ pub(super) struct OpenMode {
     pub(super) force_share: bool,
     /// Limit in bytes per second; not 0.
     pub(super) rate_bps: Option<u64>,
-    /// Without its backing file.
+    /// True to open it without its backing file.
     pub(super) alone: bool,
     pub(super) of_user: DescribedOptions,
 }

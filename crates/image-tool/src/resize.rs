@@ -100,8 +100,8 @@ pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk
         let image = match subject.open(how, &mut keys).await {
             Ok(image) => image,
             Err(error) if error.is::<OpenError>() => {
-                // Any failure to open may be a lock of the daemon, which is asked before the error
-                // is reported.
+                // Any failure to open may be a lock of the daemon, which is queried before the
+                // error is reported.
                 let served = serving(&subject.path).ok_or_else(|| say_where(error))?;
                 return resize_served(served, &subject, &arguments);
             }
@@ -113,7 +113,7 @@ pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk
         // Before the resize: nothing is changed if an option does not fit.
         check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(CommandFailure::Usage)?;
         image.resize(size).await.with_context(|| name.clone())?;
-        // Preallocation follows the resize, so a failure takes the added space back.
+        // Preallocation follows the resize, so if it fails the old size is restored.
         let filled = fill(&image, old, size, arguments.preallocation).await;
         let undone = match &filled {
             Ok(()) => true,

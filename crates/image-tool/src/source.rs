@@ -36,7 +36,7 @@ impl CopySource {
     }
 
     /// Restricts the source to one layer: ranges of its backing chain, which has `below_bytes`,
-    /// have the kind [`Kind::Below`].
+    /// have the kind [`ExtentKind::Below`].
     pub(super) fn layer_on(self, below_bytes: u64) -> Self {
         Self { layer_on: Some(below_bytes), ..self }
     }
@@ -45,7 +45,7 @@ impl CopySource {
         self.size_bytes
     }
 
-    /// Size of the layers below, if only one layer is read: see [`Source::layer_on`].
+    /// Size of the layers below, if only one layer is read: see [`CopySource::layer_on`].
     pub(super) fn below_bytes(&self) -> Option<u64> {
         self.layer_on
     }

@@ -73,8 +73,8 @@ const GROUP: &str = "shared";
 /// Computes the advice, prints it, and writes the requested config file.
 ///
 /// # Errors
-/// Unreadable or inconsistent input; and, after printing, a trace that was not read to its end or a
-/// target that cannot be kept.
+/// Fails on unreadable or inconsistent input; and, after printing, on a trace that was not read to
+/// its end or a target that cannot be kept.
 pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
     if arguments.over.is_zero() {
         return Err(CommandFailure::Usage(anyhow!("--over: a burst cannot be spread over no time (say 60s)")));

@@ -56,7 +56,8 @@ use crate::probe::in_use::{ExclusiveDevice, claim};
 /// Puts a load on an image or export and prints the result.
 ///
 /// # Errors
-/// Impossible options, the first failed request, or an interruption (after printing the result).
+/// Fails on impossible options, the first failed request, or an interruption (after printing the
+/// result).
 pub fn run(mut arguments: BenchArgs) -> Result<(), CommandFailure> {
     arguments.resolve().map_err(CommandFailure::Usage)?;
     check::check(&arguments).map_err(CommandFailure::Usage)?;

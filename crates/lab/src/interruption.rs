@@ -22,7 +22,7 @@ impl SignalInterruption {
     /// before threads start.
     ///
     /// # Errors
-    /// If signals cannot be awaited.
+    /// Fails if signals cannot be awaited.
     pub fn watch(
         first: impl Fn() + Send + 'static,
         second: impl Fn() + Send + 'static,

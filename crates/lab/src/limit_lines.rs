@@ -12,7 +12,7 @@ use policy::{
 
 use crate::result::ChartSeries;
 
-/// A limit above this multiple of the highest rate is not drawn.
+/// Multiple of the highest rate above which a limit is not drawn.
 const FAR: f64 = 3.0;
 /// Largest number of limits that a chart draws; more cannot be distinguished.
 pub(crate) const MOST_DRAWN: usize = 8;

@@ -42,7 +42,7 @@ const FILL_TIMES: u32 = 5;
 /// Measures a device, prints its capacity and stores it.
 ///
 /// # Errors
-/// Anything that prevents measuring or storing.
+/// Fails on anything that prevents measuring or storing.
 pub fn run(arguments: ProbeArgs) -> Result<(), CommandFailure> {
     let wish = ProbeOptions {
         path: &arguments.path,

@@ -4,7 +4,7 @@
 //! ```text
 //!   bench ────┐                           ┌─► FILE.json   stored, and read by `weir report A.json B.json`
 //!   tune ─────┼─► Findings ─► ResultFile ─┤
-//!   simulate ─┘      +  Header            └─► FILE.html   a page (`report/`)
+//!   simulate ─┘      +  ResultHeader      └─► FILE.html   a page (`report/`)
 //! ```
 //!
 //! All have the same format: numbers with all samples ([`Measure`]), tables, and charts as data.
@@ -54,7 +54,7 @@ impl ResultFile {
 
     pub(crate) fn warning(&self) -> Option<String> {
         let why = self.partial.as_ref()?;
-        Some(format!("This result is not complete: {why}. What is here was measured all the same."))
+        Some(format!("This result is not complete: {why}. The values shown were measured nevertheless."))
     }
 }
 

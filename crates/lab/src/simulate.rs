@@ -72,8 +72,8 @@ const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
 /// Simulates, prints and saves the result.
 ///
 /// # Errors
-/// Anything that prevents the simulation or ends it early; the partial result is printed in the
-/// latter case.
+/// Fails on anything that prevents the simulation or ends it early; the partial result is printed
+/// in the latter case.
 pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
     if let Some(spec) = &arguments.cluster {
         return run_cluster(&arguments, spec);

@@ -61,7 +61,7 @@ struct TuneOutcome {
 /// Measures, and recommends configurations.
 ///
 /// # Errors
-/// Anything that prevents the measurement; results until then are printed and saved.
+/// Fails on anything that prevents the measurement; results until then are printed and saved.
 pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
     let begun = ResultHeader::begin();
     arguments.results.check()?;
@@ -69,7 +69,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
     let earlier = arguments.resume.as_deref().map(StoredSamples::load).transpose()?;
     let wish = TuneTargetOptions {
         path: &arguments.path,
-        // A resumed run must have the same size, which the earlier result knows.
+        // A resumed run must have the same size, which the earlier result contains.
         size_bytes: arguments.size.or(earlier.as_ref().map(|kept| kept.size_bytes)),
         format: arguments.format,
         write: arguments.write,
@@ -83,7 +83,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
     let outcome = if let Some(preset) = arguments.preset {
         if !matches!(place.kind, TuneTargetKind::Made { .. }) {
             return Err(CommandFailure::Usage(anyhow!(
-                "{}: a published table is measured on images that are made for it (name a directory)",
+                "{}: a published table is measured on images that are created for it (name a directory)",
                 arguments.path.display()
             )));
         }

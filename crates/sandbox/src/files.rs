@@ -77,7 +77,7 @@ impl LandlockFiles {
     /// Makes the rules; the inner error is the reason why this kernel does not support them.
     ///
     /// # Errors
-    /// A named file cannot be examined.
+    /// Fails if a named file cannot be examined.
     pub(super) fn new(
         plan: &DesiredState,
         config: Option<&Path>,

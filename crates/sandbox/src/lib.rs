@@ -9,13 +9,13 @@
 //!     calls    seccomp: a list of system calls        │  all threads at once
 //! ```
 //!
-//! The process that delivers events keeps what `runner` leaves it. io_urings have restrictions of
-//! their own from their creation (`reactor`). A daemon that controls resources of the host
-//! (devices, files over FUSE, cgroups) has to mount, start programs and examine other processes: it
-//! keeps its access to files and loses only calls that no such work needs. `docs/security.md` has
-//! the table.
+//! The process that delivers events keeps what `runner` leaves it. Each io_uring is restricted
+//! when it is created (`reactor`). A daemon that controls resources of the host (devices, files
+//! over FUSE, cgroups) has to mount, start programs and examine other processes: it keeps its
+//! access to files and drops only calls that none of this work needs. `docs/security.md` has the
+//! table.
 //!
-//! Never restores a right: rules are fixed once made.
+//! Never restores a right: the kernel does not relax rules that are in force.
 
 mod calls;
 mod files;
@@ -42,17 +42,17 @@ pub use user::ids;
 /// Rights that have to be kept for the running exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SandboxNeeds {
-    /// It controls resources of the host.
+    /// True if an export controls resources of the host.
     host: bool,
-    /// A file over FUSE is mounted by a set-uid program, because the user is not root.
+    /// True if a file over FUSE is mounted by a set-uid program, because the user is not root.
     helper: bool,
-    /// It listens on or connects over TCP.
+    /// True if it listens or connects over TCP.
     tcp: bool,
-    /// It connects to a virtual machine that listens, an NBD server, or etcd.
+    /// True if it connects to a virtual machine that listens, an NBD server, or etcd.
     connects: bool,
-    /// Its sockets have another owner or mode than new files have.
+    /// True if its sockets have another owner or mode than new files have.
     changes_ownership: bool,
-    /// Images in a Ceph cluster: librbd connects, also later.
+    /// True if images are in a Ceph cluster: librbd connects, also later.
     cluster: bool,
     /// Number of virtual machines.
     machines: u64,
@@ -74,7 +74,7 @@ pub struct ServedResources {
     pub endpoints: Vec<ListenEndpoint>,
     /// Exports of single disks.
     pub doors: Vec<ExportTarget>,
-    /// Some disks are images of a Ceph cluster.
+    /// True if some disks are images of a Ceph cluster.
     pub cluster: bool,
     /// Images at NBD servers.
     pub remotes: Vec<Uri>,
@@ -210,9 +210,9 @@ impl EnteredSandbox {
             ExportTarget::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.connects, ""),
             ExportTarget::VhostUserBlk(_) => return Ok(()),
             ExportTarget::Ublk(_) | ExportTarget::Fuse(_) | ExportTarget::NbdDevice(_) => (
-                "make devices and mounts of this host",
+                "create devices and mounts on this host",
                 self.needs.host,
-                "; `weir attach` makes devices without a daemon",
+                "; `weir attach` creates devices without a daemon",
             ),
         };
         ensure!(
@@ -235,10 +235,10 @@ impl EnteredSandbox {
     }
 }
 
-/// Checks the plan against the user that the daemon is to become.
+/// Checks the config against the user that the daemon is to become.
 ///
 /// # Errors
-/// A contradiction, with the remedy.
+/// Fails on a contradiction; the error has the remedy.
 pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
     let Some(owner) = &plan.process.user else { return Ok(()) };
     user::find(owner)?;
@@ -257,7 +257,7 @@ pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
 /// can be known before workers and sockets use theirs.
 ///
 /// # Errors
-/// The limit is too low; the message has a sufficient one.
+/// Fails if the limit is too low; the message has a sufficient one.
 pub fn check_descriptor_limit(plan: &DesiredState) -> anyhow::Result<()> {
     let doors = plan.exports.iter().map(|export| export.door.clone()).collect();
     let needs = SandboxNeeds::of(&ServedResources { doors, ..ServedResources::default() }, &plan.process);
@@ -273,8 +273,8 @@ pub fn check_descriptor_limit(plan: &DesiredState) -> anyhow::Result<()> {
 /// client is served; `config` is a file that may be read again.
 ///
 /// # Errors
-/// `--user` fails, or the sandbox is required and not complete: the daemon does not serve then.
-/// None with `--sandbox off`.
+/// Fails if `--user` fails, or if the sandbox is required and not complete: the daemon does not
+/// serve then. Never fails with `--sandbox off`.
 pub async fn enter(
     plan: &DesiredState,
     config: Option<&Path>,
@@ -338,7 +338,7 @@ async fn drop_rights(
     }
     // Created now, because the filter prevents creating rings.
     check_descriptors(needs)?;
-    reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
+    reactor::set_notifiers_aside(needs.queues).context("cannot create rings for virtual machines")?;
     let kept = capabilities(needs);
     on_each_thread(workers, ThreadRestrictions { ruleset, kept }).await.context("sandbox")?;
     missing.extend(calls::restrict(needs).err());

@@ -9,7 +9,7 @@ use super::{ThreadRestrictions, calls, user};
 /// Confines this process, which has one thread. Mechanisms that this kernel lacks are skipped.
 ///
 /// # Errors
-/// The process cannot change to `owner`, or the kernel refuses a mechanism that it has.
+/// Fails if the process cannot change to `owner`, or the kernel refuses a mechanism that it has.
 pub fn confine(owner: Option<&FileOwner>, sandboxed: bool) -> anyhow::Result<()> {
     if let Some(owner) = owner {
         user::find(owner)?.switch()?;

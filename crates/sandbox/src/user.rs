@@ -32,13 +32,13 @@ pub fn ids(owner: &FileOwner) -> anyhow::Result<(u32, u32)> {
 /// Looks up an owner.
 ///
 /// # Errors
-/// There is no such user or group, or the process is not root.
+/// Fails if there is no such user or group, or the process is not root.
 pub(super) fn find(owner: &FileOwner) -> anyhow::Result<RunAsUser> {
     let name = owner.user.as_deref().context("user: names no user")?;
     let known = match name.parse() {
         Ok(number) => User::from_uid(Uid::from_raw(number))?,
         Err(_) => Some(User::from_name(name)?.with_context(|| {
-            format!("user: there is no user {name:?} (`useradd --system {name}` makes one)")
+            format!("user: there is no user {name:?} (create it with `useradd --system {name}`)")
         })?),
     };
     let user = known.as_ref().map_or_else(|| name.parse().map(Uid::from_raw), |user| Ok(user.uid))?;
@@ -57,7 +57,7 @@ fn group(name: &str) -> anyhow::Result<Gid> {
         return Ok(Gid::from_raw(number));
     }
     let known = Group::from_name(name)?;
-    let missing = || anyhow!("user: there is no group {name:?} (`groupadd --system {name}` makes one)");
+    let missing = || anyhow!("user: there is no group {name:?} (create it with `groupadd --system {name}`)");
     known.map(|group| group.gid).ok_or_else(missing)
 }
 
@@ -76,7 +76,7 @@ impl RunAsUser {
         if !is_root() {
             return Ok(());
         }
-        // Groups before the user: afterwards the right to change them is gone.
+        // Groups before the user: afterwards the process may not change them.
         setgroups(&self.groups).context("user: the groups cannot be set")?;
         setgid(self.group).context("user: the group cannot be set")?;
         setuid(self.user).context("user: the user cannot be changed")?;

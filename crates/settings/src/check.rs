@@ -1,5 +1,5 @@
-//! Conversion of a draft to a plan: all rules between settings. Limits of a disk apply in addition
-//! to those of its group (docs/decisions/0006).
+//! Checks a parsed config and converts it to the desired state: all rules between settings. Limits
+//! of a disk apply in addition to those of its group (docs/decisions/0006).
 //!
 //! All rules are checked, so that one run reports all mistakes, except rules that are broken only
 //! as a consequence of another mistake.
@@ -24,8 +24,8 @@ use super::{
 const MAX_NAME_BYTES: usize = 4096;
 
 impl DesiredState {
-    /// Plan of a draft. `inherited` sockets were passed by the service manager; those that no
-    /// export names belong to NBD.
+    /// Desired state for a parsed config. `inherited` is the number of sockets that the service
+    /// manager passed; those that no export names serve NBD.
     ///
     /// # Errors
     /// Returns the first mistake.
@@ -33,8 +33,8 @@ impl DesiredState {
         Self::with_diagnostics(draft, inherited, Diagnostics::default()).map_err(first_error)
     }
 
-    /// As [`new`](Self::new), for a draft with known `mistakes`. The tables with these mistakes are
-    /// missing from the draft, so only rules within single tables are checked then.
+    /// As [`new`](Self::new), for a config with known `mistakes`. The tables with these mistakes are
+    /// missing from `draft`, so only rules within single tables are checked then.
     ///
     /// # Errors
     /// Returns all mistakes, in the order of the file.
@@ -47,10 +47,10 @@ impl DesiredState {
         Self::build(draft, inherited, mistakes)
     }
 
-    /// The plan of a daemon that is told of its disks once it runs, and of servers for them.
+    /// Desired state of a daemon that receives its disks and servers at run time.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// Returns the first mistake.
     pub fn without_disks(draft: ParsedConfig) -> Result<Self, ConfigError> {
         if let Some(place) = draft.daemon.origin_of_given("nbd") {
             return Err(
@@ -92,19 +92,19 @@ impl DesiredState {
     }
 
     fn build(draft: ParsedConfig, inherited: usize, mistakes: Diagnostics) -> Result<Self, Vec<ConfigError>> {
-        // With unreadable tables, rules between tables would report missing disks and groups.
+        // With unreadable tables, rules between tables would report disks and groups as missing.
         let is_whole = mistakes.count() == 0;
         check_names(&draft, &mistakes);
         check_images(&draft.disks, &mistakes);
         check_rates(&draft.disks, &mistakes);
         // Names and images come first: later checks use names as keys.
         let mut draft = draft;
-        // Sorted by depth, as `promises::check` needs them.
+        // Sorted by depth: `promises::check_reservations` needs each parent before its children.
         draft.groups = groups::sort_groups(draft.groups, &mistakes);
         let known = GroupIndex::new(&draft.groups);
         draft.disks.iter_mut().for_each(|disk| check_disk(disk, Some(&known), &mistakes));
         if mistakes.count() == 0 {
-            // Only with valid limits: the tree would reject them with other errors.
+            // Only with valid limits: the throttle tree would report invalid ones a second time.
             mistakes.ok_or_report(reservations::check_reservations(&draft.groups, &draft.disks));
         }
         draft.daemon.judge(&mistakes);
@@ -136,7 +136,7 @@ impl DesiredState {
 
 impl CheckedDisk {
     /// Checks a disk that is added to a running daemon with these TLS settings. `standard` are the
-    /// endpoints of disks without explicit exports, each with true if they are read-only there.
+    /// endpoints for disks without explicit exports, each with true if it is read-only.
     ///
     /// The caller checks its group, other disks of the same image or simulated device, and
     /// other exports at the same endpoints.
@@ -163,15 +163,16 @@ impl CheckedDisk {
 }
 
 fn first_error(all: Vec<ConfigError>) -> ConfigError {
-    all.into_iter().next().expect("something is wrong")
+    all.into_iter().next().expect("at least one mistake")
 }
 
-/// Endpoints of all disks; `None` if a mistake prevents finding them.
+/// NBD servers and other exports of all disks; `None` if a mistake prevents finding them.
 fn resolve_endpoints(draft: &ParsedConfig, inherited: usize, mistakes: &Diagnostics) -> Option<(Vec<NbdServerSpec>, Vec<ExportSpec>)> {
-    // Sockets that exports name are not NBD's.
+    // A socket that an export names serves that export, not NBD by default.
     let inherited = inherited.saturating_sub(named_inherited_sockets(draft));
     let standard = mistakes.ok_or_report(default_endpoints(draft, inherited))?;
-    // Without a configured endpoint, a host of a cluster listens only if it has such disks.
+    // In a cluster, configured endpoints listen even without disks, which may arrive later. The
+    // default endpoint listens only if a disk uses it.
     let is_said = !draft.daemon.nbd.is_empty() || standard == [(ListenEndpoint::Inherited, false)];
     let always = if draft.cluster.is_some() && is_said { &*standard } else { &[] };
     let before = mistakes.count();
@@ -222,8 +223,8 @@ fn check_names(draft: &ParsedConfig, mistakes: &Diagnostics) {
     }
 }
 
-/// Checks groups with cluster-wide limits: these are set once for all hosts, and apply independent
-/// of a device's utilization.
+/// Checks groups with cluster-wide limits: these are set once for all hosts, and apply
+/// independently of a device's utilization.
 fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
     let cluster = draft.cluster.as_ref();
     let control_groups = cluster.map_or(&[][..], |cluster| cluster.control_groups.as_slice());
@@ -294,7 +295,7 @@ fn check_images(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics)
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
         let Some(path) = disk.image.path() else { continue };
-        // Compared by path; locks on the files find other names of one file.
+        // Compared by path. Other names of one file are detected by file locks when it is opened.
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
                 mistakes.report(disk.error("image", IMAGE_IN_USE));
@@ -336,7 +337,7 @@ fn check_image(disk: &ConfigWithOrigins<DiskConfig>) -> Result<(), ConfigError> 
 }
 
 /// Checks that no image in a Ceph cluster is opened twice for writing. Opening would fail as well,
-/// but without the place of the key.
+/// but the error would not name the key.
 fn check_clusters(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) {
     let mut seen: HashMap<String, bool> = HashMap::new();
     for disk in disks.iter().filter(|disk| disk.image.is_rbd()) {
@@ -402,14 +403,14 @@ fn known_format(disk: &ConfigWithOrigins<DiskConfig>) -> Result<Option<ImageForm
         (_, Some(options), Some(place)) => {
             Err(place.error(format!("is for qcow2 images, and {options} for raw ones")))
         }
-        // `options` belongs to the raw format, as in QEMU. A part is never probed, since its first
-        // bytes are the guest's.
+        // `options` belongs to the raw format, as in QEMU. A part of a file is never probed,
+        // because the guest controls its first bytes.
         (_, Some(_), None) => Ok(Some(ImageFormat::Raw)),
         (format, None, _) => Ok(format),
     }
 }
 
-/// Number of passed sockets that exports or servers name.
+/// Number of inherited sockets that exports or NBD servers name.
 fn named_inherited_sockets(draft: &ParsedConfig) -> usize {
     let name = |endpoint: &'_ ListenEndpoint| match endpoint {
         ListenEndpoint::Passed(name) => Some(name.clone()),
@@ -422,7 +423,7 @@ fn named_inherited_sockets(draft: &ParsedConfig) -> usize {
     nbd.chain(doors).collect::<HashSet<_>>().len()
 }
 
-/// Endpoints of disks without explicit exports, each with true if they are read-only there.
+/// Endpoints for disks without explicit exports, each with true if it is read-only.
 fn default_endpoints(draft: &ParsedConfig, inherited: usize) -> Result<Vec<(ListenEndpoint, bool)>, ConfigError> {
     // Disks that come from other hosts of a cluster have no explicit exports.
     let all_say = draft.cluster.is_none() && draft.disks.iter().all(|disk| has_exports(disk));
@@ -490,7 +491,7 @@ fn build_servers(
     servers
 }
 
-/// NBD export, with the place of its name.
+/// NBD export, with the origin of its name.
 struct PlacedNbdExport<'a> {
     endpoint: &'a ListenEndpoint,
     name: &'a str,
@@ -516,7 +517,7 @@ fn nbd_exports_of<'a>(disk: &'a ConfigWithOrigins<DiskConfig>, standard: &'a [(L
         read_only: export.read_only,
         place: disk
             .item_origin("export", index, ".name")
-            // The most specific place that was recorded.
+            // The most specific origin that was recorded.
             .or_else(|| disk.item_origin("export", index, ""))
             .unwrap_or(disk.own_origin()),
     };
@@ -545,12 +546,12 @@ fn build_exports(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServerSp
     doors
 }
 
-/// Checks for settings that only NBD clients would notice, in a plan without NBD.
+/// Rejects settings that affect only NBD clients, in a config without NBD exports.
 fn check_without_nbd(draft: &ParsedConfig) -> Result<(), ConfigError> {
     // Only given keys are reported, never defaults.
     let connections = draft.daemon.origin_of_given("max-connections");
     let descriptions = draft.disks.iter().filter_map(|disk| disk.origin_of_given("description"));
-    // The page uses the certificates as well.
+    // The web page uses the certificates too.
     let has_page = matches!(draft.daemon.http_address, Some(ListenAddress::Tcp { .. }));
     let is_encrypted = draft.daemon.tls_mode != TlsMode::Off;
     let tls = draft.daemon.origin_of_given("tls").filter(|_| is_encrypted && !has_page);
@@ -562,7 +563,8 @@ fn check_without_nbd(draft: &ParsedConfig) -> Result<(), ConfigError> {
     }
 }
 
-/// True if clients of other hosts may connect to the server.
+/// True if clients of other hosts may connect: over TCP, or over an inherited socket, whose
+/// address family is not known here.
 fn is_tcp(server: &NbdServerSpec) -> bool {
     !matches!(server.endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)))
 }

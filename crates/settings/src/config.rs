@@ -38,8 +38,9 @@ pub const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// Reads a config file.
 ///
-/// # Errors Returns the first mistake: an unreadable file, invalid TOML, an unknown key, or a
-/// malformed value.
+/// # Errors
+/// Returns the first mistake: an unreadable file, invalid TOML, an unknown key, or a malformed
+/// value.
 pub fn load(path: &Path) -> Result<ParsedConfig, ConfigError> {
     let mistakes = Diagnostics::default();
     let draft = load_with_options(path, &ConfigWithOrigins::default(), &mistakes);
@@ -47,7 +48,7 @@ pub fn load(path: &Path) -> Result<ParsedConfig, ConfigError> {
 }
 
 /// Reads a config file below the options of the command line, which replace keys of `[daemon]`.
-/// Reports mistakes; a table with a mistake is left out.
+/// Reports mistakes; a table with a mistake is omitted.
 pub fn load_with_options(path: &Path, options: &ConfigWithOrigins<DaemonConfig>, mistakes: &Diagnostics) -> ParsedConfig {
     let nothing = || ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
     let name = path.display().to_string();
@@ -280,7 +281,7 @@ impl ConfigReader<'_> {
             if let Some(record) = section.request("record").and_then(|entry| self.record(entry, mistakes))
                 && !options.overrides("record")
             {
-                // The place of the whole table is that of its address, which every such table has.
+                // The origin of the whole table is that of its address, which every such table has.
                 daemon.record_origin("record", record.origin(RecordingConfig::ADDRESS).clone());
                 daemon.record = Some(record.into_config());
             }
@@ -296,7 +297,7 @@ impl ConfigReader<'_> {
         let mut cluster = ConfigWithOrigins::new(ClusterConfig::default(), section.place().clone());
         section.read_all(|| {
             read_keys(section, &mut cluster, self.directory);
-            // `need` reports misspelt names, so it comes after all keys were requested.
+            // `require` reports misspelt names, so it comes after all keys were requested.
             section.require("name", cluster.origin_of_given("name").map(drop), "no name (add name = \"NAME\")");
             let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
             section.require("etcd", cluster.origin_of_given("etcd").map(drop), rule);

@@ -62,10 +62,10 @@ pub struct DaemonConfig {
     pub workers: usize,
     /// Busy polling of the workers.
     pub poll: PollingMode,
-    /// Bound of the simultaneous clients of each server; 0 is unlimited.
+    /// Maximum number of simultaneous clients of each server; 0 is unlimited.
     pub max_connections: u32,
-    /// Bound of the simultaneous clients with one address; 0 is unlimited, `None` nine tenths of
-    /// `max_connections`.
+    /// Maximum number of simultaneous clients with one address; 0 is unlimited, `None` nine tenths
+    /// of `max_connections`.
     pub max_connections_per_address: Option<u32>,
     /// Access rules for NBD clients.
     pub access: AccessRules,
@@ -201,7 +201,7 @@ impl KeyTable for DaemonConfig {
         if let Some(index) = again {
             mistakes.report(daemon.place_of_qmp(index).error("is given twice (remove one)"));
         }
-        // Contradictory: `control = false` asks for no control socket.
+        // Contradictory: `control = false` disables the control socket.
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
             let key = if daemon.origin_of_given(DEPRECATED_CONTROL).is_some() { DEPRECATED_CONTROL } else { "qmp" };
             mistakes
@@ -271,7 +271,7 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
             "qmp", Text, "ADDRESS", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root; weir serves and warns if it cannot listen there", Reject, Separate,
                 "Take commands of `weir status` and others, which are QEMU's machine protocol, from root and the daemon's own user: at unix:PATH, at the default address (default; weir fails if it cannot listen there), or nowhere (none); repeatable";
             "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Reject, Separate,
-                "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. All who can connect see the names and the activity of disks; 0.0.0.0 or :: is every address of this host";
+                "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. Every client that connects sees the names and the activity of disks; 0.0.0.0 or :: is every address of this host";
             "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Reject, Separate,
                 "Run a command for each event, such as a limit reached or an image failure. COMMAND is an absolute path with arguments; it reads the event as JSON from standard input";
             "http", Text, "ADDRESS", maybe!(http_address), "nowhere", Reject, Separate,
@@ -364,6 +364,7 @@ fn qmp() -> KeyField<DaemonConfig> {
             Ok(())
         },
         |daemon| {
+            // Written with the prefix that the parser requires.
             let word = daemon.control.map(|control| if control { "default" } else { "none" });
             let sockets = daemon.qmp.iter().map(|path| format!("unix:{}", path.display()));
             let texts: Vec<_> =

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, collections::HashSet, fmt};
 
-/// Bound of the mistakes collected from one file.
+/// Maximum number of mistakes collected from one file.
 const MAX_ERRORS: usize = 100;
 
 /// Beginning of a message: `weir.toml:7: disk.vm1.cache = "fast"`, or `--cache fast`.
@@ -14,12 +14,12 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// A place with this text.
+    /// Origin with this text.
     pub fn new(text: impl Into<String>) -> Self {
         Self { text: text.into(), line: 0 }
     }
 
-    /// A place in this line of the config file.
+    /// Origin in this line of the config file.
     pub(crate) fn at_line(line: usize, text: impl Into<String>) -> Self {
         Self { text: text.into(), line }
     }
@@ -47,7 +47,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Value with its place.
+/// Value with its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Spanned<T> {
     pub(crate) value: T,
@@ -55,13 +55,13 @@ pub(crate) struct Spanned<T> {
 }
 
 impl<T> Spanned<T> {
-    /// `value` from `place`.
+    /// `value` from the origin `place`.
     pub(crate) fn new(value: T, place: Origin) -> Self {
         Self { value, place }
     }
 }
 
-/// Error of a setting: its place, the rule, and the remedy.
+/// Error of a setting: its origin, the rule, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{place}: {rule}")]
 pub struct ConfigError {
@@ -110,7 +110,7 @@ impl Diagnostics {
     /// Returns `value` if no mistake was recorded.
     ///
     /// # Errors
-    /// Returns all mistakes in the order of the file, only the first for each place.
+    /// Returns all mistakes in the order of the file, only the first for each origin.
     pub fn finish<T>(self, value: T) -> Result<T, Vec<ConfigError>> {
         let mut all = self.0.into_inner();
         // A stable sort: mistakes without a line come first, in the order of discovery.

@@ -38,9 +38,11 @@ pub struct DiskConfig {
     pub access: AccessRules,
     /// Location of the image.
     pub image: ImageLocation,
-    /// Ceph's config file, until [`Placed::reach`] moves it into the image's address.
+    /// Ceph's config file, until [`ConfigWithOrigins::apply_ceph_access`] moves it into the image's
+    /// address.
     pub rbd_config: Option<PathBuf>,
-    /// Ceph's user, until [`Placed::reach`] moves it into the image's address.
+    /// Ceph's user, until [`ConfigWithOrigins::apply_ceph_access`] moves it into the image's
+    /// address.
     pub rbd_user: Option<String>,
     /// Image format; `None` probes it.
     pub format: Option<ImageFormat>,
@@ -169,7 +171,7 @@ impl ConfigWithOrigins<DiskConfig> {
         Ok(())
     }
 
-    /// Place of the first key that applies to qcow2 images only.
+    /// Origin of the first key that applies to qcow2 images only.
     pub fn first_qcow2_key(&self) -> Option<&Origin> {
         // `secret-fd` is set by options only and has no row.
         let mut keys = DiskConfig::keys().iter().filter(|key| key.heading == "qcow2");

@@ -1,4 +1,4 @@
-//! The groups of a plan as trees, in an order in which they can be created.
+//! The groups of a config as trees, in an order in which they can be created.
 //!
 //! A group may be part of another, such as a tenant's of a host's. Each group follows its parent,
 //! so one pass creates them.
@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use super::{GroupConfig, Diagnostics, ConfigWithOrigins, ConfigError};
 
-/// Bound of nested groups: every request passes all levels.
+/// Maximum depth of nested groups: every request passes all levels.
 pub(crate) const MAX_GROUP_DEPTH: usize = 8;
 
 /// Lookup of groups by name.

@@ -57,7 +57,7 @@ const STRING_KEYS: [&str; 13] = [
 ];
 /// Size of a `null-co` node without a size, as in QEMU.
 const NULL_BYTES: u64 = 1 << 30;
-/// Bound of stacked nodes, far above any need.
+/// Maximum number of stacked nodes.
 const MAX_NODES: usize = 8;
 
 /// Image with its options.
@@ -117,7 +117,7 @@ impl ImageDescription {
         Self::read(pairs.into_iter().map(|(key, value)| (key, Some(value))).collect())
     }
 
-    /// Parses the text after `json:`.
+    /// Parses the JSON text after `json:`.
     fn from_json(text: &str) -> anyhow::Result<Self> {
         let value: Value = serde_json::from_str(text).context("is not JSON")?;
         ensure!(value.is_object(), "is not a JSON object (json:{{\"driver\": \"qcow2\", …}})");
@@ -193,7 +193,7 @@ impl ImageDescription {
                     return Ok(());
                 }
             }
-            // A name refers to another node by id, which weir does not have.
+            // A string here is the name of another node; weir has no named nodes.
             if let Some(node) = keys.text(&prefix, "file")? {
                 bail!(
                     "{prefix}file={node}: names a node, but named nodes are not supported (give {prefix}file.filename=PATH)"
@@ -201,7 +201,7 @@ impl ImageDescription {
             }
             prefix += "file.";
         }
-        bail!("{prefix}: more than {MAX_NODES} nodes over each other")
+        bail!("{prefix}: more than {MAX_NODES} stacked nodes")
     }
 
     fn read_common(&mut self, keys: &mut DriverKeys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
@@ -237,7 +237,7 @@ impl ImageDescription {
             );
             let part = StoragePart { offset: offset.unwrap_or_default(), size: bytes };
             ensure!(
-                // Two windows would have to be composed.
+                // A second part would have to be composed with the first.
                 self.part.replace(part).is_none(),
                 "{prefix}offset, {prefix}size: given in two nodes (give one)"
             );
@@ -320,7 +320,7 @@ impl ImageDescription {
             }
             Some("null-co") => {
                 keys.begin_node(prefix, "null-co", &["read-zeroes", "size"]);
-                // Reads return zeroes either way.
+                // Accepted without effect: reads always return zeroes.
                 keys.switch(prefix, "read-zeroes")?;
                 Ok(ImageLocation::null(keys.size(prefix, "size")?.unwrap_or(NULL_BYTES)))
             }

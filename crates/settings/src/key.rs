@@ -165,7 +165,7 @@ pub trait ConfigValue: Sized {
     /// Returns the rule that the text breaks.
     fn read(given: KeyInput<'_>) -> Result<Self, String>;
 
-    /// Writes the value so that [`KeyValue::read`] returns it again.
+    /// Writes the value so that [`ConfigValue::read`] returns it again.
     fn write(&self) -> KeyLiteral;
 }
 
@@ -299,10 +299,10 @@ impl<T: Default> ConfigKey<T> {
     /// Checks that the text is well formed, whatever its range, for the parser of an option.
     ///
     /// # Errors
-    /// The rule that it breaks.
+    /// Returns the rule that it breaks.
     pub fn check(&self, text: &str) -> Result<String, String> {
         match self.read(&mut T::default(), text, Path::new("")) {
-            // The range is checked later with the place, so only the form matters to clap.
+            // The range is checked later with the origin, so only the form matters to clap.
             Err(ValueError::Malformed(rule)) => Err(rule),
             Ok(()) | Err(ValueError::OutOfRange(_)) => Ok(text.to_owned()),
         }

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   command line ── arguments ─┐
-//!                   tables of keys ─► Draft (values with their places) ─► check ─► Plan ─► serve
+//!                   tables of keys ─► ParsedConfig (values with origins) ─► check ─► DesiredState ─► serve
 //!   config file ──── config ───┘
 //! ```
 //!
-//! Both sources produce a [`Draft`], so each rule is checked in one place. A [`Plan`] is
+//! Both sources produce a [`ParsedConfig`], so each rule is checked once. A [`DesiredState`] is
 //! consistent: indices are valid, names are unique, groups form trees, limits obey their rules.
 //! Options of one command are defined beside that command, shared options in `arguments`. `units`
 //! parses sizes, times and counts.
@@ -92,9 +92,9 @@ pub use parsers::{
     polling, parse, seconds, size, nearest_multiples,
 };
 
-/// A disk with the places of its keys.
+/// A disk with the origins of its keys.
 pub type PlacedDisk = ConfigWithOrigins<DiskConfig>;
-/// A group with the places of its keys.
+/// A group with the origins of its keys.
 pub type PlacedGroup = ConfigWithOrigins<GroupConfig>;
 
 /// Desired state of a daemon.
@@ -187,7 +187,7 @@ impl fmt::Display for ListenEndpoint {
 pub struct NbdExportSpec {
     /// Export name; empty for the default export.
     pub name: String,
-    /// Index in [`Plan::disks`].
+    /// Index in [`DesiredState::disks`].
     pub disk: usize,
     /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
@@ -198,11 +198,11 @@ pub struct NbdExportSpec {
 pub struct ExportSpec {
     /// Type, endpoint and settings of the export.
     pub door: ExportTarget,
-    /// Index in [`Plan::disks`].
+    /// Index in [`DesiredState::disks`].
     pub disk: usize,
 }
 
-/// Policy for the control socket at the default address: [`control::ControlSocket`].
+/// Policy for the control socket at the default address: [`control::ControlSocketLocation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlSocketPolicy {
     /// No socket.

@@ -1,4 +1,4 @@
-//! A config with a table of keys, and the place of each given key.
+//! A config with a table of keys, and the origin of each given key.
 
 use std::{
     borrow::Cow,
@@ -37,15 +37,15 @@ pub trait KeyTable: Clone + Default + 'static {
     fn judge(_: &ConfigWithOrigins<Self>, _: &Diagnostics) {}
 }
 
-/// Config with the place of each given key.
+/// Config with the origin of each given key.
 ///
-/// Messages use the places; comparing and serving use the config alone.
+/// Messages use the origins; comparing and serving use the config alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConfigWithOrigins<T> {
     config: T,
-    /// Place of the config as a whole.
+    /// Origin of the config as a whole.
     own_origin: Origin,
-    /// Places by key, with an index for a list (`fault[1]`), in the order of reading.
+    /// Origins by key, with an index for a list (`fault[1]`), in the order of reading.
     origins: Vec<(Cow<'static, str>, Origin)>,
     /// Errors of values that are out of range; the config has defaults instead.
     out_of_range: Vec<ConfigError>,
@@ -66,24 +66,24 @@ impl<T> DerefMut for ConfigWithOrigins<T> {
 }
 
 impl<T: Default> Default for ConfigWithOrigins<T> {
-    /// The default config, without a place.
+    /// Default config, without an origin.
     fn default() -> Self {
         Self::new(T::default(), Origin::new(""))
     }
 }
 
 impl<T> ConfigWithOrigins<T> {
-    /// A config without given keys, at this place.
+    /// Config without given keys, with this origin.
     pub fn new(config: T, own: Origin) -> Self {
         Self { config, own_origin: own, origins: Vec::new(), out_of_range: Vec::new() }
     }
 
-    /// Place of the whole config, for example of its table.
+    /// Origin of the whole config, for example of its table.
     pub fn own_origin(&self) -> &Origin {
         &self.own_origin
     }
 
-    /// Place of a given key; for a list, of its first value.
+    /// Origin of a given key; for a list, of its first value.
     pub fn origin_of_given(&self, key: &str) -> Option<&Origin> {
         // The first value of a list has index 0.
         let is_it =
@@ -91,13 +91,13 @@ impl<T> ConfigWithOrigins<T> {
         self.origins.iter().find(|(known, _)| is_it(known)).map(|(_, place)| place)
     }
 
-    /// Place of a value of a list: `item("export", 0, ".name")`.
+    /// Origin of a value of a list: `item("export", 0, ".name")`.
     pub fn item_origin(&self, key: &str, index: usize, below: &str) -> Option<&Origin> {
         let path = format!("{key}[{index}]{below}");
         self.origins.iter().find(|(known, _)| *known == path).map(|(_, place)| place)
     }
 
-    /// Place of a key, or of the whole config if the key was not given.
+    /// Origin of a key, or of the whole config if the key was not given.
     pub fn origin(&self, key: &str) -> &Origin {
         self.origin_of_given(key).unwrap_or(&self.own_origin)
     }
@@ -107,12 +107,12 @@ impl<T> ConfigWithOrigins<T> {
         self.origin(key).error(rule)
     }
 
-    /// Names and places of the given keys; lists have an index.
+    /// Names and origins of the given keys; lists have an index.
     pub fn given_origins(&self) -> impl Iterator<Item = (&str, &Origin)> {
         self.origins.iter().map(|(key, place)| (&**key, place))
     }
 
-    /// Records the place of a key.
+    /// Records the origin of a key.
     pub fn record_origin(&mut self, key: impl Into<Cow<'static, str>>, place: Origin) {
         self.origins.push((key.into(), place));
     }
@@ -129,7 +129,7 @@ impl<T> ConfigWithOrigins<T> {
 }
 
 impl<T: KeyTable> ConfigWithOrigins<T> {
-    /// Reads one value of a key. [`Placed::judge`] reports it if it is out of range.
+    /// Reads one value of a key. [`ConfigWithOrigins::judge`] reports it if it is out of range.
     ///
     /// # Errors
     /// Fails if the text is malformed.

@@ -1,5 +1,5 @@
 //! The config of a daemon before rules between its parts are checked: every value is well formed
-//! and has its place.
+//! and has its origin.
 
 use super::{ClusterConfig, DaemonConfig, DiskConfig, GroupConfig, ConfigWithOrigins};
 

@@ -1,7 +1,8 @@
 //! Options of a qcow2 image: sizes of its metadata caches, and sources of its passphrases.
 //!
 //! Names, defaults and rules of the caches are QEMU's (docs/qcow2-cache.txt); effective sizes
-//! depend on the image. Passphrases are read when the daemon starts, so that a plan can be printed.
+//! depend on the image. Passphrases are read when the daemon starts, so that the config can be
+//! checked and printed without them.
 
 use std::{fmt, path::PathBuf};
 

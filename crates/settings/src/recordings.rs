@@ -20,7 +20,7 @@ pub struct RecordingConfig {
     pub directory: PathBuf,
     /// Age at which a recording is removed.
     pub keep: Duration,
-    /// Bound of all files together, in bytes.
+    /// Maximum length of all files together, in bytes.
     pub limit: u64,
 }
 

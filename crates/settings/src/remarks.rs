@@ -1,6 +1,5 @@
-//! Remarks on keys with old names, and on settings of a plan that are valid but have no effect, and
-//! are probably mistakes. Not errors, because a running daemon can change: an empty group gets
-//! members, a disk with a weight a group.
+//! Remarks on settings that are valid but have no effect, and are probably mistakes. Not errors,
+//! because a running daemon can change: an empty group gets members, a disk with a weight a group.
 
 use std::collections::{HashMap, HashSet};
 

@@ -38,7 +38,7 @@ fn overbooked_error<T: KeyTable>(refused: &ThrottleError, placed: &ConfigWithOri
     let ThrottleError::Overbooked(overbooked @ ReservationExceeded { unit, .. }) = refused else { return None };
     let rule = overbooked.to_string();
     let rule =
-        // The place names the key already.
+        // The origin already contains the key.
         rule.strip_prefix(unit.reservation()).and_then(|rule| rule.strip_prefix(": ")).unwrap_or(&rule);
     Some(placed.error(unit.reservation(), rule))
 }

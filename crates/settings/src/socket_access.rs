@@ -3,7 +3,7 @@
 
 use std::{fmt, str::FromStr};
 
-/// Only the owner: a client can read and write disks.
+/// Default mode of sockets: only the owner may connect, because clients can read and write disks.
 const DEFAULT_MODE: u32 = 0o600;
 
 /// Permissions of a socket's file.

@@ -23,7 +23,7 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
     best.map(|(_, candidate)| candidate).or(abbreviated)
 }
 
-/// True if `word` is `candidate` with some letters left out, as `grp` for `group`.
+/// True if `word` is `candidate` without some letters, as `grp` for `group`.
 fn is_abbreviation(word: &str, candidate: &str) -> bool {
     // Two letters are contained in almost any word.
     const SHORTEST: usize = 3;

@@ -84,7 +84,7 @@ pub(crate) fn limit_keys<T: 'static>(
 ) -> impl Iterator<Item = ConfigKey<T>> {
     let field = move |setting: LimitSetting| {
         let read = move |config: &mut T, given: KeyInput<'_>| {
-            // Checks the range of this setting; combinations are checked by `judge`.
+            // Checks the range of this setting; combinations are checked by `check_limits`.
             let set = settings_mut(config).limits.set(setting, given.number);
             set.map_err(|invalid| invalid.rule.to_string())
         };

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! The layout is that of libnbd and QEMU. All files are read once, before the first connection, so
-//! a reconnect needs no file. Never accepts a server that proves nothing, unless the caller asks
-//! for that (`host` is `None`).
+//! a reconnect needs no file. Never accepts a server that proves nothing, unless the caller
+//! requests for that (`host` is `None`).
 
 use std::{fmt, net::IpAddr, path::Path};
 
@@ -47,7 +47,7 @@ impl TlsClient {
     /// server's certificate must be valid for `host`. With `None` every certificate is accepted.
     ///
     /// # Errors
-    /// Names the faulty file.
+    /// Fails on a faulty file; the error names it.
     pub fn x509(directory: Option<&Path>, host: Option<String>) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         match directory {
@@ -62,7 +62,7 @@ impl TlsClient {
     /// key of `user`, or the only one.
     ///
     /// # Errors
-    /// Names the file; also fails if it holds no key of the user.
+    /// Fails on a faulty file, or if it holds no key of the user; the error names the file.
     pub fn psk(path: &Path, user: Option<&str>) -> Result<Self, CredentialsError> {
         let mut known = files::pre_shared(path)?;
         let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };

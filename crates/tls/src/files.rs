@@ -131,7 +131,7 @@ fn warn_if_expired(path: &Path, certificate: &X509) {
 /// of the file.
 fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, CredentialsError> {
     let bytes = read(path, hint)?;
-    // Without a callback OpenSSL would ask for a passphrase on the terminal, and a daemon would
+    // Without a callback OpenSSL would prompt for a passphrase on the terminal, and a daemon would
     // wait for it forever.
     PKey::private_key_from_pem_callback(&bytes, |_| Ok(0)).map_err(|_| CredentialsError::Content {
         path: path.to_owned(),

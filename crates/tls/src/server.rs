@@ -51,7 +51,7 @@ impl TlsServer {
     /// certificate that ca-cert.pem signed and that ca-crl.pem, if it exists, does not revoke.
     ///
     /// # Errors
-    /// Names the faulty file.
+    /// Fails on a faulty file; the error names it.
     pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         let (certificate, key) = (directory.join("server-cert.pem"), directory.join("server-key.pem"));
@@ -65,7 +65,7 @@ impl TlsServer {
     /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory.
     ///
     /// # Errors
-    /// Names the faulty file and line.
+    /// Fails on a faulty file; the error names it and the line.
     pub fn psk(path: &Path) -> Result<Self, CredentialsError> {
         let keys = files::pre_shared(path)?;
         let mut builder = builder()?;

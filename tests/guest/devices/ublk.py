@@ -525,7 +525,7 @@ class Ublk(Device):
             return [contains("before Linux 6.5", parts["refused"], "may not use the ublk driver"), nodes]
         sums = re.findall(r"^\w{32}(?=  -$)", parts["served"], re.MULTILINE)
         return [
-            contains("a user without access", parts["refused"], "not this user's after 10 s"),
+            contains("one whom nobody gives it", parts["refused"], "udev did not give it to this user within 10 s"),
             fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
             contains("leftovers of a killed weir", parts["served"], "ublk, orphaned"),
             nodes,

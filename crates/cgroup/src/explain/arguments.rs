@@ -16,7 +16,7 @@ Examples:
       With a proof: writes and reads files there under the same limits; reports for each I/O path its rate, the charged share, and where it waited.
 
 A limit is enforced for a kind of I/O (`covered`), for a part of it (`PARTLY`) or not at all (`ESCAPES`); a `note` is no failure.
-Each finding cites the kernel's files that prove it. Files that are open, shared mappings and swap space count as use.
+Each finding cites the kernel's files that prove it. I/O is inferred from open files, shared mappings and swap space.
 Exit status: 0 examined, whatever was found (`--json` has `verdict`), 1 failed, 2 wrong use of the command line.";
 
 /// Arguments of `weir cgroup explain`.
@@ -29,11 +29,11 @@ pub struct ExplainArgs {
     /// I/O path was limited
     #[arg(long)]
     pub(crate) measure: bool,
-    /// Directory of these files, which have no names [default: mount point of a file system on a
-    /// limited disk]
+    /// Directory of these files, which are unlinked at once [default: mount point of a file system
+    /// on a limited disk]
     #[arg(long, value_name = "DIR", requires = "measure")]
     pub(crate) directory: Option<PathBuf>,
-    /// Maximum of bytes on each I/O path
+    /// Maximum number of bytes on each I/O path
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = settings::size, requires = "measure")]
     pub(crate) size: u64,
     /// Duration of each I/O path in seconds if the limit is enforced, from 1 to 60

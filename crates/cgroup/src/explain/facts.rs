@@ -187,7 +187,7 @@ pub(crate) struct OtherWriter {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IoLocation {
-    /// Index in [`Facts::file_systems`].
+    /// Index in [`CgroupFacts::file_systems`].
     FileSystem(usize),
     Disk(DeviceNumber),
 }
@@ -231,7 +231,7 @@ pub(crate) enum DiskKind {
     /// The RAID level, such as `raid5`.
     Raid(String),
     Loop {
-        /// Index in [`Facts::file_systems`].
+        /// Index in [`CgroupFacts::file_systems`].
         on: Option<usize>,
         direct: bool,
     },

@@ -124,7 +124,7 @@ pub(super) fn measure(
     let spot = facts::disks_of_directory(hierarchy, &directory);
     let Some((disk, rates)) = in_force(facts, &spot.stack) else {
         bail!(
-            "{shown}: nothing is limited on its disk {node} (set a limit on that, or name another --directory)"
+            "{shown}: its disk {node} has no limit (set one, or choose another --directory)"
         );
     };
     let places = SysfsRoots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
@@ -152,7 +152,7 @@ pub(super) fn measure(
         let removal = trace.removal();
         Ok((trace, removal))
     });
-    // A missing trace is no error: the report then lacks the senders of requests.
+    // A missing trace is no error: the report then lacks the tasks that submitted requests.
     let untraced = trace.as_ref().err().map(|error| format!("{error:#}"));
     let charged =
         spot.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));

@@ -19,7 +19,7 @@ use policy::steering::IoMaxRates;
 
 use super::{UnknownFormat, count, io_stat::CgroupIoUsage, nested::NAMELESS, number};
 
-/// Names of the limit files, in the order of [`Rates`].
+/// Names of the limit files, in the order of [`IoMaxRates`].
 pub(crate) const LIMITS: [&str; 4] = [
     "blkio.throttle.read_bps_device",
     "blkio.throttle.write_bps_device",

@@ -39,7 +39,7 @@ fn n(major: u64, minor: u64) -> DeviceNumber {
     DeviceNumber { major, minor }
 }
 
-/// Counters in the order of [`Usage`]'s fields.
+/// Counters in the order of [`CgroupIoUsage`]'s fields.
 fn usage([read_bytes, written_bytes, reads, writes, discarded_bytes, discards]: [u64; 6]) -> CgroupIoUsage {
     CgroupIoUsage { read_bytes, written_bytes, reads, writes, discarded_bytes, discards }
 }

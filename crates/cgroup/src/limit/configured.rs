@@ -13,7 +13,8 @@ use super::limits_file::LimitsFile;
 pub(crate) struct ConfiguredLimits {
     /// The cgroup's own limits, or those of its group.
     pub(crate) limits: Limits,
-    /// Percent of the device below which limits are not enforced; 0 enforces them always.
+    /// Utilization of the device in percent below which limits are not enforced; 0 enforces them
+    /// always.
     pub(crate) watermark: u8,
     pub(crate) weight: Option<u32>,
     /// Group that the limits belong to, if any.
@@ -26,7 +27,7 @@ impl ConfiguredLimits {
         let entry = kept.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
         let shared = kept.limits_of(entry);
         Some(Self {
-            // `Kept::load` validated the entries.
+            // `LimitsFile::load` validated the entries.
             limits: shared.limits().unwrap_or_default(),
             watermark: shared.watermark().map_or(0, policy::watermark::Watermark::percent),
             weight: entry.given_weight(),

@@ -194,7 +194,7 @@ impl CgroupEntry {
         Ok(number)
     }
 
-    /// True if `device` could name the entry's disk, even one that is gone: by its number, or by
+    /// True if `device` could name the entry's disk, even a removed one: by its number, or by
     /// any path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<DeviceNumber>) -> bool {
         match known {
@@ -347,7 +347,7 @@ impl LimitsFile {
         }
     }
 
-    /// Only the entries whose limits belong to a cluster.
+    /// File with only the entries whose limits belong to a cluster.
     pub(crate) fn only_cluster_entries(mut self) -> Self {
         let groups = &self.groups;
         let is_lent = |entry: &CgroupEntry| {

@@ -24,8 +24,8 @@ use crate::{
 
 pub(crate) type SettledRates = (ControlGroup, DeviceNumber, IoMaxRates);
 
-/// Settled rates of each existing control group. The share of a control group whose disk is gone or
-/// replaced goes to the remaining members.
+/// Settled rates of each existing control group. The share of a control group whose disk was
+/// removed or replaced is divided among the remaining members.
 pub(crate) fn settled_rates(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<Vec<SettledRates>> {
     let mut all = Vec::new();
     for sharing in LimitPool::all(kept)? {
@@ -49,8 +49,9 @@ pub(crate) fn settled_rates_of_pool(hierarchy: &CgroupHierarchy, sharing: LimitP
     held.map(|(entry, rates)| place(entry).map(|(group, device)| (group, device, rates))).collect()
 }
 
-/// Fails if an entry's disk is gone or its number belongs to another disk. A limit in the kernel
-/// proves the disk, because limits vanish with their disk; identifying the disk itself may block.
+/// Fails if an entry's disk was removed or its number belongs to another disk. A limit in the
+/// kernel proves the disk, because limits vanish with their disk; identifying the disk itself may
+/// block.
 pub(crate) fn verify_disk(group: &ControlGroup, entry: &CgroupEntry, roots: &SysfsRoots) -> anyhow::Result<()> {
     let number = entry.device()?;
     if write::read_limits(group, number).is_ok_and(|told| told != IoMaxRates::NONE) {
@@ -203,7 +204,7 @@ pub(crate) fn missing_in_systemd(
                 continue;
             }
             let group = hierarchy.group(&entry.cgroup)?;
-            // Not `same_disk`: a limit in the kernel may be systemd's own.
+            // Not `verify_disk`: a limit in the kernel may be systemd's own.
             let Some(number) = entry.disk(&roots).ok().filter(|_| group.exists()) else { continue };
             let device = (number, node(hierarchy, number));
             if !write::is_known_to_systemd(hierarchy, &group, &device.1) {
@@ -229,7 +230,7 @@ pub(crate) fn write_unless_equal(
     if told == Some(write::as_printed_by_kernel(rates)) { Ok(()) } else { write::write_limits(group, device, rates) }
 }
 
-/// The device's node, for systemd; a path by number if the device is gone.
+/// The device's node, for systemd; a path by number if the device was removed.
 pub(super) fn node(hierarchy: &CgroupHierarchy, number: DeviceNumber) -> String {
     DeviceIdentity::resolve(number, &hierarchy.roots.device_roots())
         .map_or_else(|_| format!("/dev/block/{number}"), |identity| identity.node())

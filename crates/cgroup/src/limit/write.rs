@@ -214,7 +214,7 @@ fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> a
         Some(nix::errno::Errno::EACCES | nix::errno::Errno::EPERM) => {
             "run as root, or have the cgroup delegated"
         }
-        Some(nix::errno::Errno::ENODEV) => "the device or the cgroup is gone",
+        Some(nix::errno::Errno::ENODEV) => "the device or the cgroup was removed",
         Some(nix::errno::Errno::EROFS) => "cgroups are mounted read-only here: do it on the host",
         _ => "is it a whole disk?",
     };

@@ -148,7 +148,7 @@ fn creation_error(name: &Path, error: &io::Error) -> anyhow::Error {
         io::ErrorKind::ReadOnlyFilesystem => "cgroups are mounted read-only here: do it on the host",
         _ => "give another --name or --parent",
     };
-    anyhow!("cgroup {}: cannot be made: {error} ({mend})", name.display())
+    anyhow!("cgroup {}: cannot be created: {error} ({mend})", name.display())
 }
 
 /// Removes cgroups left by commands whose weir process has ended.

@@ -45,7 +45,7 @@ pub(crate) struct CgroupReading {
     pub(crate) pressure: Option<IoPressure>,
 }
 
-/// Reads a cgroup; `None` if it is gone. A cgroup without the controller has no devices.
+/// Reads a cgroup; `None` if it was removed. A cgroup without the controller has no devices.
 pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<CgroupReading>> {
     // Identified by inode: another cgroup may be created with this name at any moment.
     let number = || fs::metadata(&group.directory).map(|metadata| metadata.ino()).ok();
@@ -115,7 +115,7 @@ fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
     }
 }
 
-/// `/dev/vda`; the number if the device is gone.
+/// `/dev/vda`; the number if the device was removed.
 pub(crate) fn node(number: DeviceNumber) -> String {
     let identity = DeviceIdentity::resolve(number, &SysfsRoots::default());
     identity.map_or_else(|_| number.to_string(), |identity| identity.node())

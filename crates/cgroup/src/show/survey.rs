@@ -63,7 +63,7 @@ impl CgroupSurvey {
         })
     }
 
-    /// Notices about limits whose cgroup is gone.
+    /// Notices about limits whose cgroup was removed.
     pub(super) fn missing(&self, kept: &LimitsFile) -> Vec<String> {
         let is_missing =
             |entry: &&CgroupEntry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
@@ -82,7 +82,7 @@ impl CgroupSurvey {
     }
 
     /// Takes a snapshot, which includes the errors of single cgroups; fails if all named cgroups
-    /// are gone.
+    /// were removed.
     pub(super) fn snapshot(&self, has_tasks: bool) -> anyhow::Result<CgroupSnapshot> {
         let mut snapshot = CgroupSnapshot { at: self.began.elapsed(), ..CgroupSnapshot::default() };
         // An unreadable limits file does not hide the kernel's counters.

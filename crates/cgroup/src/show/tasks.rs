@@ -39,7 +39,7 @@ pub(crate) struct CgroupTask {
     pub(crate) waited: Duration,
 }
 
-/// Tasks of a cgroup itself; empty if it is gone or threaded.
+/// Tasks of a cgroup itself; empty if it was removed or is threaded.
 pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, CgroupTask>> {
     let mut tasks = BTreeMap::new();
     for pid in group.processes().unwrap_or_default() {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   watch ──── pipe ────► guard          end of file: the watch is dead ──► settle all ──► exit
-//!     ▲          ·  ·  ·    │            no heartbeat for [`SILENCE`]: it is stopped ──► settle all, continue listening
+//!     ▲          ·  ·  ·    │            no heartbeat for [`HEARTBEAT_TIMEOUT`]: it is stopped ──► settle all, continue listening
 //!     │                     │            a lease ends without renewal: settle leased quota, continue listening
 //!     └── starts another ◄──┘ dies       the final message: the watch has settled all itself ──► exit
 //! ```
@@ -39,17 +39,17 @@ use crate::{
 /// Heartbeat, written every other second.
 const HEARTBEAT: u8 = b'.';
 const DONE: u8 = b'!';
-/// Carries the time, in nanoseconds of [`now`], at which leased quota must be revoked; 0 for none.
+/// Code of the time, in nanoseconds of [`now`], at which leased quota must be revoked; 0 for none.
 const LEASED: u8 = b'<';
-/// One of these codes and a number. Shorter than PIPE_BUF, so the pipe accepts it whole or not at
-/// all.
+/// Message: one of these codes and a number. Shorter than PIPE_BUF, so the pipe accepts it whole or
+/// not at all.
 type GuardMessage = [u8; 9];
 /// Time without a heartbeat after which the watch counts as stopped.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// The kernel's name of the initial PID namespace (PROC_PID_INIT_INO).
 const FIRST_PIDS: &str = "pid:[4026531836]";
-/// Two seconds in total.
+/// Number of checks for the guard's exit, [`LOOK`] apart: two seconds in total.
 const EXIT_ATTEMPTS: usize = 100;
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -83,7 +83,7 @@ impl SettlingGuard {
     /// before.
     ///
     /// # Errors
-    /// If no guard listens: then nothing may be leased.
+    /// Fails if no guard listens: then nothing may be leased.
     pub(super) fn set_revocation(&mut self, at: Option<Instant>) -> anyhow::Result<()> {
         if self.lent == at {
             return Ok(());
@@ -211,7 +211,7 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), CommandFailure> {
 
 enum GuardInput {
     Word(GuardMessage),
-    /// No message by the given time.
+    /// No message arrived by the given time.
     Nothing,
     End,
 }

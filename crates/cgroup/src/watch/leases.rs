@@ -1,15 +1,15 @@
 //! Quota that a cluster leases to groups of control groups, and their demand.
 //!
 //! ```text
-//!   the daemon's cluster ── quota, lease end, fallback share ──► Lending ──► watch ──► io.max
+//!   the daemon's cluster ── quota, lease end, fallback share ──► CgroupLeases ──► watch ──► io.max
 //!                        ◄── in force, counters ────────────────
 //! ```
 //!
 //! The watch checks at each turn, at most a tenth of a second apart, and revokes quota by its own
-//! clock [`WATCH_AHEAD`] of the end of its lease. The kernel has no leases, so the guard revokes it
-//! as well, [`GUARD_AHEAD`] of that end, if the watch has not: it receives the deadline before the
-//! kernel receives the quota. The fallback share is in the limits file before quota is acknowledged
-//! as in force, because the guard falls back to that file.
+//! clock [`WATCH_AHEAD`] before the end of its lease. The kernel has no leases, so the guard
+//! revokes it as well, [`GUARD_AHEAD`] before that end, if the watch has not: it receives the
+//! deadline before the kernel receives the quota. The fallback share is in the limits file before
+//! quota is acknowledged as in force, because the guard falls back to that file.
 
 use std::{
     collections::BTreeMap,

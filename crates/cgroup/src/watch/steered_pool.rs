@@ -1,8 +1,9 @@
 //! Steers one pool of limits: reads its control groups when due, and writes their rates.
 //!
-//! The share of a control group that is gone, or whose disk is, goes to the remaining members; an
-//! unreadable control group has no burst. Both are retried every second, and each problem is logged
-//! once, as is its end. Never applies a limit to a disk that has taken over another's number.
+//! The share of a control group that was removed, or whose disk was, is divided among the remaining
+//! members; an unreadable control group has no burst. Both are retried every second, and each
+//! problem is logged once, as is its end. Never applies a limit to a disk that has taken over
+//! another's number.
 
 use std::path::PathBuf;
 
@@ -27,7 +28,7 @@ use crate::{
 
 /// Retry interval of a member with an error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// Members due later than this are rounded down to a multiple of [`TOGETHER`].
+/// Members due later than this are rounded down to a multiple of [`ROUNDED_TO`].
 const ROUNDED_FROM: Duration = Duration::from_millis(500);
 const ROUNDED_TO: Duration = Duration::from_millis(100);
 
@@ -160,7 +161,7 @@ impl SteeredPool {
         self.bursts_end.is_some_and(|end| end <= now)
     }
 
-    /// True if levels have changed since [`Steered::kept`].
+    /// True if levels have changed since [`SteeredPool::kept`].
     pub(super) fn has_spent(&self) -> bool {
         self.pool.levels() != self.kept
     }
@@ -361,7 +362,7 @@ impl SteeredPool {
             }
             Err(error) => {
                 self.pool.retry_setting(index);
-                // Its disk may be gone: checked again at the next reading.
+                // Its disk may have been removed: checked again at the next reading.
                 (self.members[index].reading, self.members[index].in_force) = (None, false);
                 self.log_trouble(index, &error, AS_BEFORE);
                 false

@@ -1,5 +1,5 @@
 //! Limits that the kernel enforces alone, without steering: restored after a control group or disk
-//! was gone or another program changed them, and lifted once they are no longer configured.
+//! was missing or another program changed them, and lifted once they are no longer configured.
 
 use std::{
     collections::{HashMap, HashSet},

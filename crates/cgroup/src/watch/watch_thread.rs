@@ -46,7 +46,7 @@ impl CgroupWatchThread {
     /// stopped.
     ///
     /// # Errors
-    /// If this machine has no control groups that can be limited.
+    /// Fails if this machine has no control groups that can be limited.
     pub fn start_after_another(path: &Path, store: CapacityStore, lending: Option<CgroupLeases>) -> anyhow::Result<Self> {
         let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
         check(&hierarchy)?;

@@ -34,7 +34,7 @@ use tokio_openssl::SslStream;
 
 use super::EtcdError;
 
-/// Bound of an answer: 10,000 hosts with ten groups each.
+/// Maximum length of an answer: 10,000 hosts with ten groups each.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 /// OpenSSL's codes for certificates that are not yet valid, expired, or issued to another name
 /// (x509_vfy.h).

@@ -13,7 +13,7 @@ use super::{
     message::{EtcdEvent, KeyRange},
 };
 
-/// Bound of a line: the changes of one revision, or all since an older one.
+/// Maximum length of a line: the changes of one revision, or all since an older one.
 const MAX_LINE_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]

@@ -242,7 +242,7 @@ fn put(file: &mut dyn LogOutput, bytes: &[u8], patience: Duration) -> Result<(),
     Ok(())
 }
 
-/// True if a write of [`AT_ONCE`] bytes does not block. Waits for that at most `patience`.
+/// True if a write of [`MAX_WRITE`] bytes does not block. Waits for that at most `patience`.
 fn is_ready(file: &dyn LogOutput, patience: Duration) -> bool {
     let timeout = PollTimeout::try_from(patience).unwrap_or(PollTimeout::ZERO);
     // If poll itself fails, the write is tried.

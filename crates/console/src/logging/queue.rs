@@ -2,8 +2,8 @@
 //!
 //! The file system of a log may stop responding, and the reader of a pipe may stop reading. A
 //! thread that serves disks must not wait for either, so it only appends a line here. Beyond
-//! [`MOST_BYTES`], lines are dropped and counted, and the log reports their number before the next
-//! line.
+//! [`MAX_QUEUED_BYTES`], lines are dropped and counted, and the log reports their number before the
+//! next line.
 //!
 //! ```text
 //!   threads ── line ──► queue ──► writer, a thread that ends once the queue is empty ──► file

@@ -34,7 +34,7 @@ pub(super) struct OnEventCommand {
 /// Checks that the program exists and is executable.
 ///
 /// # Errors
-/// A message with the remedy.
+/// Returns a message with the remedy.
 pub(super) fn check(program: &str) -> anyhow::Result<()> {
     let file = fs::metadata(program).with_context(|| format!("{program}: no such program"))?;
     let is_program = file.is_file() && file.permissions().mode() & 0o111 != 0;
@@ -54,7 +54,7 @@ impl OnEventCommand {
     /// Runs the command once.
     ///
     /// # Errors
-    /// The reason why it was not started, or how it has ended.
+    /// Returns the reason why it was not started, or how it has ended.
     pub(super) fn run(&mut self, event: &[u8], deadline: Instant) -> Result<(), String> {
         let spawned = std::process::Command::new(&self.words[0])
             .args(&self.words[1..])
@@ -104,7 +104,7 @@ fn has_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
 }
 
 /// Kills the child, its process group, and descendants that have left the group: they become
-/// children of this process once their parents are gone. A process that the kernel cannot kill
+/// children of this process once their parents have ended. A process that the kernel cannot kill
 /// stays, and does not delay the next event further.
 fn kill_descendants(child: &mut Child) {
     let group = Pid::from_child(child);

@@ -100,7 +100,7 @@ impl Delivery {
         }
     }
 
-    /// Result of one delivery; fails if the process is gone.
+    /// Result of one delivery; fails if the process has ended.
     async fn hand_on(&mut self, event: &RecordedEvent, skipped: u64) -> io::Result<Result<(), String>> {
         let line = encode_event(event.to_json(), skipped) + "\n";
         let mut left = line.as_bytes();

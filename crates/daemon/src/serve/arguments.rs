@@ -1,6 +1,6 @@
-//! The options of `weir serve`, and the config draft made of them.
+//! The options of `weir serve`, and their conversion to a parsed config.
 //!
-//! Values are parsed as in the config file; the plan checks rules between them.
+//! Values are parsed as in the config file; rules between them are checked with the whole config.
 
 use std::{
     fmt::Display,
@@ -154,7 +154,7 @@ impl ServeArgs {
         self.process.daemonize
     }
 
-    /// Converts the options to a draft; without disks if `--config` was given.
+    /// Converts the options to a parsed config; without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<ParsedConfig, ConfigError> {
         let Self { image, disk, mut network, daemon, .. } = self;
         let (mut disks, group) = image.disks(&disk)?;

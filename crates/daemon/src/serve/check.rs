@@ -72,7 +72,7 @@ pub struct CheckArgs {
 /// Reports all problems that would keep a daemon with this config file from serving.
 ///
 /// # Errors
-/// [`Failure::Found`] after all problems were reported.
+/// [`CommandFailure::Found`] after all problems were reported.
 pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
     let mistakes = Diagnostics::default();
     let draft = settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
@@ -88,7 +88,7 @@ pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
     }
 }
 
-/// Reports all problems of a config, from a file or from the command line alone, and of its plan.
+/// Reports all problems of a config, from a file or from the command line alone.
 pub(super) fn check(
     draft: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,

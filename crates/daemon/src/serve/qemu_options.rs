@@ -79,7 +79,7 @@ impl QemuSteps {
     /// Executes the remaining steps in order.
     ///
     /// # Errors
-    /// The first failure; earlier steps stay in effect.
+    /// Returns the first failure; earlier steps stay in effect.
     pub(super) async fn run(self, registry: &Rc<Registry>) -> anyhow::Result<()> {
         for (option, text) in self.0 {
             let (command, implied) = match option {

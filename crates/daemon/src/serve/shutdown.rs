@@ -1,4 +1,4 @@
-//! A running daemon up to its end: signals, a client's `quit`, the last client.
+//! Events of a running daemon until its end: signals, a client's `quit`, the last client.
 //!
 //! ```text
 //!   stop accepting ─► lift limits ─► requests in flight complete ─► flush everything ─► close
@@ -37,13 +37,13 @@ use super::{Daemon, DaemonEvent};
 
 /// Interval of checking whether an upgrade is still in progress.
 const CHECK_INTERVAL: Duration = Duration::from_millis(10);
-/// Time for the kernel to write back the page cache of files over FUSE.
+/// Maximum time for the kernel to write back the page cache of files over FUSE.
 const WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time that a reload waits until the log is opened again.
+/// Maximum time that a reload waits for the log to be reopened.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(2);
 const LOG_DOES_NOT_ANSWER: &str =
-    "the file system of the log does not answer: the log is not opened again yet";
-/// Time for requests that a stopped disk holds to return to their clients, at the end.
+    "the log's file system does not answer: the log file is not reopened yet";
+/// Maximum time, at the end, for requests of a stopped disk to return to their clients.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Daemon {
@@ -60,7 +60,7 @@ impl Daemon {
                     reactor::spawn(async {
                         if reactor::run_blocking(logging::reopen).await {
                             // A failure has logged a warning.
-                            tracing::info!("SIGUSR1: the request to open the log's file again was handled");
+                            tracing::info!("SIGUSR1: the request to reopen the log file was handled");
                         } else {
                             tracing::warn!("SIGUSR1: {LOG_DOES_NOT_ANSWER}");
                         }
@@ -136,8 +136,7 @@ impl Daemon {
             serving.close();
         }
         let entrances = self.registry.exports.own_endpoints();
-        // Files over FUSE cannot be left to the next daemon, so their users' dirty pages are
-        // written first.
+        // Files over FUSE end with this process, so their users' dirty pages are written first.
         let is_file = |entrance: &&Rc<ExportEndpoint>| matches!(entrance.host_endpoint(), Some(HostEndpoint::Fuse(_)));
         let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
         others.into_iter().for_each(|entrance| entrance.close_or_hand_over());
@@ -164,7 +163,7 @@ impl Daemon {
             }
             let giving_up: Vec<_> = disks.iter().map(abandon_when_unresponsive).collect();
             if !stopped.is_empty() {
-                // Held requests go back into rings and devices, for the next process that serves
+                // Held requests return to their rings and devices, for the next process that serves
                 // them.
                 let all_gone = async {
                     for entrance in &entrances {
@@ -172,7 +171,7 @@ impl Daemon {
                     }
                 };
                 let _ = reactor::timeout(RETURN_TIMEOUT, all_gone).await;
-                // Requests that cannot go back are answered with the error that stopped their disk.
+                // Requests that cannot return fail with the error that stopped their disk.
                 stopped.iter().for_each(|running| running.disk.failures().stop_waiting());
             }
             write_back(files).await;
@@ -203,7 +202,7 @@ fn abandon_when_unresponsive(running: &Rc<RunningDisk>) -> reactor::JoinHandle<(
 }
 
 /// Makes the kernel write back dirty pages of file systems on these files, on loop devices over
-/// them, and of the loop devices: once a file is gone, they cannot be written.
+/// them, and of the loop devices: once a file is unmounted, they cannot be written.
 async fn write_back(files: Vec<PathBuf>) {
     let used = move || {
         let users = files.into_iter().map(|file| (DeviceOpeners::of_device(&file), file));
@@ -225,7 +224,7 @@ async fn write_back(files: Vec<PathBuf>) {
     if reactor::timeout(WRITE_BACK_TIMEOUT, written).await.is_err() {
         tracing::warn!(
             patience_s = WRITE_BACK_TIMEOUT.as_secs(),
-            "the kernel takes too long to write back data of users of files: some of it may be lost"
+            "the kernel takes too long to write back data of files over FUSE: some of it may be lost"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! From a plan to a running daemon.
+//! Starts a daemon from its desired state.
 //!
 //! ```text
 //!   open ─► bind ─► reconcile ─► sandbox ─► late disks ─► take over ─► clients ─► ready
@@ -217,7 +217,7 @@ fn claim(plan: &DesiredState, is_upgrade: bool) -> anyhow::Result<Option<Claimed
     Ok(plan.process.pid_file.as_deref().map(claim).transpose()?.flatten())
 }
 
-/// Marks file systems at the files where the plan exports disks over FUSE, as long as the value
+/// Marks file systems at the files where the config exports disks over FUSE, as long as the value
 /// lives.
 fn files_over_fuse(plan: &DesiredState) -> Vec<OwnMount> {
     let files = plan.exports.iter().filter_map(|export| match &export.door {
@@ -227,7 +227,8 @@ fn files_over_fuse(plan: &DesiredState) -> Vec<OwnMount> {
     files.filter_map(|file| fuse::served_at(file)).collect()
 }
 
-/// Joins the cluster, if there is one; disks that were migrated to another host are left out.
+/// Joins the cluster, if there is one; disks that were migrated to another host are removed from
+/// `plan`.
 async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::Result<()> {
     let Some(cluster) = ClusterMembership::prepare(plan).await? else { return Ok(()) };
     let moved = cluster.moved();
@@ -242,8 +243,8 @@ async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::R
     Ok(())
 }
 
-/// Extends an error about a locked image if the cluster could not be asked whether the disk was
-/// migrated to another host.
+/// Extends an error about a locked image if etcd did not answer whether the disk was migrated to
+/// another host.
 fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_locked = |cause: &OpenError| cause.why.contains("locked");
     let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
@@ -289,8 +290,8 @@ impl<'a> StartWithImages<'a> {
         Ok(Self { plan, registry, work, difference, images, late })
     }
 
-    /// Reconciles the empty registry with the plan. In between, the daemon runs the steps of its
-    /// command line, and enters its sandbox. `None` if a signal ended it before.
+    /// Reconciles the empty registry with the desired state. In between, the daemon runs the steps
+    /// of its command line, and enters its sandbox. `None` if a signal ended it before.
     async fn complete(
         self,
         (steps, source): (QemuSteps, &mut dyn StartSource),
@@ -408,7 +409,7 @@ async fn enter_sandbox(
 /// Adds objects that clients have added to the old process at run time.
 ///
 /// # Errors
-/// The old process has something that cannot be recreated here.
+/// Fails if the old process has something that cannot be recreated here.
 async fn add_runtime_objects(
     old: &mut NewProcess,
     mut complete: CompletedStart,
@@ -434,7 +435,7 @@ async fn add_runtime_objects(
 /// Takes over from the old process, if there is one. Returns it with its version.
 ///
 /// # Errors
-/// The old process continues unchanged.
+/// Fails if the old process does not hand over; it then continues unchanged.
 async fn take_over(
     old: Option<NewProcess>,
     registry: &Rc<Registry>,
@@ -454,7 +455,8 @@ async fn take_over(
 /// Starts the thread of HTTP, with no more rights than the sandbox leaves.
 ///
 /// # Errors
-/// It cannot be started. After an upgrade that is only logged, because no other process serves.
+/// Fails if it cannot be started. After an upgrade that is only logged, because no other process
+/// serves.
 fn start_http(
     bound: &mut BoundAddresses,
     registry: &Rc<Registry>,

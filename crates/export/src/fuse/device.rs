@@ -30,9 +30,9 @@ pub struct FuseExport {
     pub id: Arc<str>,
     /// The disk.
     pub disk: Arc<Disk>,
-    /// Reject writes.
+    /// True to reject writes.
     pub read_only: bool,
-    /// Writing past the end and `truncate` resize the disk.
+    /// True if writing past the end and `truncate` resize the disk.
     pub growable: bool,
     /// Initial owner of the file.
     pub owner: FuseFileOwner,
@@ -69,7 +69,7 @@ pub(super) struct FuseDevice {
     pub(super) export: FuseExport,
     owner: Mutex<FuseFileOwner>,
     modified: Mutex<SystemTime>,
-    /// The content has changed since `modified` was set.
+    /// True if the content has changed since `modified` was set.
     is_changed: AtomicBool,
     pub(super) interrupts: Interrupts,
     /// Held exclusively by a request that changes the size, and shared by requests that change
@@ -81,18 +81,18 @@ pub(super) struct FuseDevice {
     pub(super) cancel_token: Arc<CancelToken>,
     is_stopping: AtomicBool,
     is_resting: AtomicBool,
-    /// Queues that are quiesced, with the requests that they hold back.
+    /// Requests put back by each quiesced queue, encoded, by the queue's number.
     at_rest: Mutex<BTreeMap<usize, Vec<u8>>>,
     /// Requests from the old process, for the first queue that starts.
     inherited_messages: Mutex<Vec<Vec<u8>>>,
     /// Notified when the device stops, quiesces or resumes: for queues and for requests that wait
     /// for limits.
     pub(super) stop: Event,
-    /// Number of RELEASE requests to be expected.
+    /// Number of open file descriptions; each ends with one RELEASE request.
     pub(super) openers: AtomicUsize,
-    /// The file has ever been opened.
+    /// True if the file was ever opened.
     pub(super) served: AtomicBool,
-    /// Notified when the file is opened or closed.
+    /// Notified when the file is opened or closed, and when a queue has quiesced.
     pub(super) clients: Event,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
@@ -131,7 +131,7 @@ impl FuseDevice {
         self.end.file_bytes(self.disk())
     }
 
-    /// Updates the allocated space of the image: see [`Device::attributes`].
+    /// Updates the allocated space of the image: see [`FuseDevice::attributes`].
     pub(super) async fn count_space(&self) {
         self.disk().image().count_allocated_bytes(COUNT_TIMEOUT).await;
     }
@@ -157,7 +157,7 @@ impl FuseDevice {
         self.is_resting.load(Relaxed)
     }
 
-    /// Records that a queue has nothing in flight and holds these requests back: see
+    /// Records that a queue has nothing in flight, and the requests that it has put back: see
     /// [`super::told`].
     pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.at_rest).insert(queue, messages);
@@ -184,7 +184,7 @@ impl FuseDevice {
         }
     }
 
-    /// Continues from the state of the old process; false if the held-back requests are malformed.
+    /// Continues from the state of the old process; false if its requests are malformed.
     pub(super) fn restore(&self, standing: &FuseFileState) -> bool {
         let Some(messages) = encode::split(&standing.messages) else { return false };
         let (seconds, nanoseconds) = standing.modified;

@@ -1,7 +1,7 @@
 //! Requests that were not started, encoded as the kernel's messages for another process.
 //!
 //! So one parser validates requests in both processes, and there is no second encoding. Fields of
-//! the original message that are never read are left out.
+//! the original message that are never read are omitted.
 
 use storage::Durability;
 

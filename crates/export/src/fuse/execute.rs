@@ -43,8 +43,8 @@ enum AdmissionDenied {
     Resting,
 }
 
-/// Internal error of a request of several steps that is to be restarted after the quiesce. Neither
-/// the kernel accepts this number in a reply (`ERESTARTSYS`) nor does a disk return it.
+/// Internal error of a request of several steps that is to be restarted after the quiesce. The
+/// kernel rejects this number in a reply (`ERESTARTSYS`), and no disk returns it.
 const QUIESCING: Error = Error::from_errno(512);
 
 impl FuseQueue {
@@ -227,7 +227,7 @@ impl FuseQueue {
         self.device.disk().write(pass, offset, data, durability).await
     }
 
-    /// Continues after some of several merged requests were given up: the rest wait separately.
+    /// Continues after some of several merged requests were cancelled: the rest wait separately.
     fn continue_without(self: Rc<Self>, parts: Vec<FuseIncomingRequest>, denied: AdmissionDenied) {
         let is_over = |unique: u64| match &denied {
             AdmissionDenied::Interrupted(requests) => requests.contains(&unique),
@@ -506,7 +506,7 @@ impl FuseQueue {
         }
     }
 
-    /// Fails if a request of many steps is not to take the next one.
+    /// Fails if a request of several steps must not begin its next step.
     fn check_not_ending(&self) -> Result<()> {
         match () {
             () if self.device.is_stopping() => Err(Error::SHUTDOWN),

@@ -19,7 +19,7 @@ pub fn fuse_message(data: &[u8]) {
     {
         said.copy_from_slice(&(length as u32).to_ne_bytes());
     }
-    // As `Letter::read`, which passes only the head of a long message.
+    // As `FuseReceiveBuffer::parse`, which passes only the head of a long message.
     let seen = &message[..length.min(MAX_PARSED_BYTES)];
     match parse(seen, length) {
         Ok(FuseRequest { unique, operation }) => {

@@ -93,7 +93,7 @@ pub enum FuseOperation {
         length: u32,
         /// `O_…` of the open file.
         flags: u32,
-        /// Written back from the page cache, where it was mapped.
+        /// True if the kernel writes it back from the page cache, as of a mapped file.
         cached: bool,
     },
     /// `fsync(2)`: make written data durable.
@@ -163,11 +163,11 @@ pub struct MalformedFuseMessage {
     pub unique: Option<u64>,
 }
 
-/// Parses a message of `length` bytes. `bytes` are its first [`MOST_PARSED_BYTES`], or all of it if
+/// Parses a message of `length` bytes. `bytes` are its first [`MAX_PARSED_BYTES`], or all of it if
 /// it is shorter.
 ///
 /// # Errors
-/// [`Malformed`].
+/// [`MalformedFuseMessage`].
 pub fn parse(bytes: &[u8], length: usize) -> Result<FuseRequest, MalformedFuseMessage> {
     // Without a header there is no request to answer; with one, the error can be sent.
     let malformed = |unique| move || MalformedFuseMessage { unique };
@@ -357,7 +357,7 @@ impl FuseReply {
             .seal(0)
     }
 
-    /// Attributes with a validity of zero, so that the kernel asks again each time.
+    /// Attributes with a validity of zero, so that the kernel requests them each time.
     #[must_use]
     pub fn attributes(unique: u64, file: &FuseFileAttributes) -> Self {
         const REGULAR_FILE: u32 = 0o100_000;

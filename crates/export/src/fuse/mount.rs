@@ -6,13 +6,14 @@
 //! ```
 //!
 //! A killed process leaves a mount on which every access fails ("Transport endpoint is not
-//! connected"). It is removed either by a [watcher](Watcher), a process that notices the death by
-//! the end of a pipe, or by the next process that mounts over the same file.
+//! connected"). It is removed either by a [watcher](MountWatcher), a process that notices the death
+//! by the end of a pipe, or by the next process that mounts over the same file.
 //!
 //! Another user may replace a file in a directory of theirs between two lookups of its path.
 //! So the file is opened once; checks, mount and unmount refer to the open file.
 //!
-//! A mount outlives its process while another process has its descriptor: see [`Mount::told`].
+//! A mount outlives its process while another process has its descriptor: see
+//! [`FuseMount::transfer_state`].
 //!
 //! Blocks for the kernel and for other programs. Never call it on a thread that serves requests.
 
@@ -60,7 +61,7 @@ const MAX_DEAD_MOUNTS: usize = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum NotMounted {
     /// The file does not exist.
-    #[error("{0}: there is no such file (make an empty one: the disk is seen in its place)")]
+    #[error("{0}: no such file (create an empty one; the disk is mounted over it)")]
     Missing(PathBuf),
     /// It is a directory, a device or a pipe.
     #[error("{0}: is no regular file (name one, it may be empty: the disk is seen in its place)")]
@@ -95,20 +96,20 @@ pub enum NotMounted {
 /// Options of a mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FuseMountOptions {
-    /// Mount read-only.
+    /// True to mount read-only.
     pub read_only: bool,
     /// Other users may open the file, subject to its mode; `None`: if the system permits that.
     pub allow_other: Option<bool>,
 }
 
-/// State of a mount for the new process of an upgrade; see [`Mount::told`].
+/// State of a mount for the new process of an upgrade; see [`FuseMount::transfer_state`].
 #[derive(Debug)]
 pub struct TransferredMount {
     /// The file.
     pub path: PathBuf,
     /// Descriptor of `/dev/fuse` from which requests are read.
     pub device: OwnedFd,
-    /// It has to be unmounted by the helper.
+    /// True if the helper program has to unmount it.
     pub by_helper: bool,
     /// The kernel's mount ID.
     pub number: Option<u64>,
@@ -148,7 +149,7 @@ impl FuseMount {
             }
             mounted => (mounted?, false),
         };
-        // Only root may mount directly, so EACCES and EPERM lead to the set-uid helper above.
+        // Only root may mount directly: after EACCES or EPERM the set-uid helper mounts.
         let root = mounted(&path);
         let watcher = MountWatcher::start(&path, by_helper).inspect_err(|error| {
             let path = path.display();
@@ -169,7 +170,7 @@ impl FuseMount {
     /// State for another process. The descriptors are copies; this process keeps its own.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// Fails if no file descriptor is available.
     pub fn transfer_state(&self) -> io::Result<TransferredMount> {
         let watcher = self.watcher();
         let bell = watcher.as_ref().map(|watcher| watcher.pipe.try_clone()).transpose()?;
@@ -183,7 +184,8 @@ impl FuseMount {
     }
 
     /// Wraps the mount of another process; it is not unmounted here before
-    /// [`is_ours`](Mount::is_ours). Does not access the file, because no process may answer now.
+    /// [`take_ownership`](FuseMount::take_ownership). Does not access the file, because no process
+    /// may answer now.
     pub fn adopt(told: TransferredMount, owner: FuseFileOwner) -> Self {
         let TransferredMount { path, device, by_helper, number, watcher } = told;
         let watcher = watcher.map(|bell| MountWatcher { pipe: bell, child: None });

@@ -2,7 +2,7 @@
 //! which replies are written.
 //!
 //! ```text
-//!   readable ─► take: read ─► parse ─► merge ─► one task per I/O ─► disk ─► reply
+//!   readable ─► read messages ─► parse ─► merge ─► one task per I/O ─► disk ─► reply
 //!      ▲           until none is left,   │
 //!      │           or the bound is hit   └─► without I/O: answered at once
 //!      └─────────────── sleep
@@ -50,11 +50,11 @@ use crate::{
     select::{FirstReady, first},
 };
 
-/// Number of requests read in one turn, so that completions are not delayed for long.
+/// Maximum number of requests read in one turn, so that completions are not delayed for long.
 const MAX_MESSAGES_PER_TURN: usize = 64;
-/// Number of requests in flight in one queue.
+/// Maximum number of requests in flight in one queue.
 const MAX_REQUESTS_IN_FLIGHT: usize = 512;
-/// Number of parts of a reply; with more, the data is copied into one.
+/// Maximum number of parts of a reply; with more, the data is copied into one.
 const MAX_REPLY_PARTS: usize = 512;
 
 /// Reason for the end of a queue.
@@ -78,7 +78,7 @@ pub(super) struct FuseQueue {
     flow: FairQueueFlow,
     /// Requests that were not started when the queue quiesced.
     put_back: RefCell<Vec<FuseIncomingRequest>>,
-    /// Raised when a request has ended.
+    /// Raised when a request has completed or was put back.
     news: Signal,
 }
 
@@ -94,7 +94,8 @@ impl FuseQueue {
     /// Serves until the device is stopped or gone; then no request is in flight.
     pub(super) async fn serve(self: Rc<Self>) -> FuseQueueEnd {
         let ended = self.run().await;
-        // One failed or ended queue ends the export: the kernel gives requests to any descriptor.
+        // The end of one queue ends the export: the kernel gives requests to any descriptor, so
+        // those of this queue would not be served.
         self.device.stop();
         while self.in_flight.get() > 0 {
             self.news.wait().await;
@@ -152,7 +153,7 @@ impl FuseQueue {
             if self.in_flight.get() == 0 && !is_at_rest {
                 is_at_rest = true;
                 let messages = self.put_back.borrow().iter().flat_map(encode::encode).collect();
-                // Published once nothing is in flight; requests that were put back go along as
+                // Published once nothing is in flight. Requests that were put back are included as
                 // messages.
                 self.device.publish_quiesced(self.number, messages);
             }
@@ -164,7 +165,7 @@ impl FuseQueue {
         }
     }
 
-    /// Keeps a request that was not started, and is not to be started now.
+    /// Stores a request that must not be started while the device is quiesced.
     pub(super) fn put_back(&self, incoming: FuseIncomingRequest) {
         let kept = incoming.charged_bytes;
         self.put_back.borrow_mut().push(incoming);
@@ -272,7 +273,7 @@ impl FuseQueue {
     fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> FuseWork {
         let has = |flag: i32| flags & flag as u32 != 0;
         let durability = if has(libc::O_DSYNC) { Durability::Synchronous } else { Durability::Cached };
-        // O_APPEND: the kernel's idea of the end may be stale. Written-back pages have a fixed
+        // O_APPEND: the kernel's value of the end may be stale. Written-back pages have a fixed
         // offset.
         let appends = has(libc::O_APPEND) && !cached;
         let end = offset.checked_add(data.len() as u64);
@@ -347,7 +348,8 @@ impl FuseQueue {
         self.reply(&reply, &Segments::default());
     }
 
-    /// Counts out an answered request.
+    /// Returns the memory of a request that was answered or put back, and removes it from those in
+    /// flight.
     pub(super) fn count_out(&self, kept: usize) {
         if kept > 0 {
             self.device.disk().memory().release(kept as u64);

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Another process can take it over: the kernel keeps the file system while any process holds its
-//! descriptor ([`Rested`]).
+//! descriptor ([`QuiescedFuseFile`]).
 
 use std::{
     io::{self, IoSlice},
@@ -69,14 +69,14 @@ pub struct FuseExportServer {
     device: Arc<FuseDevice>,
     queues: AtomicUsize,
     closing: AtomicBool,
-    /// INIT was negotiated, by this process or an earlier one.
+    /// True if INIT was negotiated, by this process or an earlier one.
     is_initialized: AtomicBool,
     /// The mount while it is served.
     mount: Mutex<Weak<FuseMount>>,
 }
 
 impl FuseExportServer {
-    /// Creates a server; requests wait until [`Server::serve`].
+    /// Creates a server; requests wait until [`FuseExportServer::serve`].
     pub fn new(export: FuseExport) -> Arc<Self> {
         Arc::new(Self {
             device: Arc::new(FuseDevice::new(export)),
@@ -90,7 +90,7 @@ impl FuseExportServer {
     /// Creates a server that continues after another process has quiesced.
     ///
     /// # Errors
-    /// The held-back requests are malformed.
+    /// Fails if the requests from the old process are malformed.
     pub fn adopt(export: FuseExport, standing: &FuseFileState) -> io::Result<Arc<Self>> {
         let server = Self::new(export);
         server.is_initialized.store(true, SeqCst);
@@ -113,23 +113,23 @@ impl FuseExportServer {
     /// State for the new process, once quiesced; `None` if the file was unmounted from outside.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// Fails if no file descriptor is available.
     pub fn quiesced_state(&self) -> io::Result<Option<QuiescedFuseFile>> {
         let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         let Some(mount) = mount else { return Ok(None) };
         Ok(Some(QuiescedFuseFile { mount: mount.transfer_state()?, standing: self.device.state() }))
     }
 
-    /// Resumes after [`Server::come_to_rest`].
+    /// Resumes after [`FuseExportServer::quiesce`].
     pub fn resume(&self) {
         self.device.set_quiescing(false);
     }
 
-    /// Serves the file until [`Server::close`], or until it is unmounted from outside. It is
-    /// unmounted when this returns, and also when the future is dropped.
+    /// Serves the file until [`FuseExportServer::close`], or until it is unmounted from outside. It
+    /// is unmounted when this returns, and also when the future is dropped.
     ///
     /// # Errors
-    /// The kernel's FUSE is too old, or the device fails.
+    /// Fails if the kernel's FUSE is too old, or the device fails.
     pub async fn serve(self: Arc<Self>, mount: FuseMount, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
         let id = Arc::clone(&self.device.export.id);
         let mount = Arc::new(mount);
@@ -179,7 +179,7 @@ impl FuseExportServer {
     pub fn refresh_size(&self) {}
 
     /// Unmounts the file. Requests in flight complete, requests that wait for limits fail;
-    /// [`Server::serve`] then returns.
+    /// [`FuseExportServer::serve`] then returns.
     pub fn close(&self) {
         self.closing.store(true, SeqCst);
         self.device.clients.notify(usize::MAX);

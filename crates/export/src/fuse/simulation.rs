@@ -107,7 +107,7 @@ struct FuseWorld {
     model: RefCell<Model>,
     passed: RefCell<GroupSamples>,
     may_fail: bool,
-    /// It is stopped or unmounted while there are requests.
+    /// True if it is stopped or unmounted while there are requests.
     ends: Cell<bool>,
     tally: Rc<Cell<FuseSimulationTally>>,
 }

@@ -27,7 +27,7 @@ use reactor::log_rate_limit::LogRateLimit;
 use super::wire;
 
 /// Number of rejected clients since the server's start, by reason.
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectedClientCounts {
     /// By their network address.
@@ -71,7 +71,7 @@ impl NbdAccessControl {
     }
 
     /// True if a client from this address may begin a handshake. An admitted client is counted
-    /// until [`Admission::leave`].
+    /// until [`NbdAccessControl::release`].
     pub(super) fn admit(&self, address: Option<IpAddr>) -> bool {
         if !self.access.networks.allows(address) {
             self.reject(RejectionReason::Network, &ClientIdentity { address, name: None }, None);
@@ -94,8 +94,8 @@ impl NbdAccessControl {
         admitted
     }
 
-    /// Counts a client that another process admitted, until [`Admission::leave`]. The access rules
-    /// are not checked again.
+    /// Counts a client that another process admitted, until [`NbdAccessControl::release`]. The
+    /// access rules are not checked again.
     pub(super) fn count_transferred(&self, address: IpAddr) {
         let mut guests = self.connections_by_origin.lock().unwrap_or_else(PoisonError::into_inner);
         *guests.entry(connection_origin(address)).or_default() += 1;

@@ -1,7 +1,7 @@
 //! Exports as the handshake sees them: name, description, size, features.
 //!
-//! The handshake looks an export up in an [`Exports`] each time that it needs one, so exports may
-//! be added, removed and resized during negotiation. Nothing here depends on what an export
+//! The handshake looks an export up in an [`ExportCatalog`] each time that it needs one, so exports
+//! may be added, removed and resized during negotiation. Nothing here depends on what an export
 //! consists of.
 
 use super::proto::{self, export_flag};
@@ -23,7 +23,7 @@ pub struct Features {
     /// Offered only with structured replies.
     pub dont_fragment: bool,
     pub cache: bool,
-    /// A flush on any connection covers the answered writes of all connections.
+    /// True if a flush on any connection covers the answered writes of all connections.
     pub multi_conn: bool,
     pub rotational: bool,
 }
@@ -110,7 +110,7 @@ impl Default for BlockSizes {
 }
 
 /// Properties of an export at one moment.
-#[allow(missing_docs, reason = "the types say it")]
+#[allow(missing_docs, reason = "the types are self-explanatory")]
 #[derive(Clone, Debug)]
 pub struct ExportInfo {
     /// Canonical name. Only names of at most 4096 bytes without NUL are sent.

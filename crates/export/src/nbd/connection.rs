@@ -78,21 +78,21 @@ pub(super) struct NbdConnection {
     pub(super) outbox: NbdOutbox,
     /// Set by the server, from another thread.
     stop: Arc<StopSignal>,
-    /// Sending failed: the client has disconnected.
+    /// True if sending failed: the client has disconnected.
     broken: Cell<bool>,
-    /// No further reply will be queued.
+    /// True if no further reply will be queued.
     finished: Cell<bool>,
-    /// The client has disconnected: requests that wait for limits are dropped.
+    /// True if the client has disconnected: requests that wait for limits are dropped.
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
-    /// Quiesce state of the server (`Rest`), and the number of this connection in it.
+    /// Quiesce state of the server (`ConnectionQuiesce`), and the number of this connection in it.
     rest: Option<(Arc<ConnectionQuiesce>, u64)>,
-    /// The connection is quiescing: no request is started.
+    /// True while the connection quiesces: no request is started.
     pub(super) resting: Cell<bool>,
     /// Requests that were parsed but not started when the connection quiesced.
     put_back: RefCell<Vec<NbdIncomingRequest>>,
     sending: Cell<bool>,
-    /// The reader may be in a receive.
+    /// True while the reader may be in a receive.
     receiving: Cell<bool>,
     /// Progress of transfers, for the memory budget.
     holding: Arc<ClientTransfers>,
@@ -110,7 +110,8 @@ struct ReceivingMemory<'a> {
 }
 
 impl ReceivingMemory<'_> {
-    /// Leaves the memory charged: the request is in flight, and [`Connection::ended`] returns it.
+    /// Leaves the memory charged: the request is in flight, and [`NbdConnection::count_out`]
+    /// returns it.
     fn keep(mut self) {
         self.bytes = 0;
     }
@@ -217,7 +218,7 @@ impl NbdConnection {
         self.outbox.changed.raise();
         writer.await;
         if !matches!(outcome, Ok(NbdConnectionEnd::Quiesced)) || self.stream.is_tls() {
-            // Bounded, so that a client that does not read cannot occupy its place.
+            // Bounded, so that a client that does not read cannot occupy its slot.
             let _ = reactor::timeout(FINISH_TIMEOUT, self.stream.finish()).await;
             self.stream.close();
         }
@@ -343,7 +344,7 @@ impl NbdConnection {
         self.resting.get() && error.raw_os_error() == Some(libc::ECANCELED)
     }
 
-    /// Quiesces the connection whenever the server enters [`Stage::Still`].
+    /// Quiesces the connection whenever the server enters [`QuiesceStage::Quiescing`].
     async fn watch_quiesce(self: Rc<Self>) {
         let Some((rest, _)) = &self.rest else { return };
         loop {
@@ -456,7 +457,7 @@ impl NbdConnection {
         Some(ReceivingMemory { memory, bytes })
     }
 
-    /// Counts out requests that were answered or dropped; see [`Outbox::sent`].
+    /// Counts out requests that were answered or dropped; see [`NbdOutbox::sent`].
     pub(super) fn count_out(&self, requests: usize, bytes: usize, length: usize) {
         self.outbox.sent(requests, bytes, length);
         if bytes > 0 {

@@ -21,7 +21,7 @@ pub enum MetaContext {
     /// Level of the backing chain at which a range is allocated: 0 none, 1 the image, 2 its backing
     /// file and so on (QEMU's docs/interop/nbd.txt).
     AllocationDepth,
-    /// The export's bitmap of this index, below [`MOST_BITMAPS`]: flag 1 where it is dirty.
+    /// The export's bitmap of this index, below [`MAX_BITMAPS`]: flag 1 where it is dirty.
     DirtyBitmap(u8),
 }
 

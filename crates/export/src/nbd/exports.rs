@@ -31,7 +31,7 @@ pub(super) async fn refresh_size(disk: &Disk) {
 }
 
 /// A disk as a server offers it.
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Debug)]
 pub struct NbdServerExport {
     pub name: Arc<str>,
@@ -47,7 +47,7 @@ pub struct NbdServerExport {
 }
 
 impl NbdServerExport {
-    /// Last known properties; [`look_at_size`] detects that the image was resized from outside.
+    /// Last known properties; [`refresh_size`] detects that the image was resized from outside.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
         ExportInfo {

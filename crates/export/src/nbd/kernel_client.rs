@@ -1,15 +1,16 @@
 //! A block device of the kernel's NBD client, served by this process over socket pairs.
 //!
 //! ```text
-//!   /dev/nbdN ── kernel's client ══ pair of sockets ══ Connection, on one of the workers
-//!                     ▲
-//!   Server ── control ┘  connect; replace closed sockets; resize; disconnect
+//!   /dev/nbdN ── kernel's client ══ pair of sockets ══ NbdConnection, on one of the workers
+//!                      ▲
+//!   NbdDeviceServer ───┘  connect; replace closed sockets; resize; disconnect
 //! ```
 //!
 //! There is no handshake: the kernel receives the parameters together with the sockets. If this
 //! process dies, the kernel keeps the device and its requests for the dead-connection timeout, and
 //! a process with the same identity takes the device over. In an upgrade, the old process passes
-//! its ends of the sockets to the new one ([`Rested`]), which the kernel does not notice.
+//! its ends of the sockets to the new one ([`QuiescedNbdDevice`]), which the kernel does not
+//! notice.
 //!
 //! Never removes a device by itself because others have it open: the caller that closes the server
 //! checks for openers first.
@@ -86,7 +87,7 @@ pub enum NbdDeviceError {
     NoDriver,
     /// The caller lacks the capability.
     #[error(
-        "no permission to make a block device of the kernel's NBD client (be root, or have CAP_SYS_ADMIN)"
+        "no permission to create a block device of the kernel's NBD client (run as root, or with CAP_SYS_ADMIN)"
     )]
     NotPermitted,
     /// Another server uses the device.
@@ -101,7 +102,7 @@ pub enum NbdDeviceError {
 /// a server is no error.
 ///
 /// # Errors
-/// As for [`Server::connect`].
+/// As for [`NbdDeviceServer::connect`].
 pub fn disconnect(number: u32) -> Result<(), NbdDeviceError> {
     let gone = || -> io::Result<()> {
         let control = NbdNetlinkControl::open()?;
@@ -185,7 +186,7 @@ pub struct NbdDeviceServer {
     /// Connections that are served or being replaced.
     attended: AtomicUsize,
     live: Mutex<Vec<(Fd, Arc<StopSignal>)>>,
-    /// The device exists and is served by this server.
+    /// True if the device exists and is served by this server.
     is_connected: AtomicBool,
     course: AtomicU8,
     resizes: AtomicUsize,
@@ -196,7 +197,7 @@ pub struct NbdDeviceServer {
 
 impl NbdDeviceServer {
     /// Creates the device, or takes over the one with the same identity. Its requests wait until
-    /// [`Server::serve`]. Dropping the server before that disconnects the device.
+    /// [`NbdDeviceServer::serve`]. Dropping the server before that disconnects the device.
     ///
     /// # Errors
     /// [`Error`]; then no device was created.
@@ -214,7 +215,7 @@ impl NbdDeviceServer {
     }
 
     /// Continues with a device of another process after that has quiesced it. The device is not
-    /// touched before [`Server::serve`].
+    /// touched before [`NbdDeviceServer::serve`].
     ///
     /// # Errors
     /// [`Error`].
@@ -254,11 +255,11 @@ impl NbdDeviceServer {
         format!("/dev/nbd{}", self.number)
     }
 
-    /// Serves the device, each socket pair on one of the workers, until [`Server::close`] or
-    /// [`Server::leave`], or until another process disconnects the device.
+    /// Serves the device, each socket pair on one of the workers, until [`NbdDeviceServer::close`]
+    /// or [`NbdDeviceServer::leave`], or until another process disconnects the device.
     ///
     /// # Errors
-    /// The kernel does not disconnect the device; it is no longer served.
+    /// Fails if the kernel does not disconnect the device; it is no longer served.
     pub async fn serve(self: Arc<Self>, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
         let (ended, all_ended) = async_channel::bounded::<()>(1);
         self.is_connected.store(true, SeqCst);
@@ -373,14 +374,14 @@ impl NbdDeviceServer {
         .is_ok()
     }
 
-    /// State for the new process; complete after [`Server::come_to_rest`].
+    /// State for the new process; complete after [`NbdDeviceServer::quiesce`].
     pub fn quiesced_state(&self) -> QuiescedNbdDevice {
         let rested = self.rest.rested().values().flatten().cloned().collect::<Vec<_>>();
         let connection = |quiesce::QuiescedNbdConnection { socket, bytes, skip, .. }| QuiescedNbdSocket { socket, bytes, skip };
         QuiescedNbdDevice { number: self.number, connections: rested.into_iter().map(connection).collect() }
     }
 
-    /// Resumes all connections after [`Server::come_to_rest`].
+    /// Resumes all connections after [`NbdDeviceServer::quiesce`].
     pub fn resume(&self) {
         self.rest.set(QuiesceStage::Open);
     }

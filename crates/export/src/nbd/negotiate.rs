@@ -90,7 +90,7 @@ pub enum HandshakeEvent {
 }
 
 /// The outcome of [`Handshake::advance`].
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HandshakeStep {
     pub consumed: usize,
@@ -154,7 +154,7 @@ impl Handshake {
         HandshakeStep { consumed: input.len() - rest.len(), event }
     }
 
-    /// Continues after the TLS handshake that [`Event::StartTls`] asked for.
+    /// Continues after the TLS handshake that [`HandshakeEvent::StartTls`] requested.
     pub fn tls_established(&mut self) {
         if matches!(self.phase, HandshakePhase::Tls) {
             self.phase = HandshakePhase::Header;

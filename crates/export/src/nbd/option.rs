@@ -286,7 +286,7 @@ fn wanted(data: &[u8]) -> Option<InfoRequest<'_>> {
 }
 
 /// Answers INFO or GO, and returns the session that GO starts. Block sizes are always sent, but a
-/// minimum above 1 binds only a client that asked for them ("Size constraints").
+/// minimum above 1 binds only a client that requested them ("Size constraints").
 fn describe(
     terms: &NegotiatedTerms,
     data: &[u8],
@@ -307,7 +307,7 @@ fn send_info(wanted: &InfoRequest<'_>, about: &ExportInfo, session: &NbdSession,
     let mut item = |kind: u16, parts: [&[u8]; 3]| {
         replies.send(rep::INFO, &[&kind.to_be_bytes(), parts[0], parts[1], parts[2]]);
     };
-    // Mandatory in every reply to INFO and GO, whether the client asked for it or not.
+    // Mandatory in every reply to INFO and GO, whether the client requested it or not.
     item(info::EXPORT, [&about.size_bytes.to_be_bytes(), &session.flags.to_be_bytes(), &[]]);
     if wanted.canonical_name
         && let Some(name) = wire::string(about.name.as_bytes())

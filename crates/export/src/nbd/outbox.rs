@@ -97,7 +97,8 @@ impl NbdOutbox {
         self.push(header.as_bytes(), Segments::default(), 1, bytes);
     }
 
-    /// Queues a reply: its header, then its payload. `bytes` were counted in by [`Outbox::begin`].
+    /// Queues a reply: its header, then its payload. `bytes` were counted in by
+    /// [`NbdOutbox::count_in`].
     pub(super) fn push_data(&self, header: &ReplyHeader, payload: Segments, bytes: usize) {
         self.push(header.as_bytes(), payload, 1, bytes);
     }

@@ -32,7 +32,7 @@ use reactor::operation::Fd;
 pub struct QuiescedNbdConnection {
     /// No task receives or sends on it.
     pub socket: Fd,
-    /// The connection uses TLS, whose state cannot move.
+    /// True if the connection uses TLS, whose state cannot be transferred.
     pub tls: bool,
     /// Negotiated session.
     pub session: NbdSession,
@@ -59,8 +59,8 @@ pub(super) struct ConnectionQuiesce {
     turn: AtomicU64,
     /// Notified when the stage has changed. Every connection listens.
     changed: Event,
-    /// Notified when a client has arrived or a connection has come to rest. Only the server
-    /// listens, while it closes its listeners or quiesces its connections.
+    /// Notified when a client has arrived or a connection has quiesced. Only the server listens,
+    /// while it closes its listeners or quiesces its connections.
     progress: Event,
     /// Clients that are being accepted or are not registered yet.
     arriving: AtomicUsize,
@@ -68,7 +68,8 @@ pub(super) struct ConnectionQuiesce {
     rested: Mutex<HashMap<u64, Option<QuiescedNbdConnection>>>,
 }
 
-/// Guard for a client that is being accepted or not registered yet: see [`Rest::arriving`].
+/// Guard for a client that is being accepted or not registered yet: see
+/// [`ConnectionQuiesce::arriving`].
 #[derive(Debug)]
 pub(super) struct ArrivalGuard(Arc<ConnectionQuiesce>);
 
@@ -108,8 +109,8 @@ impl ConnectionQuiesce {
                 rested.clear();
             }
             if stage == QuiesceStage::Quiescing {
-                // Under the lock of `rested`, so that `lie` cannot publish state of the previous
-                // quiesce.
+                // Under the lock of `rested`, so that `publish_until_resumed` cannot publish state
+                // of the previous quiesce.
                 self.turn.fetch_add(1, SeqCst);
             }
             self.stage.store(stage as u8, SeqCst);

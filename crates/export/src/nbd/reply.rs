@@ -114,7 +114,8 @@ impl NbdReplyEncoder {
         self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
     }
 
-    /// [`Replier::error`] with the offset of the failed byte, which lies in the request's range.
+    /// [`NbdReplyEncoder::error`] with the offset of the failed byte, which lies in the request's
+    /// range.
     pub fn error_at(self, tag: RequestTag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
         self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
         if self.style.has_chunks() {

@@ -52,7 +52,7 @@ pub enum NbdCommand {
     /// Block status of the contexts that the payload names: read `payload` bytes (at most 8 and 4
     /// for each of the session's contexts), then call [`status_payload`].
     BlockStatusPayload { offset: u64, payload: u32, one: bool },
-    /// Empty range: answer success ([`super::Replier::success`]) without I/O.
+    /// Empty range: answer success ([`super::NbdReplyEncoder::success`]) without I/O.
     Empty,
 }
 
@@ -74,14 +74,14 @@ pub struct StatusQuery {
     pub offset: u64,
     /// Length in bytes; a hint, unless `one`.
     pub length: u64,
-    /// One extent a context, no longer than `length`.
+    /// True to report one extent for each context, no longer than `length`.
     pub one: bool,
     /// Contexts to report, at least one.
     pub contexts: MetaContexts,
 }
 
 /// A request that was accepted.
-#[allow(missing_docs, reason = "the types say it")]
+#[allow(missing_docs, reason = "the types are self-explanatory")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NbdRequest {
     pub tag: RequestTag,
@@ -89,7 +89,7 @@ pub struct NbdRequest {
 }
 
 /// A rejected request; the connection continues.
-#[allow(missing_docs, reason = "the types say it")]
+#[allow(missing_docs, reason = "the types are self-explanatory")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RejectedRequest {
     pub tag: RequestTag,
@@ -129,7 +129,7 @@ struct NbdRequestHeader {
     kind: u16,
     tag: RequestTag,
     length: u64,
-    /// `length` is that of a payload behind the header, not of a range.
+    /// True if `length` is that of a payload behind the header, not of a range.
     has_payload: bool,
 }
 
@@ -344,8 +344,8 @@ fn status_of(range: &RequestRange<'_>, one: bool, contexts: MetaContexts) -> Res
     Ok(NbdCommand::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
 }
 
-/// Converts the payload of a [`Command::BlockStatusPayload`] to a [`Command::BlockStatus`]. Rejects
-/// contexts that are repeated or were not selected.
+/// Converts the payload of a [`NbdCommand::BlockStatusPayload`] to a [`NbdCommand::BlockStatus`].
+/// Rejects contexts that are repeated or were not selected.
 pub fn status_payload(
     payload: &[u8],
     tag: RequestTag,

@@ -1,7 +1,7 @@
 //! An NBD server: listening sockets, their exports, and access control.
 //!
 //! ```text
-//!   listener ─► accept ─► free place? address allowed? ─► next worker ─► handshake (with a deadline) ─► connection
+//!   listener ─► accept ─► free slot? address allowed? ─► next worker ─► handshake (with a deadline) ─► connection
 //! ```
 //!
 //! One reactor accepts; each connection then stays on one worker thread. Exports are added and
@@ -72,7 +72,7 @@ pub struct NbdServerTerms {
 }
 
 impl Default for NbdServerTerms {
-    /// QEMU's defaults: 100 connections, 10 seconds.
+    /// QEMU's defaults: 100 connections, a handshake timeout of 10 seconds.
     fn default() -> Self {
         Self {
             max_connections: 100,
@@ -116,7 +116,7 @@ pub struct NbdServer {
     served: AtomicBool,
     connections: Mutex<ConnectedClients>,
     next_number: AtomicU64,
-    /// Places in use. `freed` is notified of every change, and when a client finishes its
+    /// Slots in use. `freed` is notified of every change, and when a client finishes its
     /// handshake.
     places: AtomicUsize,
     freed: Event,
@@ -145,7 +145,7 @@ pub enum NotRemoved {
 }
 
 impl NbdServer {
-    /// A server without exports: see [`Server::add`].
+    /// A server without exports: see [`NbdServer::add`].
     pub fn new(tls: Option<NbdServerTls>, terms: NbdServerTerms) -> Arc<Self> {
         Arc::new(Self {
             exports: RwLock::default(),
@@ -186,12 +186,13 @@ impl NbdServer {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).add(export)
     }
 
-    /// Stops offering an export. [`Server::wait_until_unused`] waits for its disconnected clients.
+    /// Stops offering an export. [`NbdServer::wait_until_unused`] waits for its disconnected
+    /// clients.
     ///
     /// # Errors
     /// [`NotRemoved`]; the export stays, and its clients are not disturbed.
     pub fn remove(&self, export: usize, removal: Removal) -> Result<(), NotRemoved> {
-        // While this lock is held, no handshake can choose the export: see `Server::choose`.
+        // While this lock is held, no handshake can choose the export: see `NbdServer::choose`.
         let mut exports = self.exports.write().unwrap_or_else(PoisonError::into_inner);
         if exports.get(export).is_none() {
             return Err(NotRemoved::Unknown);
@@ -269,7 +270,7 @@ impl NbdServer {
         let Some(chosen) = exports.get(export) else { return false };
         let visit = self.visit(chosen, number, client);
         let is_there = self.lock().choose(number, export, visit.clone());
-        // Dropped after the client is counted: see `Server::remove`.
+        // Dropped after the client is counted: see `NbdServer::remove`.
         drop(exports);
         if is_there {
             self.served.store(true, Ordering::SeqCst);
@@ -288,14 +289,14 @@ impl NbdServer {
         Some(Box::new(NbdClientInfo { number, export, disk, address: client.address, name: client.name.clone() }))
     }
 
-    /// Accepts connections and assigns them to `workers` in turn, until [`Server::stop`].
+    /// Accepts connections and assigns them to `workers` in turn, until [`NbdServer::stop`].
     ///
     /// # Errors
-    /// `accept(2)` cannot work on this socket.
+    /// Fails if `accept(2)` cannot work on this socket.
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
-            // The place is taken before the client is accepted, so that excess clients wait in the
+            // The slot is taken before the client is accepted, so that excess clients wait in the
             // kernel.
             let Some(mut place) = ConnectionSlot::take(&self, &listener).await else { return Ok(()) };
             let (socket, arriving) = loop {
@@ -315,8 +316,8 @@ impl NbdServer {
 
     /// Charges `bytes` for an accepted connection or for its TLS; waits while memory is used up.
     /// Meanwhile it disconnects clients that have not finished their handshake in time, at most one
-    /// for each client that leaves and one in each [`MOMENT`]. `None` if the server stops, or stops
-    /// accepting, before memory is available.
+    /// for each client that leaves and one in each [`HANDSHAKE_GRACE`]. `None` if the server stops,
+    /// or stops accepting, before memory is available.
     async fn connection_memory(&self, bytes: u64) -> Option<ConnectionMemory> {
         loop {
             let freed = self.freed.listen();
@@ -343,7 +344,7 @@ impl NbdServer {
     /// Accepts the next client; `None` when the server stops.
     ///
     /// While file descriptors or memory are short it retries once a second, or when a client
-    /// disconnects, and logs the state once. It holds the caller's place meanwhile: freeing it
+    /// disconnects, and logs the state once. It holds the caller's slot meanwhile: freeing it
     /// would notify `freed`, which this function waits for.
     async fn accept(&self, listener: &Fd) -> io::Result<Option<(OwnedFd, ArrivalGuard)>> {
         let (mut failures, mut told) = (0_u64, false);
@@ -391,7 +392,8 @@ impl NbdServer {
         }
     }
 
-    /// Accepts the next client; fails with `ECANCELED` when the server leaves [`Stage::Open`].
+    /// Accepts the next client; fails with `ECANCELED` when the server leaves
+    /// [`QuiesceStage::Open`].
     async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
         let mut accepting = pin!(operation::accept(listener));
         let mut closed = pin!(self.rest.until(|stage| stage != QuiesceStage::Open));
@@ -413,7 +415,7 @@ impl NbdServer {
 
     /// Stops accepting, so that clients wait in the listeners' queues, and waits until every
     /// handshake has finished; clients that take longer than `patience` are disconnected. Continue
-    /// with [`Server::come_to_rest`] or [`Server::go_on`].
+    /// with [`NbdServer::quiesce`] or [`NbdServer::resume`].
     pub async fn stop_accepting(&self, patience: Duration) {
         self.rest.set(QuiesceStage::NotAccepting);
         let finished = async {
@@ -463,7 +465,7 @@ impl NbdServer {
         numbers.into_iter().filter_map(named).collect()
     }
 
-    /// Resumes after [`Server::close_doors`] or [`Server::come_to_rest`].
+    /// Resumes after [`NbdServer::stop_accepting`] or [`NbdServer::quiesce`].
     pub fn resume(&self) {
         self.rest.set(QuiesceStage::Open);
     }
@@ -518,8 +520,8 @@ impl NbdServer {
     }
 
     /// Disconnects the client that has been in its handshake for longest, if for at least
-    /// [`MOMENT`]. Each client is disconnected once: its memory is free when its task has ended. If
-    /// there is none, returns the time, above zero, after which to check again.
+    /// [`HANDSHAKE_GRACE`]. Each client is disconnected once: its memory is free when its task has
+    /// ended. If there is none, returns the time, above zero, after which to check again.
     fn disconnect_oldest(&self) -> Option<Duration> {
         let mut roster = self.lock();
         // None: all clients are being served, wait for memory themselves, or are not registered
@@ -542,9 +544,9 @@ impl NbdServer {
         None
     }
 
-    /// Stops accepting, lets connected clients complete their requests in flight, and returns after
-    /// the last has gone. A client that does not read its last replies is disconnected after 10 s.
-    /// Shut down the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
+    /// Stops accepting, waits for the requests in flight of connected clients, and returns after
+    /// the last has disconnected. A client that does not read its last replies is disconnected
+    /// after 10 s. Shut down the listeners' sockets (`shutdown(2)`) to end [`NbdServer::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         // Quiesced connections must run to end.
@@ -582,7 +584,7 @@ impl NbdServer {
     }
 
     /// Hides CAN_MULTI_CONN if only one connection is allowed: the client would open several and
-    /// wait for places.
+    /// wait for slots.
     fn adapted_info(&self, mut info: ExportInfo) -> ExportInfo {
         info.features.multi_conn &= self.terms.max_connections != 1;
         info
@@ -598,7 +600,7 @@ impl NbdServer {
         self.lock().get(number)?.holding.clone()
     }
 
-    /// Clients to which a message is being sent, with [`Holding::in_a_message`].
+    /// Clients to which a message is being sent, with [`ClientTransfers::sending_state`].
     pub(super) fn sending_states(&self) -> Vec<(u64, (u64, usize))> {
         let live = self.lock();
         live.iter()
@@ -651,7 +653,7 @@ pub const CONNECTION_BYTES: u64 = 12 << 10;
 
 /// Number of clients that a message names.
 const MAX_NAMED_CLIENTS: usize = 5;
-/// Time for which a client in its handshake keeps its place while all places are taken and others
+/// Time for which a client in its handshake keeps its slot while all slots are taken and others
 /// wait.
 const HANDSHAKE_GRACE: Duration = Duration::from_secs(1);
 
@@ -659,7 +661,7 @@ const HANDSHAKE_GRACE: Duration = Duration::from_secs(1);
 /// wait before they kill.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A place among the connections, taken before a client is accepted and freed on drop.
+/// A slot among the connections, taken before a client is accepted and freed on drop.
 struct ConnectionSlot {
     server: Arc<NbdServer>,
     number: u64,
@@ -670,7 +672,7 @@ struct ConnectionSlot {
 }
 
 impl ConnectionSlot {
-    /// Waits for a free place; `None` when the server stops. While all places are taken and a
+    /// Waits for a free slot; `None` when the server stops. While all slots are taken and a
     /// client waits on `listener`, the oldest client in its handshake is disconnected.
     async fn take(server: &Arc<NbdServer>, listener: &Fd) -> Option<Self> {
         let most = match server.terms.max_connections {
@@ -735,7 +737,7 @@ impl Drop for ConnectionSlot {
         if let Some(address) = self.address {
             self.server.admission.release(address);
         }
-        // Place and memory are returned before `freed`, which wakes the tasks that wait for them.
+        // Slot and memory are returned before `freed`, which wakes the tasks that wait for them.
         self.server.places.fetch_sub(1, Ordering::SeqCst);
         self.memory = None;
         self.server.freed.notify(usize::MAX);

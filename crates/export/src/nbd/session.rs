@@ -32,7 +32,7 @@ impl ReplyStyle {
 }
 
 /// Parameters of the transmission phase.
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NbdSession {
     /// Number of the export, as [`super::Exports::find`] returned it.
@@ -41,7 +41,8 @@ pub struct NbdSession {
     /// [`proto::export_flag`]s sent to the client; requests that need others are rejected.
     pub flags: u16,
     pub contexts: MetaContexts,
-    /// The client asked for the block sizes with GO, which binds it to them ("Size constraints").
+    /// True if the client requested the block sizes with GO, which binds it to them ("Size
+    /// constraints").
     pub sizes_acknowledged: bool,
     /// In bytes; 1 unless the client acknowledged the sizes.
     pub minimum_block: u32,
@@ -57,7 +58,7 @@ impl NbdSession {
 }
 
 /// Identification of a request in its replies. Extended headers repeat the offset as it was sent.
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestTag {
     pub cookie: u64,

@@ -110,7 +110,7 @@ async fn serve_a_crowd() -> (DiskTotals, u64) {
     let stopping = spawn_joinable(async move {
         sleep_until(now() + some_time()).await;
         stopped.set(true);
-        // The same as `Server::stop` does to sockets.
+        // The same as `NbdServer::stop` does to sockets.
         for (end, stop) in ends {
             stop.raise();
             end.end_receiving();
@@ -256,7 +256,7 @@ fn connect(server: &Arc<NbdServer>) -> (Pipe, SimulatedNbdConnection) {
     Crowd::new(server).connect()
 }
 
-/// Serves one connection as [`Server`] does, and checks the bounds on requests in flight.
+/// Serves one connection as [`NbdServer`] does, and checks the bounds on requests in flight.
 async fn serve_connection(
     (server, number): (Arc<NbdServer>, u64),
     pipe: Pipe,

@@ -67,7 +67,7 @@ impl NbdServer {
     }
 
     /// Disconnects such clients until this future is dropped, while the server
-    /// [quiesces](Server::come_to_rest). No message is sent to quiesced connections, so these are
+    /// [quiesces](NbdServer::quiesce). No message is sent to quiesced connections, so these are
     /// not affected. Calls `told` with a description of each disconnected client.
     pub async fn disconnect_stalled_until_dropped(&self, patience: Duration, told: impl Fn(String)) {
         let mut suspects = StalledReaders::default();

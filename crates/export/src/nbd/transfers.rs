@@ -42,7 +42,7 @@ impl ClientTransfers {
     }
 
     /// Begins receiving a payload; it ends when the result is dropped. The client is on schedule
-    /// while the bytes reported by [`UnderWay::moved`] last at the slowest rate.
+    /// while the bytes reported by [`ActiveTransfer::moved`] last at the slowest rate.
     pub(super) fn receives(self: &Arc<Self>) -> ActiveTransfer<'_> {
         self.receiving.start(0);
         self.memory.watch(self);
@@ -105,7 +105,7 @@ impl Default for TransferDeadline {
 impl TransferDeadline {
     /// Starts a transfer that is on schedule for the time that `bytes` take at the slowest rate.
     fn start(&self, bytes: usize) {
-        // Ordered before the check of the listing: see `Account::watch`.
+        // Ordered before the check of the listing: see `MemoryAccount::watch`.
         self.0.store((reactor::coarse_now() + duration_at_slowest(bytes)).as_nanos(), SeqCst);
     }
 

@@ -51,7 +51,7 @@ impl UblkChannel {
     /// Submits the step at once; the future waits for the tag's next request.
     ///
     /// # Errors
-    /// The device has ended: there will be no further request.
+    /// Fails if the device has ended: there will be no further request.
     pub(super) fn step(&self, tag: u16, step: TagStep) -> impl Future<Output = io::Result<()>> + use<> {
         enum NextRequest<F, C> {
             Fetch(F),

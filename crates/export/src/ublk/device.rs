@@ -29,7 +29,7 @@ pub struct UblkExport {
 /// Parameters of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UblkOffer {
-    /// N of `/dev/ublkbN`; `None` lets the kernel choose.
+    /// N of `/dev/ublkbN`; the kernel chooses it if `None`.
     pub number: Option<u32>,
     /// Number of queues.
     pub queues: u16,
@@ -40,13 +40,13 @@ pub struct UblkOffer {
     pub dead_timeout_s: u32,
     /// Longest read or write in bytes: whole pages.
     pub most_bytes: u32,
-    /// The device is read-only.
+    /// True if the device is read-only.
     pub read_only: bool,
-    /// DISCARD is supported.
+    /// True if DISCARD is supported.
     pub discard: bool,
-    /// WRITE_ZEROES is supported.
+    /// True if WRITE_ZEROES is supported.
     pub write_zeroes: bool,
-    /// Completed writes may stay in a cache until a flush.
+    /// True if completed writes may stay in a cache until a flush.
     pub write_cache: bool,
     /// Logical block size: a power of two from 512 bytes to a page.
     pub block_bytes: u32,
@@ -56,9 +56,9 @@ pub struct UblkOffer {
     pub optimal_io_bytes: u32,
     /// Preferred alignment of discards: a power of two from `block_bytes`.
     pub discard_granularity_bytes: u32,
-    /// The device belongs to the user of this process (`UBLK_F_UNPRIVILEGED_DEV`).
+    /// True if the device belongs to the user of this process (`UBLK_F_UNPRIVILEGED_DEV`).
     pub unprivileged: bool,
-    /// Zero copy, if kernel and disk support it.
+    /// True to use zero copy if kernel and disk support it.
     pub zero_copy: bool,
 }
 
@@ -123,9 +123,10 @@ pub(super) struct UblkDevice {
     pub(super) in_flight: AtomicU64,
     /// Bytes that were copied on a zero-copy device.
     pub(super) copied: Arc<AtomicU64>,
-    /// Requests must not wait for limits, or for an operator to resume the disk: see [`Parting`].
+    /// Requests must not wait for limits, or for an operator to resume the disk: see
+    /// [`UblkShutdown`].
     parting: [AtomicBool; 2],
-    /// No request is started.
+    /// True while the device quiesces: no request is started.
     is_resting: AtomicBool,
     /// Number of quiesced queues.
     pub(super) at_rest: AtomicUsize,

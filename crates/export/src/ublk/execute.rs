@@ -155,8 +155,8 @@ impl UblkIoQueue {
                 if self.is_holding_back() {
                     return Poll::Ready(None);
                 }
-                // Registered before `holds_back` is evaluated again, so that a change in between is
-                // not missed.
+                // Registered before `is_holding_back` is evaluated again, so that a change in
+                // between is not missed.
                 let leave_now = leave.get_or_insert_with(|| self.leave.listen());
                 if Pin::new(leave_now).poll(context).is_pending() {
                     return Poll::Pending;

@@ -172,7 +172,7 @@ impl UblkGuardOrders {
 /// the log; `None` if another process has taken the device over, or it is gone.
 ///
 /// # Errors
-/// Standard input has no orders, or the driver fails.
+/// Fails if standard input has no orders, or the driver fails.
 pub fn run() -> io::Result<Option<String>> {
     // Signals that end the server by name, terminal or service must not end the guard.
     SigSet::all().thread_block()?;

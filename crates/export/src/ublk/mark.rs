@@ -41,7 +41,7 @@ fn mark(numbers: [u64; 3]) -> u64 {
     for byte in numbers.iter().flat_map(|number| number.to_le_bytes()) {
         hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     }
-    // 0 and 1 are reserved for devices without an image, see `none` and `zero_copy`.
+    // 0 and 1 are reserved for devices without an image, see `mark_without_image` and `zero_copy`.
     OURS | (hash >> 16).max(2)
 }
 

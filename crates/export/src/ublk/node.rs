@@ -1,4 +1,4 @@
-//! Devices of the driver: list, make, take over, and remove them.
+//! Devices of the driver: list, create, take over, and remove them.
 //!
 //! ```text
 //!            add, set_params               start
@@ -46,7 +46,8 @@ const EXIT_NOTICE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time for udev to change the owner of a new device.
 const UDEV_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reason why there is no device. Nothing has changed, unless the variant says so.
+/// Reason why there is no device. Nothing has changed, unless the variant's description says
+/// otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
     /// The driver is not in the kernel, or not loaded.
@@ -61,7 +62,7 @@ pub enum UblkError {
     NotPermitted(io::Error),
     /// An unprivileged user has made a device, and was not given it.
     #[error(
-        "{}: not given to this user within {} s (add a rule of udev for devices that users make; root can remove this one: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
+        "{}: udev did not give it to this user within {} s (add a udev rule for unprivileged ublk devices; root can remove this one: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
     )]
     NotGiven {
         /// N.
@@ -81,7 +82,7 @@ pub enum UblkError {
     )]
     TooMany,
     /// Another process has removed the device.
-    #[error("the device to be recovered does not exist any more (restart weir, which makes one)")]
+    #[error("the device to be recovered does not exist any more (restart weir, which creates one)")]
     Gone,
     /// The memory to be lent is not available.
     #[error("{0}")]
@@ -121,7 +122,7 @@ pub struct UblkDeviceInfo {
 /// All devices that this user may examine, by number; empty without the driver.
 ///
 /// # Errors
-/// [`Refused::NotPermitted`].
+/// [`UblkError::NotPermitted`].
 pub fn list() -> Result<Vec<UblkDeviceInfo>, UblkError> {
     let mut control = match open() {
         Ok(control) => control,
@@ -135,7 +136,7 @@ pub fn list() -> Result<Vec<UblkDeviceInfo>, UblkError> {
 /// Removes an orphaned device; its pending requests fail.
 ///
 /// # Errors
-/// [`Refused::Taken`]: a process serves it. Any error of the kernel.
+/// [`UblkError::Taken`]: a process serves it. Any error of the kernel.
 pub fn remove(number: u32) -> Result<(), UblkError> {
     let mut control = open()?;
     let what = format!("/dev/ublkb{number}: not removed");
@@ -269,7 +270,7 @@ impl UblkNode {
             }
             (Some(libc::EACCES), _) => UblkError::TooMany,
             (Some(libc::EPERM), _) => UblkError::NotPermitted(error),
-            _ => UblkError::Kernel { what: "no ublk device can be made".into(), error },
+            _ => UblkError::Kernel { what: "cannot create a ublk device".into(), error },
         })?;
         claimed.insert(info.number);
         drop(claimed);
@@ -345,8 +346,8 @@ impl UblkNode {
         let look = |control: &mut UblkControl| {
             let info = control.info(number).ok().filter(|_| numbers().contains(&number))?;
             let is_it = [mark, mark::zero_copy(mark)].contains(&info.user_data);
-            // A device with a live server is left alone, unless the caller knows that the server is
-            // ending.
+            // A device with a live server is not taken over, unless the caller knows that the
+            // server is ending.
             (is_it && (waits || server_of(&info).is_none())).then_some(info)
         };
         let Some(info) = look(control) else { return Ok(None) };

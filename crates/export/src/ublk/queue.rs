@@ -6,8 +6,8 @@
 //!   commit, and fetch ◄── answer ◄── disk ◄── merge ◄─ turn
 //! ```
 //!
-//! Every tag without a request in hand is fetched. Requests that arrive in one turn of the reactor
-//! are planned together, so adjacent requests become one I/O.
+//! Every tag is fetched again once its request is committed. Requests that arrive in one turn of
+//! the reactor are planned together, so adjacent requests become one I/O.
 //!
 //! A queue ends when the kernel has aborted all tags, or when the device is left: then no further
 //! request is started, and those not started stay with the kernel. A queue can also quiesce:
@@ -37,11 +37,11 @@ use block::disk::CancelToken;
 use reactor::{TaskSpawner, Signal};
 use storage::Durability;
 
-/// A request in hand: fetched and not committed.
+/// A request that was fetched and is not committed.
 pub(super) struct UblkIncomingRequest {
     pub(super) tag: u16,
     pub(super) request: UblkRequest,
-    /// Zero copy: not merged, because an I/O references one registered buffer.
+    /// True with zero copy: not merged, because an I/O references one registered buffer.
     is_alone: bool,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct UblkIoQueue {
     depth: u16,
     arrived: RefCell<MergeBatch<UblkIncomingRequest>>,
     news: Signal,
-    /// Number of requests in hand.
+    /// Number of requests that were fetched and are not committed.
     in_flight: Cell<u64>,
     /// Number of tags that the kernel has not aborted.
     tags: Cell<u16>,
@@ -100,7 +100,7 @@ impl UblkIoQueue {
     /// Fetches the first request of every tag.
     ///
     /// # Errors
-    /// The kernel rejects the fetch.
+    /// Fails if the kernel rejects the fetch.
     pub(super) async fn begin(self: &Rc<Self>) -> io::Result<()> {
         for tag in 0..self.depth {
             self.submit_step(tag, TagStep::Fetch);
@@ -147,7 +147,7 @@ impl UblkIoQueue {
         self.device.at_rest.fetch_sub(1, SeqCst);
     }
 
-    /// Number of requests in hand that were not started.
+    /// Number of fetched requests that were not started.
     fn waiting(&self) -> u64 {
         self.arrived.borrow().len() as u64
     }

@@ -1,7 +1,7 @@
 //! A running device: its queues, each on one worker, from its start to its end.
 //!
-//! It ends by [`Server::close`] or [`Server::leave`], or when it is removed from outside; then
-//! [`Server::over`] returns.
+//! It ends by [`UblkServer::close`] or [`UblkServer::leave`], or when it is removed from outside;
+//! then [`UblkServer::until_ended_or_left`] returns.
 
 use std::{
     io,
@@ -44,14 +44,14 @@ pub struct UblkStatistics {
     pub requests: u64,
     /// Requests in flight.
     pub in_flight: u64,
-    /// The device was taken over from another process.
+    /// True if the device was taken over from another process.
     pub is_taken_over: bool,
-    /// It outlives this process, and waits for the next.
+    /// True if the device outlives this process and waits for the next one.
     pub survives: bool,
     /// Bytes reserved for the data of requests: lent to the kernel, or for data that has to be
     /// copied.
     pub lent_bytes: u64,
-    /// Zero copy.
+    /// True with zero copy.
     pub is_zero_copy: bool,
     /// Bytes that were copied nevertheless: see [`block::disk::Disk::read_registered`].
     pub copied_bytes: u64,
@@ -92,11 +92,11 @@ impl Drop for LentMemory {
 }
 
 impl UblkServer {
-    /// Makes a device for a disk, or takes over the orphaned one of its image; the device exists
+    /// Creates a device for a disk, or takes over the orphaned one of its image; the device exists
     /// when this returns. Queues are distributed over the workers.
     ///
     /// # Errors
-    /// [`Refused`]. An orphaned device stays.
+    /// [`UblkError`]. An orphaned device stays.
     pub async fn open(export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
         let of_node = export.clone();
         let node = reactor::run_blocking(move || UblkNode::open(&of_node)).await?;
@@ -106,7 +106,7 @@ impl UblkServer {
     /// Takes over the device of a process that is about to end; waits until it has ended.
     ///
     /// # Errors
-    /// [`Refused`]. The device stays and waits.
+    /// [`UblkError`]. The device stays and waits.
     pub async fn recover(export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
         let of_node = export.clone();
         let node = reactor::run_blocking(move || UblkNode::recover(&of_node)).await?;
@@ -176,7 +176,7 @@ impl UblkServer {
     }
 
     /// Adds the requests of the old process, and the bytes that it has
-    /// [copied](Statistics::copied_bytes).
+    /// [copied](UblkStatistics::copied_bytes).
     pub fn add_counts(&self, requests: u64, copied_bytes: u64) {
         self.device.requests.fetch_add(requests, Relaxed);
         self.device.copied.fetch_add(copied_bytes, Relaxed);
@@ -207,7 +207,7 @@ impl UblkServer {
         self.changed.notify(usize::MAX);
     }
 
-    /// Removes the device even if it has openers: requests in hand complete, later ones fail.
+    /// Removes the device even if it has openers: fetched requests complete, later ones fail.
     pub fn close(&self) {
         if !self.device.is_shutting_down(UblkShutdown::Leave) {
             self.device.shut_down(UblkShutdown::Stop);
@@ -239,7 +239,7 @@ impl UblkServer {
         .is_ok()
     }
 
-    /// Resumes after [`Server::come_to_rest`].
+    /// Resumes after [`UblkServer::quiesce`].
     pub fn resume(&self) {
         self.device.set_quiescing(false);
     }
@@ -324,13 +324,13 @@ impl UblkServer {
             let settings = |params: &UblkParams| (params.attributes, params.logical_block_shift);
             // Parameters of a device cannot change while it exists.
             if settings(&wanted) != settings(&node.params) {
-                tracing::warn!(export = %id, "the device keeps the settings that it was made with: read-only, write cache and block size");
+                tracing::warn!(export = %id, "the device keeps the settings that it was created with: read-only, write cache and block size");
             }
             if size_bytes / SECTOR_BYTES != node.params.sectors {
                 self.refresh_size();
             }
         } else {
-            tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "made a device");
+            tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "created a device");
         }
     }
 
@@ -385,7 +385,7 @@ impl UblkServer {
         } else {
             tracing::warn!(
                 export = %self.device.id, device = %self.path().display(), size_bytes,
-                "the device keeps its length until it is made again (Linux 6.16 or later changes it at once)"
+                "the device keeps its length until it is created again (Linux 6.16 or later changes it at once)"
             );
         }
     }

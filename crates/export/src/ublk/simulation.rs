@@ -3,7 +3,7 @@
 //!
 //! - Data is copied to lent memory, or zero-copy; data from the prefetch cache, and data outside
 //!   registered buffers, is copied in either case.
-//! - Every request is answered exactly once, however many processes had it in hand (`kernel`).
+//! - Every request is answered exactly once, however many processes fetched it (`kernel`).
 //! - Reads agree with the model of the disk, and data covered by a flush or FUA survives a crash.
 //! - The group's limits hold, also across processes.
 //! - A queue ends when its device stops or is left, with none of its tasks left.
@@ -56,7 +56,7 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
 const MOST_SECTORS: usize = 16;
-/// Bound of merging, in bytes.
+/// Maximum length of merged requests, in bytes.
 const LONGEST_REQUEST: u64 = 256 << 10;
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
@@ -265,7 +265,7 @@ impl UblkWorld {
             self.count(|all| all.kills += 1);
             self.kernel.end_process();
             if device.is_quiescing() {
-                // Requests that it holds back are not started any more.
+                // Requests that were put back are not started any more.
                 device.shut_down(UblkShutdown::Leave);
             }
             // Its I/O must end first, or it would write concurrently with the next process; in

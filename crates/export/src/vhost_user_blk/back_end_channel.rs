@@ -25,8 +25,8 @@ pub struct InvalidChannel;
 /// Checks a socket and shuts down its receiving direction.
 ///
 /// # Errors
-/// [`NoChannel`]. A socket that listens has a name, and so has the peer of a socket that connected
-/// to it. An unnamed pair therefore never is an end of a connection with this process.
+/// [`InvalidChannel`]. A socket that listens has a name, and so has the peer of a socket that
+/// connected to it. An unnamed pair therefore never is an end of a connection with this process.
 pub(super) fn channel(socket: OwnedFd) -> Result<Fd, InvalidChannel> {
     let socket = UnixStream::from(socket);
     if !is_unnamed_pair(&socket).unwrap_or(false) {

@@ -3,9 +3,9 @@
 //! processor that others may need, the guest among them.
 //!
 //! The queue polls only if the last sleep was so short that polling would have found the next
-//! request. After polling without success it sleeps at once: the first time once, then twice, four
-//! times, and so on. A driver that needs this processor never submits while the queue polls, so
-//! polling soon stops.
+//! request. After polling without success it skips polling: once after the first failure, twice
+//! after the second, then four times, and so on. A driver that needs this processor never submits
+//! while the queue polls, so polling soon stops.
 //!
 //! A value: no clock, no thread.
 
@@ -20,7 +20,7 @@ const MOST_SKIPPED: u32 = 1024;
 
 #[derive(Debug, Default)]
 pub(super) struct BusyPolling {
-    /// The last sleep was short.
+    /// True if the last sleep was so short that polling is worthwhile.
     is_worth_it: bool,
     since: Option<Instant>,
     /// Time of the last poll.

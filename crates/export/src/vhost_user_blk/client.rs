@@ -6,10 +6,10 @@
 //!          └──── woken ◄── pump ◄── call from the server
 //! ```
 //!
-//! While requests are in flight, the ring is polled for [`LOOK`] before the server is asked for a
-//! call. A virtqueue does not report the death of the server, so after [`QUIET`] without a
-//! completion the client asks the server for the configuration. If that succeeds, the server is
-//! slow; if the connection is closed, the requests in flight fail.
+//! While requests are in flight, the ring is polled for [`POLL_TIME`] before the client requests
+//! calls. A virtqueue does not report the death of the server, so after [`QUIET`] without a
+//! completion the client requests the configuration. If that succeeds, the server is slow; if the
+//! connection is closed, the requests in flight fail.
 //!
 //! Never reconnects, and does not limit the duration of a request.
 
@@ -29,7 +29,7 @@ use reactor::{
     now, operation, spawn_joinable, timeout, yield_now,
 };
 
-/// Error of requests after the server has gone; [`Client::fault`] has the reason.
+/// Error of requests after the server has gone; [`VhostUserClient::fault`] has the reason.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
 /// Half of the cost of waking a thread on a virtual machine: docs/decisions/0002.
@@ -37,7 +37,7 @@ const POLL_TIME: Duration = Duration::from_micros(20);
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Failure to connect or to start the queues.
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages are self-explanatory")]
 #[derive(Debug, thiserror::Error)]
 pub enum VhostUserConnectError {
     #[error("cannot be connected to: {0}")]
@@ -57,7 +57,8 @@ pub enum VhostUserConnectError {
 /// Connects to a server.
 ///
 /// # Errors
-/// No server, no vhost-user-blk, no reply within `limit`, or another client is connected.
+/// Fails without a server, if it does not serve vhost-user-blk or does not reply within `limit`, or
+/// if another client is connected.
 pub async fn connect(
     path: &str,
     read_only: bool,
@@ -77,7 +78,7 @@ pub async fn connect(
 /// Starts the queues, each with its own slots.
 ///
 /// # Errors
-/// A rejection by the server, or no reply within `limit`.
+/// Fails if the server rejects the request or does not reply within `limit`.
 pub async fn start(
     device: DriverDevice,
     queues: usize,
@@ -126,7 +127,7 @@ impl VhostUserClient {
     /// Starts the tasks of the queue.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// Fails if no file descriptor is available.
     pub fn start(queue: DriverQueue) -> io::Result<Self> {
         let bell = operation::Fd::from(queue.notification_fd()?);
         let count = queue.slots().count;
@@ -147,7 +148,7 @@ impl VhostUserClient {
     /// Reason why the server has gone; `None` while it is connected.
     pub fn fault(&self) -> Option<String> {
         let fault = self.requests.fault.borrow();
-        fault.as_ref().map(|fault| format!("the server is gone: {fault}"))
+        fault.as_ref().map(|fault| format!("the server has disconnected: {fault}"))
     }
 
     /// Reads one slot's length.
@@ -161,12 +162,12 @@ impl VhostUserClient {
         self.requests.request(|queue, slot| queue.read(slot, offset)).await
     }
 
-    /// Writes one slot's length; otherwise as [`Client::read`].
+    /// Writes one slot's length; otherwise as [`VhostUserClient::read`].
     pub async fn write(&self, offset: u64) -> Result<()> {
         self.requests.request(|queue, slot| queue.write(slot, offset)).await
     }
 
-    /// Flushes; otherwise as [`Client::read`].
+    /// Flushes; otherwise as [`VhostUserClient::read`].
     pub async fn flush(&self) -> Result<()> {
         self.requests.request(DriverQueue::flush).await
     }

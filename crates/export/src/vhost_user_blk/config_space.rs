@@ -16,8 +16,8 @@
 //!
 //! Bytes behind the last whole block are not offered. An export is refused at the start, and a
 //! resize is refused, if the size is not a multiple of the block size. A front end that reconnects
-//! is refused if blocks are larger than its guest knows, as each small write would fail; the
-//! in-flight area records the guest's block size. Smaller blocks are harmless.
+//! is refused if blocks are larger than those its guest has read, as each small write would fail;
+//! the in-flight area records the guest's block size. Smaller blocks are harmless.
 
 use super::features::VhostUserOffer;
 use ::virtio::block::SECTOR_BYTES;

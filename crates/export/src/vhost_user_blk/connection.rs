@@ -71,7 +71,8 @@ impl FrontEndEnd {
 
 /// A connected front end.
 ///
-/// The owner calls [`Connection::next`] until that fails, and executes the effects in order:
+/// The owner calls [`VhostUserConnection::next`] until that fails, and executes the effects in
+/// order:
 ///
 /// ```text
 ///   effect from next()  ──► start or stop a queue, replace its memory or events, switch the cache
@@ -79,7 +80,7 @@ impl FrontEndEnd {
 ///   the disk was resized ─► resize(size_bytes)
 /// ```
 ///
-/// After the end, the owner stops the rings that still run ([`Connection::running`]), as
+/// After the end, the owner stops the rings that still run ([`VhostUserConnection::running`]), as
 /// [`Effect::Stop`] would.
 #[derive(Debug)]
 pub struct VhostUserConnection {
@@ -105,7 +106,7 @@ impl VhostUserConnection {
         Self { outputs, inbox: VhostUserInbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
     }
 
-    /// Stops all rings; nothing more is received once [`Connection::is_at_rest`].
+    /// Stops all rings; nothing more is received once [`VhostUserConnection::is_quiesced`].
     pub(super) fn quiesce(&mut self) {
         self.session.quiesce(&mut self.outputs);
     }
@@ -137,7 +138,7 @@ impl VhostUserConnection {
     /// the front end to disconnect.
     ///
     /// # Errors
-    /// [`Ended`]: the connection is over.
+    /// [`FrontEndEnd`]: the connection is over.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -186,7 +187,7 @@ impl VhostUserConnection {
         async move { operation::peer_shut_down(&socket).await }
     }
 
-    /// See [`Session::stopped`].
+    /// See [`VhostUserSession::ring_stopped`].
     pub fn stopped(&mut self, ring: u16, base: u32) {
         self.session.ring_stopped(ring, base, &mut self.outputs);
     }
@@ -196,17 +197,17 @@ impl VhostUserConnection {
         self.session.running()
     }
 
-    /// See [`Session::queues_asked_for`].
+    /// See [`VhostUserSession::queried_queue_count`].
     pub fn queues_asked_for(&self) -> Option<u16> {
         self.session.queried_queue_count()
     }
 
-    /// See [`Session::loss`].
+    /// See [`VhostUserSession::loss`].
     pub fn loss(&self) -> Option<&Arc<UnflushedWrites>> {
         self.session.loss()
     }
 
-    /// See [`Session::write_cache`].
+    /// See [`VhostUserSession::write_cache`].
     pub fn write_cache(&self) -> bool {
         self.session.write_cache()
     }
@@ -267,7 +268,7 @@ impl VhostUserConnection {
 pub struct QuiescedFrontEnd {
     /// Source of messages that have not arrived yet.
     pub socket: Fd,
-    /// See [`Session::told`].
+    /// See [`VhostUserSession::to_messages`].
     pub said: Vec<SessionMessage>,
     /// Received bytes of an incomplete message.
     pub bytes: Vec<u8>,
@@ -284,7 +285,7 @@ pub(super) struct TransferredFrontEnd {
     pub(super) session: VhostUserSession,
     pub(super) outputs: VecDeque<SessionOutput>,
     pub(super) inbox: VhostUserInbox,
-    /// See [`Rested::used_ns`].
+    /// See [`QuiescedFrontEnd::used_ns`].
     pub(super) used_ns: Option<u64>,
 }
 

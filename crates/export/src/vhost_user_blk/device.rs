@@ -51,28 +51,28 @@ pub struct VhostUserExport {
 pub(super) struct VhostUserDevice {
     pub(super) export: VhostUserExport,
     observer: Option<Arc<dyn ExportObserver>>,
-    /// Completed writes may stay in a cache until the next flush, as negotiated.
+    /// True if completed writes may stay in a cache until the next flush, as negotiated.
     write_cache: AtomicBool,
-    /// The guest's choice, if it could choose, or else the offered setting.
+    /// Cache mode that the guest chose; the offered one while it has not chosen.
     chosen_write_cache: AtomicBool,
     /// Value of `requests` when the current front end connected.
     requests_before: AtomicU64,
-    /// Logged for this front end: its memory may not be shared.
+    /// True after the warning to this front end that its memory may not be shared.
     pub(super) has_warned_of_memory: AtomicBool,
-    /// Logged for this front end: its guest may assume another block size.
+    /// True after the warning to this front end that its guest may assume another block size.
     pub(super) has_warned_of_block_size: AtomicBool,
-    /// Logged for this front end: its guest has lost writes.
+    /// True after the error message that this front end's guest has lost writes.
     has_warned_of_loss: AtomicBool,
-    /// Logged for this front end: a ring is too short for its requests.
+    /// True after the warning to this front end that a ring is too short for its requests.
     pub(super) has_warned_of_short_ring: AtomicBool,
-    /// The front end has to quiesce for an upgrade.
+    /// True if the front end has to quiesce for an upgrade.
     is_quiescing: AtomicBool,
-    /// Notified when `resting` changes.
+    /// Notified when `is_quiescing` changes.
     quiesce_changed: Event,
     no_events: LogRateLimit,
     switches: LogRateLimit,
     pub(super) broken_rings: LogRateLimit,
-    /// Reported broken rings that are not served again yet, and since when.
+    /// Broken rings that were reported and are not served again yet, with the time of the report.
     broken: Mutex<BTreeMap<u16, Instant>>,
     pub(super) kicks: AtomicU64,
     pub(super) calls: AtomicU64,
@@ -123,7 +123,7 @@ impl VhostUserDevice {
         self.is_quiescing.load(SeqCst)
     }
 
-    /// Listener for the next change of [`Self::is_resting`].
+    /// Listener for the next change of [`Self::is_quiescing`].
     pub(super) fn listen_to_quiesce(&self) -> EventListener {
         self.quiesce_changed.listen()
     }
@@ -223,8 +223,8 @@ impl VhostUserDevice {
         self.has_warned_of_short_ring.store(false, Relaxed);
     }
 
-    /// Logs, once for each front end, that a request is not aligned to blocks: the driver is wrong
-    /// or was told another block size.
+    /// Logs, once for each front end, that a request is not aligned to blocks: the driver is
+    /// faulty, or it read another block size when it started.
     pub(super) fn warn_of_unaligned_request(&self) {
         if !self.has_warned_of_block_size.swap(true, Relaxed) {
             tracing::warn!(

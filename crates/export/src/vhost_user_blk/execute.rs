@@ -187,8 +187,8 @@ impl VhostUserQueue {
         self.complete_request(incoming, outcome);
     }
 
-    /// Waits for admission by the disk's limits; `None` as in [`Queue::unless_over`], or if the
-    /// guest's memory is lost.
+    /// Waits for admission by the disk's limits; `None` as in [`VhostUserQueue::unless_stopping`],
+    /// or if the guest's memory is lost.
     pub(super) async fn admit(&self, direction: Direction, cost: RequestCost, must_go: bool) -> Option<AdmissionPermit> {
         let pass = match must_go {
             true => Box::pin(self.admit_final(direction, cost)).await,

@@ -96,15 +96,15 @@ pub const MAX_QUEUE_SIZE: u16 = 1 << 15;
 pub struct VhostUserOffer {
     /// Length of the disk; bytes behind its last whole block are not offered.
     pub size_bytes: u64,
-    /// See [`Disk::opened`](block::disk::Disk::opened).
+    /// See [`Disk::opening_id`](block::disk::Disk::opening_id).
     pub opened: u64,
-    /// The guest may not write.
+    /// True if the guest may not write.
     pub read_only: bool,
-    /// The guest may discard.
+    /// True if the guest may discard.
     pub discard: bool,
-    /// The guest may write zeroes.
+    /// True if the guest may write zeroes.
     pub write_zeroes: bool,
-    /// The guest may use packed rings.
+    /// True if the guest may use packed rings.
     pub packed: bool,
     /// True if writes are cached until a flush, unless the guest chooses otherwise. A front end
     /// that reconnects does not repeat the guest's choice, so the owner passes it here.

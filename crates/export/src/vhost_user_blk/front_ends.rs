@@ -1,18 +1,18 @@
 //! Connections of front ends: accepted from a listening socket, or made to a socket of the front
-//! end, again and again.
+//! end, which is retried.
 //!
 //! A disk has one front end at a time. A second one is soon rejected, so that a virtual machine
 //! that was started twice fails instead of waiting forever. It is not rejected while the current
 //! front end is about to disconnect: it then waits until the current rings have ended. A front
-//! end that has sent nothing is disconnected as soon as another sends a message, or after a while
-//! if another waits. Without competition it may stay silent, as machines do to which the disk is
-//! hot-plugged later.
+//! end that has sent nothing is disconnected as soon as another sends a message, or after
+//! `SILENCE_TIMEOUT` if another waits. Without competition it may stay silent, as machines do to
+//! which the disk is hot-plugged later.
 //!
 //! ```text
 //!   connects ──► no front end ─────────────────────► served
 //!            ──► one is served ────────────────────► rejected, may try again
 //!            ──► one is connected and silent ──────► sends: replaces the silent one
-//!                                                    silent as well: the same, after a while
+//!                                                    silent too: the same, after SILENCE_TIMEOUT
 //!            ──► the current one disconnects soon ─► waits, then served
 //! ```
 //!
@@ -46,7 +46,7 @@ use super::{
 };
 use crate::select::{FirstReady, first};
 
-/// Pause between attempts to connect: doubled from the first to the longest.
+/// Pause between attempts to connect: doubled from `FIRST_PAUSE` up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Shortest duration of a successful connection.
@@ -57,8 +57,8 @@ const REJECT_DELAY: Duration = Duration::from_millis(250);
 /// Time after which a silent front end is replaced if another waits; equal to the time for one
 /// message.
 pub(super) const SILENCE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of waiting front ends. Beyond it the oldest is rejected: either it is silent, or the
-/// current one is active.
+/// Maximum number of waiting front ends. Beyond it the oldest is rejected: either it is silent, or
+/// the current one is active.
 const MAX_WAITING: usize = 16;
 /// Pause between attempts to accept while file descriptors or memory are short.
 const SHORTAGE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -126,7 +126,7 @@ impl FrontEnds {
     /// `is_silent` is true while the current front end has sent nothing.
     ///
     /// # Errors
-    /// The listener fails, or the path is too long for a Unix socket.
+    /// Fails if the listener fails, or the path is too long for a Unix socket.
     pub async fn serve<F: Future<Output = ()>>(
         &mut self,
         is_silent: impl Fn() -> bool,
@@ -201,7 +201,7 @@ impl FrontEnds {
                 true if !has_sent(current) && self.must_make_room(began) => {
                     tracing::warn!(
                         export = %self.id,
-                        "a silent front end is disconnected, because another one is waiting"
+                        "a front end that has sent nothing is disconnected, because another one is waiting"
                     );
                     // Fails only if the front end has disconnected meanwhile.
                     let _ = shutdown(current, Shutdown::Both);

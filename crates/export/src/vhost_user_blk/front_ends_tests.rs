@@ -24,9 +24,9 @@ const LONG: Duration = Duration::from_secs(30);
 struct FrontEndOwner {
     came: Cell<usize>,
     news: Signal,
-    /// Rings take time to end.
+    /// True if rings take time to end.
     slow: Cell<bool>,
-    /// The served front end has sent something.
+    /// True if the served front end has sent something.
     spoke: Cell<bool>,
     hung_up: Signal,
     ended: Signal,

@@ -15,7 +15,7 @@ use ::virtio::block::{Data, BlkOperation};
 use block::disk::AdmissionPermit;
 use reactor::{error::Error, guest::GuestBytes};
 
-/// Number of requests of one queue that ask for admission together: the lock of the group's tree is
+/// Number of requests of one queue that are admitted together: the lock of the group's tree is
 /// held meanwhile.
 const MOST_ASKED: usize = 32;
 

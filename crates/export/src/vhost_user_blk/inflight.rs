@@ -40,14 +40,14 @@ pub enum InflightError {
     Shape { queues: u16, queue_size: u16 },
     #[error("an in-flight area of {is} bytes, its rings need {due}")]
     TooSmall { is: u64, due: u64 },
-    #[error("the in-flight area cannot be made: {0}")]
+    #[error("cannot create the in-flight area: {0}")]
     Make(#[from] io::Error),
     #[error("the in-flight area: {0}")]
     Map(#[from] RegionError),
 }
 
 /// Bytes behind the parts of the rings. They hold the guest's choice of a write cache and the block
-/// size that it knows, because front ends repeat neither.
+/// size that it has read, because front ends repeat neither.
 const CHOICE_BYTES: u64 = 64;
 /// Mark at their beginning: an area of another back end has no choice.
 const CHOICE_MARK: u64 = u64::from_le_bytes(*b"weir-wce");
@@ -61,8 +61,8 @@ const BLOCK_AT: usize = 16;
 const LOSS_AT: usize = 24;
 const WOULD_LOSE: u64 = 1;
 const HAS_LOST: u64 = 2;
-/// Offset of the number of the disk's opening ([`Disk::opened`](block::disk::Disk::opened)) that
-/// would lose them.
+/// Offset of the number of the disk's opening ([`Disk::opening_id`](block::disk::Disk::opening_id))
+/// that would lose them.
 const OPENED_AT: usize = 32;
 
 /// Distance between the parts of two rings, in bytes.
@@ -103,7 +103,7 @@ pub struct InflightArea {
     /// The front end's description.
     info: InflightInfo,
     /// Distance between the parts of rings, in an area that was created here: it has room for
-    /// larger rings than the front end has asked for.
+    /// larger rings than the front end has requested.
     stride: Option<u64>,
     /// Location of the guest's choices.
     choice: Option<GuestBytes>,
@@ -192,10 +192,11 @@ impl UnflushedWrites {
 
 impl InflightArea {
     /// Maps the area for the opening `opened` of the disk
-    /// ([`Disk::opened`](block::disk::Disk::opened)). Counts in `quota` until it is unmapped.
+    /// ([`Disk::opening_id`](block::disk::Disk::opening_id)). Counts in `quota` until it is
+    /// unmapped.
     ///
     /// # Errors
-    /// [`InflightError`], also if the file is shorter than the front end says.
+    /// [`InflightError`], also if the file is shorter than the front end's description.
     pub fn map(
         info: &InflightInfo,
         file: OwnedFd,
@@ -216,13 +217,13 @@ impl InflightArea {
         let choice = choice.and_then(|at| memory.range(at, CHOICE_BYTES as usize));
         let choice = choice.filter(|place| place.is_aligned(8) && place.load_u64(0, Acquire) == CHOICE_MARK);
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
-        // Checked, because the front end may pass another number of queues than it asked for.
+        // Checked, because the front end may pass another number of queues than it requested.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
         let loss = choice.clone().map(|place| Arc::new(UnflushedWrites::new(place, opened)));
         Ok(Self { memory, info: *info, stride, choice, loss })
     }
 
-    /// See [`Loss`]; `None` for an area of another back end.
+    /// See [`UnflushedWrites`]; `None` for an area of another back end.
     pub fn loss(&self) -> Option<&Arc<UnflushedWrites>> {
         self.loss.as_ref()
     }
@@ -249,7 +250,7 @@ impl InflightArea {
         }
     }
 
-    /// Block size that the guest knows, in bytes; `None` if none is recorded.
+    /// Block size that the guest has read, in bytes; `None` if none is recorded.
     pub fn block_bytes(&self) -> Option<u64> {
         let told = self.choice.as_ref()?.load_u64(BLOCK_AT, Acquire);
         (told > 0).then_some(told)

@@ -23,7 +23,7 @@ pub const MAX_PAYLOAD_BYTES: usize = CONFIG_HEADER_BYTES + MAX_CONFIG_BYTES;
 pub const MAX_DESCRIPTORS: usize = MAX_TABLE_REGIONS;
 /// Largest number of regions in one memory table. The specification has 8; some front ends use 32.
 pub const MAX_TABLE_REGIONS: usize = 32;
-/// Largest range of the configuration space in one message; no known front end asks for more.
+/// Largest range of the configuration space in one message; no known front end requests more.
 pub const MAX_CONFIG_BYTES: usize = 4096;
 
 const CONFIG_HEADER_BYTES: usize = 12;
@@ -145,7 +145,7 @@ pub enum MalformedVhostUserMessage {
 pub struct VhostUserHeader {
     /// The request's number: see [`code`].
     pub code: u32,
-    /// The front end expects an acknowledgement, if REPLY_ACK was negotiated.
+    /// True if the front end expects an acknowledgement, if REPLY_ACK was negotiated.
     pub need_reply: bool,
     /// Length of the payload that follows, at most [`MAX_PAYLOAD_BYTES`].
     pub payload_bytes: usize,
@@ -155,7 +155,8 @@ impl VhostUserHeader {
     /// Parses a front end's header.
     ///
     /// # Errors
-    /// [`Malformed`]: the end of the message is unknown, so the connection has to end.
+    /// [`MalformedVhostUserMessage`]: the end of the message is unknown, so the connection has to
+    /// end.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, MalformedVhostUserMessage> {
         let (code, flags, payload_bytes) = (u32_at(bytes, 0), u32_at(bytes, 4), u32_at(bytes, 8));
         // "Header": the lower two bits of the flags are the version, bit 2 marks a reply.
@@ -206,7 +207,7 @@ pub struct InflightInfo {
     pub queues: u16,
     /// Number of descriptors of each ring.
     pub queue_size: u16,
-    /// The message had the padding that a C compiler appends; the reply has it too.
+    /// True if the message had the padding that a C compiler appends; the reply has it too.
     pub padded: bool,
 }
 
@@ -249,7 +250,8 @@ impl VhostUserRequest {
     /// Parses the payload behind a header. All `descriptors` that are not in the result are closed.
     ///
     /// # Errors
-    /// [`Malformed`]; the message ends where its header says, so later messages can be parsed.
+    /// [`MalformedVhostUserMessage`]; the length in its header is valid, so later messages can
+    /// be parsed.
     pub fn parse(code: u32, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Self, MalformedVhostUserMessage> {
         let mut body = Body { payload, descriptors };
         let request = match code {

@@ -17,8 +17,9 @@ use reactor::{
     memory::MemoryAccount,
 };
 
-/// Length of a piece: no request of a usual guest is larger. Copied within a millisecond or two.
-/// Smaller in simulation, so that small requests have several pieces too.
+/// Maximum length of a piece. Common guests send no larger requests, and a copy of this length
+/// takes one to two milliseconds. Smaller in simulation, so that small requests have several
+/// pieces too.
 const PIECE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 
 /// True if a request with this data is executed as a whole.
@@ -41,7 +42,7 @@ impl Drop for PieceMemoryCharge<'_> {
 }
 
 impl VhostUserQueue {
-    /// Executes a read or write.
+    /// Executes a read or write piece by piece.
     pub(super) async fn execute_in_pieces(&self, incoming: VringRequest) {
         let direction = match incoming.request.kind {
             BlkOperation::Read { .. } => Direction::Read,
@@ -58,7 +59,7 @@ impl VhostUserQueue {
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {
             let bytes = rest.len().min(PIECE_BYTES);
-            // At most PIECE_BYTES; segments at the border are split.
+            // At most PIECE_BYTES; a segment across the border is split.
             let after = rest.split_off(bytes);
             let piece = mem::replace(&mut rest, after);
             let (disk, bytes) = (self.device.disk(), bytes as u64);

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! While requests arrive, kicks are disabled. When none are left, the queue polls for a while
-//! before it enables kicks and sleeps: see [`Patrol`].
+//! before it enables kicks and sleeps: see [`BusyPolling`].
 //!
 //! A queue that is stopped takes no further request. Requests that wait for limits, or for a disk
 //! that an error has stopped, go back into the ring; started ones complete; then the queue reports
@@ -53,9 +53,9 @@ use reactor::{
 };
 use storage::RangeLocks;
 
-/// Number of requests taken in one turn, so that completions are not delayed for long.
+/// Maximum number of requests taken in one turn, so that completions are not delayed for long.
 const MAX_REQUESTS_PER_TURN: usize = 256;
-/// Number of descriptors read in one turn: two of the longest chains.
+/// Maximum number of descriptors read in one turn: two of the longest chains.
 const MAX_DESCRIPTORS_PER_TURN: usize = 2 * MAX_DESCRIPTORS;
 /// Number of descriptors above which a turn counts as long: they occupy the thread like dozens of
 /// small requests. Otherwise a guest with chains of maximum length could use a turn of tasks for
@@ -89,7 +89,8 @@ pub(super) struct VringRequest {
     pub(super) request: BlkRequest,
     /// Sequence number of the request in the queue.
     number: u64,
-    /// The request cannot go back into the ring: it waits for admission even while the queue stops.
+    /// True if the request cannot go back into the ring: it waits for admission even while the
+    /// queue stops.
     pub(super) must_complete: bool,
 }
 
@@ -135,9 +136,10 @@ pub(super) struct VhostUserQueue {
     ring: RefCell<Virtqueue>,
     pub(super) loss: Option<Arc<UnflushedWrites>>,
     memory: RefCell<GuestMemory>,
-    /// Memory was replaced while requests in flight still use the old one: see [`Queue::mark`].
+    /// True if memory was replaced while requests in flight still use the old one: see
+    /// [`VhostUserQueue::mark`].
     memory_changed: Cell<bool>,
-    /// See [`Queue::is_lost`].
+    /// See [`VhostUserQueue::is_lost`].
     lost: Cell<bool>,
     bells: RefCell<VringEvents>,
     notifier: EventfdNotifier,
@@ -166,7 +168,7 @@ impl VhostUserQueue {
     /// Creates a queue for a ring.
     ///
     /// # Errors
-    /// The settings or the in-flight area contradict each other.
+    /// Fails if the settings or the in-flight area contradict each other.
     pub(super) fn new(number: u16, settings: RingSettings, device: Arc<VhostUserDevice>) -> Result<Rc<Self>, RingError> {
         let RingSettings { size, places, memory, features, base, inflight, loss, kick, call, error } =
             settings;
@@ -388,7 +390,7 @@ impl VhostUserQueue {
         self.device.in_flight.fetch_sub(count as u64, Relaxed);
     }
 
-    /// Counts out completions and calls the driver if it asked for that; true if there were any.
+    /// Counts out completions and calls the driver if it requested that; true if there were any.
     fn announce_completions(&self) -> bool {
         let count = self.unannounced.take();
         if count > 0 {

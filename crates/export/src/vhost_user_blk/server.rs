@@ -6,8 +6,8 @@
 //!                    └── stopped, with its base ◄───┘
 //! ```
 //!
-//! The connection lives on the thread that calls [`Server::serve`]; each queue stays on one worker.
-//! A front end has left when its last queue has ended.
+//! The connection lives on the thread that calls [`VhostUserServer::serve`]; each queue stays on
+//! one worker. A front end has left when its last queue has ended.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -88,7 +88,7 @@ pub struct VhostUserServer {
     /// Process of the connected front end.
     process: Mutex<Option<PeerProcess>>,
     served: AtomicBool,
-    /// The connected front end has sent nothing yet.
+    /// True while the connected front end has sent nothing.
     silent: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
@@ -108,7 +108,7 @@ pub struct VhostUserServer {
 }
 
 impl VhostUserServer {
-    /// Creates a server; it accepts front ends from [`Server::serve`] on.
+    /// Creates a server; it accepts front ends from [`VhostUserServer::serve`] on.
     pub fn new(export: VhostUserExport) -> Arc<Self> {
         Self::of(VhostUserDevice::new(export))
     }
@@ -140,7 +140,7 @@ impl VhostUserServer {
         })
     }
 
-    /// Serves front ends until [`Server::close`].
+    /// Serves front ends until [`VhostUserServer::close`].
     ///
     /// # Errors
     /// As [`FrontEnds::serve`].
@@ -160,7 +160,7 @@ impl VhostUserServer {
         Ok(())
     }
 
-    /// Stops accepting and quiesces the connected front end: its rings stop as if it had asked for
+    /// Stops accepting and quiesces the connected front end: its rings stop as if it had requested
     /// that. False if that takes longer than `patience`.
     pub async fn quiesce(&self, patience: Duration) -> bool {
         self.device.set_quiescing(true);
@@ -174,17 +174,17 @@ impl VhostUserServer {
         self.quiesced().take()
     }
 
-    /// Resumes after [`Server::come_to_rest`].
+    /// Resumes after [`VhostUserServer::quiesce`].
     pub fn resume(&self) {
         self.device.set_quiescing(false);
         *self.quiesced() = None;
         self.changed.notify(usize::MAX);
     }
 
-    /// Takes over a front end of another process; call it before [`Server::serve`].
+    /// Takes over a front end of another process; call it before [`VhostUserServer::serve`].
     ///
     /// # Errors
-    /// The state does not fit this export: see [`Session::heard`].
+    /// Fails if the state does not fit this export: see [`VhostUserSession::from_messages`].
     pub fn adopt(&self, rested: QuiescedFrontEnd) -> Result<(), RequestRejection> {
         let QuiescedFrontEnd { socket, said, bytes, descriptors, used_ns } = rested;
         let (session, outputs) = VhostUserSession::from_messages(self.device.offer(), said)?;
@@ -248,7 +248,7 @@ impl VhostUserServer {
     }
 
     /// Stops accepting and disconnects the front end: its requests in flight complete, those that
-    /// wait for limits stay in the ring. Wait for the end with [`Server::wait_while`].
+    /// wait for limits stay in the ring. Wait for the end with [`VhostUserServer::wait_while`].
     pub fn close(&self) {
         // Stored before `changed`, whose listeners then read it.
         self.stopping.store(true, SeqCst);
@@ -382,7 +382,7 @@ struct ServedFrontEnd<'s> {
     queues: HashMap<u16, Sender<QueueOrder>>,
     stopped: (Sender<Report>, Receiver<Report>),
     resizes: u64,
-    /// The state was published, quiesced.
+    /// True if the state of the quiesced front end was published.
     told: bool,
 }
 
@@ -640,7 +640,7 @@ async fn serve_ring(
             };
             // A stopped machine may continue at another process, for example one that QEMU has
             // stopped and whose disk is migrated meanwhile. A quiesced ring is not stopped, and for
-            // a front end that has disconnected `Attendance::leave_nothing_to_lose` flushes.
+            // a front end that has disconnected `ServedFrontEnd::leave_nothing_to_lose` flushes.
             if let Some(loss) = loss.filter(|_| !server.device.is_quiescing() && !late.is_closed()) {
                 leave_nothing_to_lose(disk, &loss).await;
             }

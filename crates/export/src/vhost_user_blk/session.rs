@@ -2,19 +2,19 @@
 //! out. No sockets, no disk, no clock.
 //!
 //! ```text
-//!   message ──► Session::receive ──► Output::Reply     to the front end
-//!                  ▲    │            Output::Act       an Effect: to the owner of rings and disk
-//!                  │    │            Output::Refused   to the log
-//!                  │    └──────────► Output::Close     the connection cannot continue
-//!   a ring ended ──┘ Session::stopped
+//!   message ──► VhostUserSession::receive ──► SessionOutput::Reply     to the front end
+//!                 ▲    │                      SessionOutput::Effect    to the owner of rings and disk
+//!                 │    │                      SessionOutput::Rejected  to the log
+//!                 │    └────────────────────► SessionOutput::Close     the connection cannot continue
+//!   a ring ended ─┘ ring_stopped
 //! ```
 //!
 //! The calling protocol:
 //! - Outputs take effect in their order. A reply confirms that earlier outputs have been executed.
-//! - Each [`Effect::Start`] is answered by exactly one [`Session::stopped`]: after
+//! - Each [`Effect::Start`] is answered by exactly one [`VhostUserSession::ring_stopped`]: after
 //!   [`Effect::Stop`], or because the ring could not be served any longer.
-//! - While [`Session::is_waiting`], a reply depends on rings that are stopping. No further message
-//!   is received until they have stopped.
+//! - While [`VhostUserSession::is_waiting_for_rings`], a reply depends on rings that are stopping.
+//!   No further message is received until they have stopped.
 //!
 //! A front end may negotiate any number of times: first the firmware, then the operating system,
 //! each with its own features. The guest's memory, the channel to the front end, the protocol
@@ -22,7 +22,7 @@
 //! has changed.
 //!
 //! A violation by a guest costs its ring ([`Effect::Fault`]). A violation that only a front end can
-//! cause is rejected: with a reply if the front end asked for one, otherwise by closing the
+//! cause is rejected: with a reply if the front end requested one, otherwise by closing the
 //! connection, because the front end would continue as if the request had succeeded.
 
 mod outcome;
@@ -78,19 +78,20 @@ pub struct VhostUserSession {
     /// Channel for the back end's own messages.
     back_end: Option<Fd>,
     status: u8,
-    /// Field `writeback` of the configuration.
+    /// Field `writeback` of the configuration space: true for write-back.
     writeback: bool,
-    /// Length of the disk as the front end has read it, or was asked to read it, since it
+    /// Length of the disk as the front end has read it, or was notified to read it, since it
     /// connected.
     told_size: Option<u64>,
-    /// Block size that the guest knows, in bytes; `None` if it is unknown.
+    /// Block size that the guest has read, in bytes; `None` if unknown.
     told_block: Option<u32>,
-    /// Setting that the owner was given last.
+    /// Last value sent to the owner.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
-    /// The session is being recreated from another process: see [`Session::heard`].
+    /// True while the session is recreated from another process's messages: see
+    /// [`VhostUserSession::from_messages`].
     is_heard: bool,
-    /// No ring is to run, whatever the front end asks for.
+    /// True while the session is quiesced: no ring runs, whatever the front end requests.
     resting: bool,
     /// Action after all rings that are stopping have stopped.
     waiting: Option<AfterStop>,
@@ -151,7 +152,7 @@ impl VhostUserSession {
     /// Processes a message.
     ///
     /// # Panics
-    /// While [`Session::is_waiting`].
+    /// While [`VhostUserSession::is_waiting_for_rings`].
     pub fn receive(
         &mut self,
         code: u32,
@@ -184,13 +185,14 @@ impl VhostUserSession {
             Err(why @ RequestRejection::Malformed(MalformedVhostUserMessage::Size { .. })) if code == code::GET_CONFIG => {
                 out.extend([SessionOutput::Rejected { request, why }, SessionOutput::Reply(VhostUserReply::no_config())]);
             }
-            // Caused by the guest; `Session::settle` has already reported it to the owner.
+            // Caused by the guest; `VhostUserSession::start_or_stop` has already reported it to the
+            // owner.
             Err(RequestRejection::Fault { .. }) => {}
             Err(why) => out.push_back(SessionOutput::Close { request, why }),
         }
     }
 
-    /// Number of rings, if the front end has just asked for it. If it disconnects then, it probably
+    /// Number of rings, if the front end has just queried it. If it disconnects then, it probably
     /// has more queues; the protocol has no message for that.
     pub fn queried_queue_count(&self) -> Option<u16> {
         (self.last_code == Some(code::GET_QUEUE_NUM)).then_some(self.offer.queues)
@@ -240,7 +242,7 @@ impl VhostUserSession {
             VhostUserRequest::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
             VhostUserRequest::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
             VhostUserRequest::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
-            // QEMU resets the status of a paused machine before it asks for the bases, so bases are
+            // QEMU resets the status of a paused machine before it requests the bases, so bases are
             // kept.
             VhostUserRequest::SetStatus(0) => {
                 self.unset_kicks(out);
@@ -413,7 +415,7 @@ impl VhostUserSession {
     fn create_inflight(&self, mut info: InflightInfo) -> VhostUserOutcome {
         let packed = self.features & virtio::RING_PACKED != 0;
         info.file_offset = 0;
-        // Sized for the largest possible ring: QEMU 7.2 asks for the device's configured size, and
+        // Sized for the largest possible ring: QEMU 7.2 passes the device's configured size, and
         // with virtio-mmio the driver's rings are larger.
         let queue_size = info.queue_size.max(self.offer.queue_size);
         match inflight::create(info.queues, queue_size, packed) {
@@ -428,8 +430,8 @@ impl VhostUserSession {
         }
     }
 
-    /// Compares block sizes with those that the guest learned when its machine started. Smaller
-    /// blocks than the guest knows are possible; larger ones would fail its requests.
+    /// Compares block sizes with those that the guest read when its machine started. Smaller
+    /// blocks than these are possible; larger ones would fail its requests.
     fn check_block_size(&mut self, area: &InflightArea) -> Result<(), RequestRejection> {
         let Some(told) = area.block_bytes() else {
             self.told_block.iter().for_each(|told| area.store_block_bytes(*told));

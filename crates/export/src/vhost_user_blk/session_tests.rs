@@ -214,7 +214,7 @@ fn qemu_with_its_firmware_and_then_linux() {
         for ring in 0..rings {
             assert_eq!(qemu.set_up(ring, base), "");
         }
-        // QEMU 11.1 asks for acknowledgements of these.
+        // QEMU 11.1 requests acknowledgements of these.
         for ring in 0..2 {
             let words = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
             // Also for a ring that was never set up.
@@ -226,7 +226,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     };
     start(&mut qemu, firmware, 1, 0);
 
-    // Shutdown or pause: the status is reset first, the base is asked for last.
+    // Shutdown or pause: the status is reset first, the base is requested last.
     let stop = |qemu: &mut SessionFrontEnd| {
         assert_eq!(qemu.plain(SET_STATUS, &number(0)), "stop 0");
         assert!(qemu.session.is_waiting_for_rings(), "for the requests in flight");
@@ -379,7 +379,7 @@ fn a_ring_that_its_driver_breaks_needs_a_reset() {
     assert_eq!(running.plain(code::SET_STATUS, &number(15)), "");
     assert_eq!(running.stopped(0, 3), "", "without a channel the status tells it alone");
     assert_eq!(running.plain(code::GET_STATUS, &[]), "reply 0x4f");
-    // A ring that was asked to stop has not failed.
+    // A ring that was ordered to stop has not failed.
     let mut stopping = SessionFrontEnd::running();
     stopping.plain(code::SET_STATUS, &number(15));
     assert_eq!(stopping.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");

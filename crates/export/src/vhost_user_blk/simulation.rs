@@ -57,7 +57,7 @@ use storage::{
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
-/// Bound of merging, in bytes.
+/// Maximum length of merged requests, in bytes.
 const LONGEST_REQUEST: u64 = 256 << 10;
 const SERIAL: &str = "a serial number that is too long";
 
@@ -134,7 +134,7 @@ async fn run(tally: Rc<Cell<VhostUserSimulationTally>>, prey: VolatileMemory) {
         .map(|_| spawn_joinable(SimulatedDiskLife::draw(&group, &tally, &passed, &prey).run()))
         .collect();
     for life in lives {
-        timeout(FOREVER, life).await.expect("every request comes back within a day of virtual time");
+        timeout(FOREVER, life).await.expect("every request completes within a day of virtual time");
     }
     passed.borrow().check();
     let stats = group.stats();
@@ -216,7 +216,7 @@ impl SimulatedDiskLife {
             hostile.await;
         }
         let in_flight = self.device.in_flight.load(std::sync::atomic::Ordering::SeqCst);
-        assert!(killed || in_flight == 0, "{in_flight} requests are counted that are none");
+        assert!(killed || in_flight == 0, "{in_flight} requests are still counted");
         self.model.borrow_mut().crash(self.storage.crash());
         if let Some(resuming) = resuming {
             resuming.cancel().await;
@@ -230,9 +230,9 @@ fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<ThrottleGroup>) -> (
     let share = NodeShare::new(sim::random(|random| random.u32(1..1000))).expect("in range");
     let reserved = share.with_reservation(sim::random(|random| random.u64(..10)), 0);
     let settings = DiskSettings { share: reserved, ..DiskSettings::default() };
-    // A group without limits accepts no reservation.
+    // A group without limits accepts any reservation.
     let disk = Disk::new("disk", image, settings, Some(group));
-    (storage, Arc::new(disk.expect("the group can keep it")))
+    (storage, Arc::new(disk.expect("the group accepts the reservation")))
 }
 
 fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<VhostUserDevice> {
@@ -338,7 +338,7 @@ impl SimulatedFrontEnd {
                 let (in_use, is_in_use) = async_channel::bounded(1);
                 let order = QueueOrder::Memory(memory, places, in_use);
                 running.orders.try_send(order).expect("the queue runs");
-                let _ = timeout(FOREVER, is_in_use.recv()).await.expect("it is taken up");
+                let _ = timeout(FOREVER, is_in_use.recv()).await.expect("the memory is replaced");
                 self.machine.log_is(log);
             }
         }
@@ -360,7 +360,7 @@ impl SimulatedFrontEnd {
                     drop(running.orders);
                 }
                 let end = timeout(FOREVER, running.serving).await;
-                let base = end.expect("a queue ends when nobody is there");
+                let base = end.expect("a queue ends without its front end");
                 // If it had stopped before, its front end has received the base.
                 if was_told && !self.machine.is_inflight_in_use() {
                     self.base = base;

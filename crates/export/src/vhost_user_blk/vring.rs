@@ -101,9 +101,9 @@ pub(super) struct Vring {
     /// Value of SET_VRING_ENABLE; not sent if protocol features were not negotiated ("Ring
     /// states").
     pub(super) enabled: Option<bool>,
-    /// The ring could not be served, and waits until it is set up again.
+    /// True if the ring could not be served, and waits until it is set up again.
     pub(super) broken: bool,
-    /// The driver broke the ring while it ran.
+    /// True if the driver broke the ring while it ran.
     pub(super) broken_by_driver: bool,
 }
 

@@ -36,7 +36,7 @@ impl VringEvent {
     /// Wraps an eventfd and sets `O_NONBLOCK`, so that neither direction ever blocks.
     ///
     /// # Errors
-    /// [`NoEvent`] for any other file: one that is always readable would signal forever, and a
+    /// [`NotAnEventfd`] for any other file: one that is always readable would signal forever, and a
     /// write could block.
     pub(super) fn new(event: Fd) -> Result<Self, NotAnEventfd> {
         if !is_eventfd(&event) {

@@ -10,7 +10,7 @@ use crate::disk::ExtentKind;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct CopyItem {
     pub(super) range: Range<u64>,
-    /// Never [`Kind::Below`].
+    /// Never [`ExtentKind::Below`].
     pub(super) kind: ExtentKind,
 }
 

@@ -1,7 +1,7 @@
 //! The requests of a trace in memory, about six bytes each: time, operation and length.
 //!
 //! ```text
-//!   traces ─► Merged ─► a stream for each disk ─► of one disk, or of several by time
+//!   traces ─► MergedTraces ─► a stream for each disk ─► of one disk, or of several by time
 //! ```
 //!
 //! A search iterates over the requests of a disk some ten times, so they are stored by disk instead

@@ -1,7 +1,7 @@
 //! The tenants that are advised: single disks or groups of a config file, and their devices.
 //!
 //! ```text
-//!   names of the trace, a config file, devices ─► simulate's Setup ─► World ─► tenants
+//!   names of the trace, a config file, devices ─► SimulationSetup ─► WorldSpec ─► tenants
 //! ```
 //!
 //! A tenant is the object that a limit would be set on: the group of a disk, or the disk. If a

@@ -224,7 +224,7 @@ impl BenchArgs {
     /// Replaces the name of a described image by its location.
     ///
     /// # Errors
-    /// The description is wrong, or has options that a benchmark does not support.
+    /// Fails if the description is wrong, or has options that a benchmark does not support.
     pub(crate) fn resolve(&mut self) -> anyhow::Result<()> {
         let text = self.target.to_string();
         let description = match self.image_opts {
@@ -252,7 +252,7 @@ impl BenchArgs {
     /// The cache sizes of a qcow2 image, and the prefetch settings.
     ///
     /// # Errors
-    /// Values that contradict each other, or are out of their range.
+    /// Fails on values that contradict each other, or are out of their range.
     pub(crate) fn disk(&self) -> Result<ConfigWithOrigins<DiskConfig>, ConfigError> {
         // Off by default: prefetching would turn a benchmark of the disk into one of memory.
         let prefetch = PrefetchConfig { mode: PrefetchMode::Off, ..PrefetchConfig::default() };

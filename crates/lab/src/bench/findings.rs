@@ -10,7 +10,7 @@ use crate::{
     result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, ResultTable, MeasureUnit},
 };
 
-/// With fewer complete seconds, the whole run is one sample.
+/// Minimum number of complete seconds for a sample each; with fewer, the whole run is one sample.
 const FEWEST_SECONDS: usize = 3;
 /// Largest number of points of a line over time.
 const MOST_POINTS: usize = 256;

@@ -95,7 +95,7 @@ impl Measured {
             ours.writes += theirs.writes;
             ours.reads_ns = ours.reads_ns.saturating_add(theirs.reads_ns);
             ours.writes_ns = ours.writes_ns.saturating_add(theirs.writes_ns);
-            // Equal latencies may occur twice in the list, which `of_counts` adds up.
+            // Equal latencies may occur twice in the list, which `from_counts` adds up.
             ours.reads_took.extend(&theirs.reads_took);
             ours.writes_took.extend(&theirs.writes_took);
         }

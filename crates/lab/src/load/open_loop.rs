@@ -52,7 +52,7 @@ impl ArrivalSchedule {
         self.began + Duration::from_nanos(self.next_ns as u64)
     }
 
-    /// Returns [`Schedule::next`] and advances.
+    /// Returns [`ArrivalSchedule::next`] and advances.
     pub(super) fn take(&mut self) -> Instant {
         let next = self.next();
         let gap_ns = NANOS_PER_SECOND as f64 / self.arrivals.per_second;

@@ -42,7 +42,7 @@ enum NextAction {
 struct RunningJob {
     job: LoadJob,
     target: LoadTarget,
-    /// Data of a write, from [`Run::first`] on, aligned for any device; empty for reads.
+    /// Data of a write, from [`RunningJob::first`] on, aligned for any device; empty for reads.
     content: Arc<[u8]>,
     first: usize,
     course: OffsetGenerator,

@@ -54,7 +54,7 @@ impl LoadStop {
         self.unless_stopped_for(Duration::ZERO, awaited).await
     }
 
-    /// `None` if it has been stopped for [`GRACE`]: a server may never reply.
+    /// `None` if it has been stopped for [`REPLY_TIMEOUT`]: a server may never reply.
     pub(crate) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         self.unless_stopped_for(REPLY_TIMEOUT, awaited).await
     }

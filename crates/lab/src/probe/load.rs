@@ -19,9 +19,10 @@ use policy::{
 use reactor::{buffer::IoBuffer, now, sleep_until, spawn_joinable};
 use storage::Durability;
 
-/// Enough to keep every queue of a disk busy.
+/// Number of requests in flight, enough to keep every queue of a disk busy.
 pub(crate) const DEPTH: usize = 32;
-/// Compared windows, after one that is discarded: a device needs a moment to reach its speed.
+/// Number of compared windows, after one that is discarded: a device needs a moment to reach its
+/// speed.
 const WINDOWS: u32 = 7;
 /// Largest spread of a rate that counts as steady.
 const STEADY: f64 = 0.3;
@@ -41,7 +42,7 @@ pub(super) enum ProbePattern {
 pub(super) struct ProbeLoad {
     pub(super) pattern: ProbePattern,
     pub(super) direction: Direction,
-    /// A power of two.
+    /// Length of a request: a power of two.
     pub(super) block_bytes: usize,
 }
 
@@ -78,7 +79,8 @@ pub(super) struct ProbeResult {
 }
 
 impl ProbeResult {
-    /// At least 1: in a record, 0 stands for a rate that was not measured.
+    /// Rate in whole operations per second, at least 1: in a record, 0 stands for a rate that was
+    /// not measured.
     pub(super) fn iops(&self) -> u64 {
         (self.rate.round() as u64).max(1)
     }
@@ -118,7 +120,7 @@ impl ProbedRange {
     /// `longer` is called before each repetition. The last result counts.
     ///
     /// # Errors
-    /// A failed request, or too few completed requests for a rate.
+    /// Fails on a failed request, or on too few completed requests for a rate.
     pub(super) async fn measure_steadily(
         &self,
         load: ProbeLoad,
@@ -242,7 +244,8 @@ impl ProbeRun {
     }
 }
 
-/// `marks`: time of each window's last completion, and the number of completions until then.
+/// Result of a load. `marks` has the time of each window's last completion, and the number of
+/// completions until then.
 fn figure(load: ProbeLoad, marks: &[(Instant, u64)]) -> ProbeResult {
     let windows = marks.len() - 1;
     // The first mark is the end of the warm-up.

@@ -18,7 +18,7 @@ use storage::{CacheMode, ImageFormat, OpenError, OpenOptions};
 
 use super::in_use::{self, ExclusiveDevice};
 
-/// Larger than the caches of most devices.
+/// Default size of the test file: larger than the caches of most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
 pub(super) const LEAST_SIZE: u64 = 8 << 20;
 
@@ -74,7 +74,7 @@ impl ProbeTarget {
         use std::os::unix::fs::MetadataExt as _;
         let name = wish.path.display();
         let file = tempfile::tempfile_in(wish.path).with_context(|| {
-            format!("{name}: no file can be made there (choose a directory that you may write to)")
+            format!("{name}: cannot create a file there (choose a directory that you may write to)")
         })?;
         // Blocks available to this user: root's reserve must not be used up.
         let space = fstatvfs(&file).with_context(|| format!("{name}: its free space is unknown"))?;
@@ -89,7 +89,7 @@ impl ProbeTarget {
             "{name}: {size_bytes} bytes are more than the {free} that are free (give a smaller --size)"
         );
         file.set_len(size_bytes)
-            .with_context(|| format!("{name}: a file of {size_bytes} bytes cannot be made"))?;
+            .with_context(|| format!("{name}: cannot create a file of {size_bytes} bytes"))?;
         // The unlinked file has no other name.
         let image = opened(wish.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
         let device_number = file.metadata()?.dev();

@@ -10,7 +10,7 @@
 use super::quantity;
 use crate::result::{ChartAxis, MeasureUnit};
 
-/// Larger values are drawn at the edge, so that differences stay finite.
+/// Largest value of an axis; larger ones are drawn at its edge, so that differences stay finite.
 const MOST: f64 = 1e30;
 const LEAST: f64 = 1e-30;
 /// Spans smaller than this, relative to the values, are rounding errors.

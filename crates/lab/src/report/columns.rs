@@ -4,7 +4,7 @@ use console::table::ColumnAlignment;
 
 use crate::result::ResultTable;
 
-/// More letters after a number are words, not a unit.
+/// Maximum length of a unit: more letters after a number are words.
 const UNIT: usize = 6;
 
 /// Alignment of each column. The first names the rows and is never numeric.

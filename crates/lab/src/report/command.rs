@@ -27,7 +27,7 @@ use crate::{
 /// Shows a result, or compares two.
 ///
 /// # Errors
-/// An unusable file, or with `--fail-on-worse` a measure that got worse.
+/// Fails on an unusable file, or with `--fail-on-worse` on a measure that got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), CommandFailure> {
     // Decided by content: recordings have no fixed extension.
     if recording_charts::is_recording(&arguments.a) {

@@ -24,7 +24,7 @@ use crate::{
 const STYLE: &str = include_str!("page.css");
 /// Length from which a cell is broken into lines.
 const LONG: usize = 48;
-/// A table with more columns is wider than a phone.
+/// Maximum number of columns of a table: with more, it is wider than a phone.
 const MOST_COLUMNS: usize = 6;
 /// Longer lists of measures are collapsed.
 const MANY: usize = 40;

@@ -39,7 +39,7 @@ pub(super) const LINES: [ColourPair; 8] = [
 pub(super) const SOLID: usize = 5;
 /// Limits, dashed.
 pub(super) const LIMIT: ColourPair = pair(0xA4_133C, 0xFF_8FA3);
-/// From the worst to the best, which contrasts most with the background.
+/// Colours of cells, from the worst to the best, which contrasts most with the background.
 pub(super) const CELLS: [ColourPair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
     pair(0xD6_E6F4, 0x1D_3850),

@@ -94,7 +94,7 @@ fn a_page_says_what_the_file_does() {
     let expect = "\
 weir tune on /dev/vda
 weir tune &#39;/srv/a b&#39; --budget 10m
-This result is not complete: it was interrupted. What is here was measured all the same.
+This result is not complete: it was interrupted. The values shown were measured nevertheless.
 Use cache=none &amp; 64K clusters.
 weir serve a.qcow2 \\
     --cache none

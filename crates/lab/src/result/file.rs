@@ -2,7 +2,7 @@
 //!
 //! Names may be mistyped and measurements take long, so the destination is examined beforehand
 //! ([`check`]): a file of the same kind is replaced atomically; a special file (`/dev/null`, a
-//! pipe) is written into; anything else, such as an image, is left alone.
+//! pipe) is written into; anything else, such as an image, is not changed.
 
 use std::{
     fs,
@@ -71,7 +71,7 @@ impl OutputDestination {
         // The mark of each kind is within the first bytes.
         fs::File::open(path)?.take(BEGINNING_BYTES).read_to_end(&mut beginning)?;
         if !kind.is_ours(&String::from_utf8_lossy(&beginning)) {
-            bail!("is there already and is not {}, so it is not replaced (choose another name)", kind.name());
+            bail!("exists and is not {}, so it is not replaced (choose another name)", kind.name());
         }
         // The rename must replace the target, not the link to it.
         Ok(Self::File(fs::canonicalize(path)?))

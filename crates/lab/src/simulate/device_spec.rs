@@ -20,7 +20,7 @@ impl FromStr for DeviceSpec {
         let is_path = first.contains('/') || !text.contains('=');
         if is_path {
             return if text.is_empty() {
-                Err("is empty (name a device, or say how it is)".to_owned())
+                Err("is empty (name a device, or give its properties)".to_owned())
             } else {
                 Ok(Self::Probed(text.into()))
             };

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
-//!   Source ─► records ─► requests ┤                                                   ├─► Outcome
+//!    trace ─► records ─► requests ┤                                                   ├─► SimulationOutcome
 //!             a batch    disks by └─► shard 1 … ──────────────────────────────────────┘
 //!                        number
 //! ```

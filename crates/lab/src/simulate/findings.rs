@@ -162,7 +162,7 @@ fn table(summary: &SimulationSummary) -> ResultTable {
         }
     }
     let note = format!(
-        "Without {compared}: on the same device, as it is modelled. Times are right within a hundredth."
+        "Without {compared}: on the same modelled device. Times are exact within 1 %."
     );
     ResultTable { note: Some(note), ..ResultTable::new(&format!("The effect of {compared}"), columns, rows) }
 }

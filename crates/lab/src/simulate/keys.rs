@@ -39,7 +39,7 @@ impl<'a> SpecKeys<'a> {
     }
 
     pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
-        // Every key that the caller asks for is a known one, present or not.
+        // Every key that the caller reads counts as known, present or not.
         self.known.push(key.to_owned());
         let at = self.left.iter().position(|(said, _)| *said == key)?;
         Some(self.left.remove(at).1)

@@ -135,7 +135,7 @@ impl SimulationSummary {
         // Without limits or prefetching both runs are identical, and the comparison is omitted.
         let is_known =
             (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
-        // Disks of the config file without requests are left out.
+        // Disks of the config file without requests are omitted.
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
         let lines: Vec<_> = used.map(|(disk, named)| SummaryLine::of_disk(&named.name, disk, is_known)).collect();
         let sum = |of: fn(&SimulatedDisk) -> Option<&RequestStatistics>| {

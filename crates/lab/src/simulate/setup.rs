@@ -1,9 +1,9 @@
 //! Converts options and a config file to the simulated world.
 //!
 //! ```text
-//!   --config FILE ─► config::load ─► settings::Plan ─► disks known by name ──────────┐
-//!                                                                                ├─► Setup ─► World, which grows with the
-//!   --iops-total … ─► checked settings ─► settings of every disk of a trace ─────────┘            disks that a trace names
+//!   --config FILE ─► config::load ─► DesiredState ─► disks known by name ─────┐
+//!                                                                             ├─► SimulationSetup ─► WorldSpec, which grows
+//!   --iops-total … ─► checked settings ─► settings of every disk of a trace ──┘       with the disks that a trace names
 //! ```
 //!
 //! Settings that a daemon would reject are rejected here with the same message. Images are not
@@ -60,7 +60,7 @@ struct AnyDisk {
 }
 
 impl SimulationSetup {
-    /// From the command line; rejects settings that a daemon rejects, and unprobed devices.
+    /// Setup from the command line; rejects settings that a daemon rejects, and unprobed devices.
     pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::CommandFailure> {
         let devices = &arguments.devices;
         let device =
@@ -82,7 +82,7 @@ impl SimulationSetup {
         let shared = device.map(|device| world.add_device(device));
         let by_name: HashMap<_, _> =
             plan.groups.iter().enumerate().map(|(index, group)| (&group.name, index)).collect();
-        // A plan lists groups in the order of their indices in the world.
+        // The desired state lists groups in the order of their indices in the world.
         let index_of = |group: Option<&String>| group.and_then(|group| by_name.get(group).copied());
         for group in &plan.groups {
             let hold = group.settings.to_disk_settings();
@@ -147,8 +147,8 @@ impl SimulationSetup {
         Ok(Self { world, remarks, kind: SetupKind::Config { file: path.display().to_string(), by_name } })
     }
 
-    /// For disks unknown beforehand. `device` is shared; `delay` and `rate` apply to each disk
-    /// alone.
+    /// Setup for disks that are unknown beforehand. `device` is shared; `delay` and `rate` apply to
+    /// each disk alone.
     pub(crate) fn of_terms(
         terms: &DefaultDiskSettings,
         size_bytes: u64,
@@ -174,7 +174,8 @@ impl SimulationSetup {
             disk.place = world.add_device(device);
             disk.watched = Some(disk.place);
         }
-        // A shared budget is created once here; otherwise `Names::add` creates one for each disk.
+        // A shared budget is created once here; otherwise `DiskResolver::add` creates one for each
+        // disk.
         let mut budget = rate.map(budget_of);
         if rate.is_some_and(|rate| rate.shared.is_some()) {
             disk.place.budget = budget.take().map(|budget| world.add_budget(budget));

@@ -109,7 +109,7 @@ impl SweepPoint {
     /// Evaluates a simulation.
     ///
     /// # Errors
-    /// If the judged target has no requests.
+    /// Fails if the judged target has no requests.
     pub(crate) fn new(value: u64, outcome: &SimulationOutcome, between: SweptNames<'_>) -> anyhow::Result<Self> {
         let world = &outcome.world;
         let is_of = |index: usize, name: Option<&str>| {

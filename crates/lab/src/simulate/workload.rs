@@ -1,7 +1,7 @@
 //! `--workload`: generated requests instead of a trace; the same seed gives the same requests.
 //!
 //! ```text
-//!   random, zipf, hot-cold ─► an open loop: random arrivals at a given rate          (Open)
+//!   random, zipf, hot-cold ─► an open loop: random arrivals at a given rate          (OpenWorkload)
 //!   sequential ─────────────► a closed loop: clients that wait for completions       (ClientSpec)
 //!   two-streams, burst, group, depths ─► scenarios with published results            (scenario)
 //! ```
@@ -88,7 +88,7 @@ impl FromStr for Workload {
             "depths" => Self::Scenario(Scenario::Depths),
             _ => return Err(format!("{name:?} is no generator (there are {})", generators())),
         };
-        // Rejects keys that this generator did not ask for.
+        // Rejects keys that this generator did not read.
         keys.finish(name)?;
         Ok(workload)
     }

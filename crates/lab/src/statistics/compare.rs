@@ -7,7 +7,8 @@
 
 use super::ranks::{RankComparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 
-/// Larger groups are represented by this many samples, evenly chosen by rank.
+/// Maximum number of samples of a group: larger ones are represented by this many, evenly chosen by
+/// rank.
 const MOST_SAMPLES: usize = 400;
 
 /// Compares samples, all above 0; without samples the groups count as equal.
@@ -30,7 +31,8 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
-/// Number of ratios to drop at each end, by [`TAIL`](super::ranks::TAIL); `None`: too few samples.
+/// Number of ratios to drop at each end, by [`ONE_SIDED_ERROR`](super::ranks::ONE_SIDED_ERROR);
+/// `None`: too few samples.
 fn dropped_ratios(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);

@@ -42,8 +42,8 @@ pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f
     RankComparison { ratio, verdict }
 }
 
-/// Largest number of places with a probability below [`TAIL`], from the ways to each value; `None`:
-/// too few samples.
+/// Largest number of places with a probability below [`ONE_SIDED_ERROR`], from the ways to each
+/// value; `None`: too few samples.
 pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     let all: f64 = ways.iter().sum();
     let mut chance = 0.0;

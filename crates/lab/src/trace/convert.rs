@@ -1,8 +1,8 @@
 //! `weir trace convert`: converts traces between formats.
 //!
 //! ```text
-//!   traces ─► Merged ─► requests by time ─► sink.rs ─┬─► forms.rs, lines ─► gzip, zstd ─┬─► output.rs
-//!                                                    └─► recording, blocks ─────────────┘
+//!   traces ─► MergedTraces ─► requests by time ─► sink.rs ─┬─► forms.rs, lines ─► gzip, zstd ─┬─► output.rs
+//!                                                          └─► recording, blocks ─────────────┘
 //! ```
 //!
 //! Recordings and weir's own CSV store latencies, which no other format can. A single recording is
@@ -36,8 +36,8 @@ use super::{TraceOutput, info};
 /// Runs `weir trace …`.
 ///
 /// # Errors
-/// Wrong usage, and errors of reading or writing. Requests read before an error are written, unless
-/// there are none.
+/// Fails on wrong usage, and on errors of reading or writing. Requests read before an error are
+/// written, unless there are none.
 pub fn run(command: TraceCommand) -> Result<(), CommandFailure> {
     match command {
         TraceCommand::Convert(arguments) => convert(&arguments),
@@ -132,7 +132,7 @@ fn output_format(output: &Path, to: Option<TraceFormat>) -> anyhow::Result<(Trac
     let (named, compression) = format_by_name(output);
     let format = to.or(named).ok_or_else(|| {
         let name = output.display().to_string();
-        anyhow!("OUTPUT: {name:?} does not say in which format (name it with --to)")
+        anyhow!("OUTPUT: {name:?} does not end in the name of a format (give --to FORMAT)")
     })?;
     Ok((format, if format == TraceFormat::Recording { TraceCompression::None } else { compression }))
 }

@@ -70,7 +70,7 @@ impl TraceOutput {
     }
 
     /// # Errors
-    /// If the process has no standard output.
+    /// Fails if the process has no standard output.
     pub(crate) fn standard() -> io::Result<Self> {
         Ok(Self::Standard(io::stdout().as_fd().try_clone_to_owned()?.into()))
     }

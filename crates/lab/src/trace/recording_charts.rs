@@ -2,8 +2,8 @@
 //! each disk.
 //!
 //! ```text
-//!   recordings ─► Merged ─► requests by arrival ─► RecordedDisk: sums over time ─► Findings ─► `weir report`
-//!                      └──► limits over time ────────────────────────────────────────┘
+//!   recordings ─► MergedTraces ─► requests by arrival ─► RecordedDisk: sums over time ─► Findings ─► `weir report`
+//!                      └──► limits over time ───────────────────────────────────────────────┘
 //! ```
 //!
 //! The limits are those in force when the requests were recorded, or those of a config file.
@@ -72,7 +72,7 @@ pub(crate) fn is_recording(path: &Path) -> bool {
 /// recordings.
 ///
 /// # Errors
-/// A file that cannot be read from its beginning, or more than [`MOST_DISKS`].
+/// Fails on a file whose beginning is unreadable, or on more than [`MOST_DISKS`].
 pub(crate) fn draw(paths: &[PathBuf], limits: Option<&LimitsByDisk>) -> anyhow::Result<DrawnRecording> {
     let mut read = ReadRecording::of(paths, &|_, place| place < DRAWN)?;
     if read.disks.len() > DRAWN {

@@ -19,12 +19,13 @@ use std::{
 use policy::prefetch::{PrefetchMode, PrefetchConfig};
 use storage::CacheMode;
 
-/// QEMU's default as well.
+/// Default cluster size, the same as QEMU's.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
 pub(super) const CLUSTERS: [u64; 6] = [DEFAULT_CLUSTER, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20];
-/// An entry maps one cluster (QEMU's docs/interop/qcow2.rst).
+/// Length of an L2 entry, which maps one cluster (QEMU's docs/interop/qcow2.rst).
 const L2_ENTRY_BYTES: u64 = 8;
-/// The smallest and the default slice of an L2 table in the cache (QEMU's docs/qcow2-cache.txt).
+/// Length of the smallest and of the default slice of an L2 table in the cache (QEMU's
+/// docs/qcow2-cache.txt).
 const SLICE_BYTES: std::ops::RangeInclusive<u64> = 512..=4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,7 +35,7 @@ pub(super) enum L2Share {
 }
 
 impl L2Share {
-    /// 1/128 is from the published measurement.
+    /// Measured shares; 1/128 is that of the published measurement.
     pub(super) const ALL: [Self; 4] = [Self::Full, Self::Part(4), Self::Part(16), Self::Part(128)];
 
     /// Cache size in bytes, at least two of the smallest slices.
@@ -68,7 +69,7 @@ impl fmt::Display for L2Share {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Qcow2Choice {
-    /// A power of two from 64 KiB to 2 MiB in images that weir creates.
+    /// Cluster size: a power of two, from 64 KiB to 2 MiB in images that weir creates.
     pub(super) cluster_bytes: u64,
     pub(super) l2: L2Share,
 }
@@ -95,7 +96,7 @@ impl Hash for DiskConfiguration {
     }
 }
 
-/// Unique; results are stored under these names.
+/// Unique name, under which results are stored.
 impl fmt::Display for DiskConfiguration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.cache.name())?;
@@ -115,13 +116,13 @@ impl fmt::Display for DiskConfiguration {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ConfigurationSpace {
-    /// The first of each list is the default.
+    /// Cache modes. The first of each list is the default.
     pub(super) caches: Vec<CacheMode>,
-    /// Empty for a raw disk.
+    /// Cluster sizes; empty for a raw disk.
     pub(super) clusters: Vec<u64>,
     pub(super) l2: Vec<L2Share>,
     pub(super) prefetch: Vec<PrefetchMode>,
-    /// Needed to find shares that result in the same number of bytes.
+    /// Size of the disk, to find shares that result in the same number of bytes.
     pub(super) size_bytes: u64,
 }
 
@@ -136,7 +137,7 @@ impl ConfigurationSpace {
         }
     }
 
-    /// An existing image has a fixed cluster size; a raw one has none.
+    /// Space for an existing image, which has a fixed cluster size, or none if it is raw.
     pub(super) fn of_image(size_bytes: u64, cluster_bytes: Option<u64>) -> Self {
         Self { clusters: cluster_bytes.into_iter().collect(), ..Self::of_made_images(size_bytes) }
     }
@@ -221,14 +222,14 @@ pub(super) enum AccessOrder {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum PatternOperation {
-    /// From the disk, bypassing the page cache as far as possible.
+    /// Read from the disk, bypassing the page cache as far as possible.
     Read,
-    /// From the page cache, if the configuration uses one.
+    /// Read from the page cache, if the configuration uses it.
     Reread,
-    /// To allocated clusters, including a flush at the end.
+    /// Write to allocated clusters, including a flush at the end.
     Write,
     SyncWrite,
-    /// To an empty overlay: allocates clusters and copies the rest of each.
+    /// Write to an empty overlay: allocates clusters and copies the rest of each.
     FirstWrite,
 }
 
@@ -267,7 +268,7 @@ impl RequestPattern {
     }
 }
 
-/// Unique; results are stored under these names.
+/// Unique name, under which results are stored.
 impl fmt::Display for RequestPattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = match self.order {

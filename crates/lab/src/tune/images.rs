@@ -76,7 +76,7 @@ impl TuneImages {
         let Some(base) = self.place.made(BASE) else { return Ok(clusters.to_vec()) };
         fs::File::create(&base)
             .and_then(|file| file.set_len(self.place.size_bytes))
-            .context("cannot be made")?;
+            .context("cannot create it")?;
         if !self.fill(&base, ImageFormat::Raw, stop, progress).await? {
             bail!("writing the images took too long (give a smaller --size or a longer --budget)");
         }
@@ -151,11 +151,11 @@ impl TuneImages {
     async fn create(&self, path: &Path, cluster_bytes: u64, backing: Option<BackingReference>) -> anyhow::Result<()> {
         fs::File::create(path)
             .and_then(|file| file.set_len(LEAST_FILE))
-            .context("an image cannot be made")?;
+            .context("cannot create an image")?;
         let storage = open_storage(&spec(path)?, OpenOptions::default())?;
         let size_bytes = self.place.size_bytes;
         let wish = CreateOptions { size_bytes, cluster_bytes, backing, ..CreateOptions::default() };
-        create(&storage, None, &wish).await.context("an image cannot be made")?;
+        create(&storage, None, &wish).await.context("cannot create an image")?;
         Ok(())
     }
 

@@ -29,7 +29,8 @@ use crate::{
     statistics::{median, steady},
 };
 
-/// In shorter slices the start dominates; longer ones add no information.
+/// Range of the length of a slice: in shorter ones the start dominates, and longer ones add no
+/// information.
 pub(super) const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(10)..=Duration::from_millis(200);
 /// Batches of a slice, fewer at high depths; finding the steady part takes ten.

@@ -25,7 +25,8 @@ use super::{
 };
 use crate::statistics::{RankComparison, RankVerdict, median};
 
-/// A table never ends earlier: measuring until a difference shows would find one by chance.
+/// Number of rounds of a table. A table never ends earlier: measuring until a difference shows
+/// would find one by chance.
 const MOST_ROUNDS: usize = 20;
 /// Slices of a cell in a budget: twelve rounds with their opening and flushing.
 const SLICES_PER_CELL: u32 = 48;
@@ -203,7 +204,7 @@ impl PublishedTable {
                 _ => ClaimAgreement::Contradicted,
             }
         };
-        // The worst pair decides: `Agreement` is ordered from best to worst.
+        // The worst pair decides: `ClaimAgreement` is ordered from best to worst.
         claim.pairs.iter().map(judge).max().unwrap_or(ClaimAgreement::NotMeasured)
     }
 

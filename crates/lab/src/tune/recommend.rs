@@ -12,20 +12,20 @@ use super::{
 };
 use crate::statistics::{Estimate, RankVerdict};
 
-/// Differences listed in the summary; the result's tables have all.
+/// Maximum number of differences in the summary; the result's tables have all.
 const MOST_TOLD: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
     pub(super) goal: TuneGoal,
     pub(super) configuration: DiskConfiguration,
-    /// First in the table; not shown to be better if `settled` is false.
+    /// First configuration of the table; not significantly better if `settled` is false.
     leader: DiskConfiguration,
     pub(super) settled: bool,
-    /// Relative to the default, the largest first.
+    /// Gains relative to the default, the largest first.
     pub(super) gains: Vec<PatternDifference>,
     pub(super) costs: Vec<PatternDifference>,
-    /// Memory beyond the default's, for the disk that the options are for.
+    /// Additional memory compared with the default, for the disk that the options are for.
     pub(super) more_memory_bytes: u64,
     pub(super) commands: ApplyCommands,
     is_default: bool,
@@ -35,7 +35,7 @@ pub(super) struct Recommendation {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PatternDifference {
     pub(super) pattern: RequestPattern,
-    /// 1 is as fast as the default.
+    /// Speed relative to the default: 1 is equally fast.
     pub(super) ratio: Estimate,
 }
 
@@ -154,7 +154,7 @@ impl Recommendation {
 }
 
 impl PatternDifference {
-    /// Without its interval, which the tables of patterns have.
+    /// Short form without the interval, which the tables of patterns have.
     fn brief(&self) -> String {
         format!("{:+.0} % {}", (self.ratio.median - 1.0) * 100.0, self.pattern)
     }

@@ -112,7 +112,7 @@ impl StoredSamples {
 
 impl StoredSamples {
     fn is_of_the_same(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<()> {
-        let name = |device: Option<&str>| device.unwrap_or("none that is known").to_owned();
+        let name = |device: Option<&str>| device.unwrap_or("an unknown device").to_owned();
         let clusters = |clusters: &[u64]| match clusters {
             [] => "a raw disk".to_owned(),
             sizes => format!(

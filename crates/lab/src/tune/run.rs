@@ -1,4 +1,4 @@
-//! A run: creates images, then measures the turns of a [`Course`] within the budget.
+//! A run: creates images, then measures the turns of a [`TurnSource`] within the budget.
 //!
 //! ```text
 //!   budget ├── images (a bounded share) ──┤── turns ──┤── reserved for the caller ──┤ end (2 %) ┤

@@ -12,9 +12,9 @@ use crate::statistics::{RankComparison, compare, compare_rounds, median};
 
 /// Distance of the fences, in median distances from the median.
 const FENCE: f64 = 3.0;
-/// With fewer ratios the usual noise is unknown.
+/// Minimum number of ratios for an estimate of the usual noise.
 const LEAST_FENCED: usize = 5;
-/// With fewer rounds no difference is reported.
+/// Minimum number of rounds for reporting a difference.
 pub(super) const LEAST_ROUNDS: usize = 6;
 
 /// Samples in operations per second.

@@ -25,9 +25,9 @@ use super::{
 };
 use crate::statistics::median;
 
-/// Share of the time that stage 2 gets at least.
+/// Minimum share of the time for stage 2.
 const LEFT_FOR_COMBINATIONS: f64 = 0.45;
-/// Rounds of stage 1 at most, so that stage 2 gets more time than it needs.
+/// Maximum number of rounds of stage 1; the remaining time goes to stage 2.
 const MOST_ROUNDS: usize = 30;
 const MOST_COMBINATIONS: usize = 12;
 

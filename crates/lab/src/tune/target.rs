@@ -41,9 +41,9 @@ const BYTES_PER_SECOND: u64 = 2 << 20;
 pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
 /// Minimum share of data in an existing image; with less, mostly reads of holes would be measured.
 const LEAST_DATA_PERCENT: u64 = 50;
-/// Followed by the pid of the process.
+/// Prefix of the temporary directory, followed by the pid of the process.
 const PREFIX: &str = ".weir-tune-";
-/// For metadata of images and the file system.
+/// Space left free for metadata of images and of the file system.
 const SPARE_BYTES: u64 = 32 << 20;
 
 #[derive(Clone, Copy, Debug)]
@@ -211,7 +211,7 @@ impl TuneTarget {
                 Some("cluster sizes, L2 caches and first writes: a device has none")
             }
             TuneTargetKind::Image { .. } => Some(
-                "writes and cluster sizes: an image that is there is only read (name its directory to have images made and written)",
+                "writes and cluster sizes: an existing image is only read (name its directory to create and write images)",
             ),
         }
     }

@@ -29,7 +29,7 @@ Limits:
 A total excludes a read or write limit of the same kind. L is 1 by default. A full burst lasts \
 L × M ÷ (M − R) seconds, because the bucket drains at R.";
 
-/// Option of a setting. [`BLOCK`] describes it in the help.
+/// Option of a setting. [`LIMITS_HELP`] describes it in the help.
 pub fn option(setting: LimitSetting) -> Arg {
     let parser = crate::limit_parser(setting);
     Arg::new(setting.name())

@@ -14,7 +14,7 @@ use crate::{DiskConfig, ParsedConfig, GroupConfig, Diagnostics, Origin, ConfigWi
 /// Reads the disk `name` with these keys; `export` is an array of tables. Paths are relative to
 /// `directory`.
 ///
-/// Rules between keys are not checked: see [`crate::PlannedDisk::new`]. Returns `None` if a mistake
+/// Rules between keys are not checked: see [`crate::CheckedDisk::new`]. Returns `None` if a mistake
 /// was reported.
 pub fn disk_from_json(
     name: &str,
@@ -33,7 +33,7 @@ pub fn group_from_json(
     mistakes: &Diagnostics,
 ) -> Option<ConfigWithOrigins<GroupConfig>> {
     let group = parsed("group", name, keys, Path::new(""), mistakes)?.groups.pop()?;
-    // For disks `PlannedDisk::new` checks the name.
+    // For disks `CheckedDisk::new` checks the name.
     mistakes.ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
     group.judge(mistakes);
     (mistakes.count() == 0).then_some(group)

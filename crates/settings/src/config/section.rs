@@ -32,7 +32,7 @@ impl<'a> ConfigText<'a> {
         Self { name, text, line_starts, mistakes }
     }
 
-    /// Place of a position in the text. A text without a name was generated, so its line numbers
+    /// Origin for a position in the text. A text without a name was generated, so its line numbers
     /// mean nothing to the user.
     pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Origin {
         if self.name.is_empty() {

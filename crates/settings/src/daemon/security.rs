@@ -10,8 +10,9 @@ use crate::{
 impl ConfigWithOrigins<DaemonConfig> {
     /// Encryption of connections, from the four TLS keys.
     ///
-    /// # Errors Fails on unused, missing or conflicting credentials, so that no server is
-    /// unencrypted by mistake.
+    /// # Errors
+    /// Fails on unused, missing or conflicting credentials, so that no server is unencrypted by
+    /// mistake.
     pub fn tls(&self) -> Result<TlsConfig, ConfigError> {
         // `tls-verify-peer = false` is the default and harmless without TLS.
         let verify_peer = self.origin_of_given("tls-verify-peer").filter(|_| self.tls_verify_peer);
@@ -78,7 +79,7 @@ impl ConfigWithOrigins<DaemonConfig> {
         clients::check_access(self, &self.access, tls, true)
     }
 
-    /// Place of the first network rule.
+    /// Origin of the first network rule.
     pub(crate) fn network(&self) -> Option<&Origin> {
         self.origin_of_given("allow").or(self.origin_of_given("deny"))
     }

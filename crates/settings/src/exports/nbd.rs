@@ -16,7 +16,7 @@ use crate::{
 /// Endpoint for disks that are exported over NBD.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct NbdServerConfig {
-    /// Address; never [`Endpoint::Inherited`].
+    /// Address; never [`ListenEndpoint::Inherited`].
     pub endpoint: ListenEndpoint,
     /// True if the server rejects writes to writable disks.
     pub read_only: bool,

@@ -1,5 +1,5 @@
 //! Small state files, replaced atomically. Never used for a user's file, which may have content
-//! that weir does not know.
+//! that is unknown to weir.
 
 use std::{
     fs,

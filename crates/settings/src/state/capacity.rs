@@ -41,7 +41,7 @@ pub struct CapacityRecord {
     pub capacity: CapacityFigures,
 }
 
-/// [`Capacity`] in the file's format; 0 was not measured.
+/// [`MeasuredCapacity`] in the file's format; 0 was not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CapacityFigures {
@@ -119,7 +119,7 @@ impl CapacityStore {
     /// Checks that a record could be saved: creates the directory and a temporary file in it.
     ///
     /// # Errors
-    /// Fails as [`Store::save`] would.
+    /// Fails as [`CapacityStore::save`] would.
     pub fn check_writable(&self) -> anyhow::Result<()> {
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&self.0)?;

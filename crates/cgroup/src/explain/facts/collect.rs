@@ -142,7 +142,7 @@ fn descend(reader: &mut FactReader<'_>, group: &ControlGroup) -> Vec<ControlGrou
             found.truncate(MAX_GROUPS);
             reader.gap(
                 &group.directory,
-                format!("more than {MAX_GROUPS} cgroups below it: the others were not looked at"),
+                format!("more than {MAX_GROUPS} cgroups below it: the rest were not examined"),
             );
             break;
         }
@@ -169,7 +169,7 @@ fn processes_of_group(
     // Before the bound, so that a single process is found among any number.
     pids.retain(|pid| only.is_none_or(|only| *pid == only));
     if pids.len() > MAX_PROCESSES {
-        let text = format!("more than {MAX_PROCESSES} processes: the others were not looked at");
+        let text = format!("more than {MAX_PROCESSES} processes: the rest were not examined");
         reader.gap(&group.directory.join("cgroup.procs"), text);
         pids.truncate(MAX_PROCESSES);
     }

@@ -1,4 +1,4 @@
-//! The lines of a mountinfo file, with their ids.
+//! Lines of a mountinfo file, each with its mount ID.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ pub(super) struct MountRow {
 
 pub(super) fn mount_containing<'a>(rows: &'a [MountRow], path: &Path) -> Option<&'a MountRow> {
     let found = mountinfo::mount_containing(rows.iter().map(|row| &row.mount), path)?;
-    // The last of equal mounts: it hides those mounted below it.
+    // The last of equal mounts: it hides the earlier ones.
     rows.iter().rfind(|row| row.mount == *found)
 }
 

@@ -43,7 +43,7 @@ pub(super) fn find_other_writers(
         };
         looked += 1;
         if looked > MAX_PROCESSES {
-            let text = format!("more than {MAX_PROCESSES} processes: the others' files were not looked at");
+            let text = format!("more than {MAX_PROCESSES} processes: the files of the rest were not examined");
             reader.gap(&proc, text);
             return;
         }

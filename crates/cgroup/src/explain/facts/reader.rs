@@ -53,7 +53,7 @@ pub(super) struct BootClock {
 }
 
 impl BootClock {
-    /// From `btime` of /proc/stat (proc_stat(5)).
+    /// Clock that begins at `btime` of /proc/stat (proc_stat(5)).
     pub(super) fn new(proc: &Path) -> Self {
         let text = fs::read_to_string(proc.join("stat")).unwrap_or_default();
         let seconds = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());

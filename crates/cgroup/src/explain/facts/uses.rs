@@ -33,7 +33,7 @@ pub(super) struct OpenFile {
     pub(super) path: PathBuf,
     pub(super) flags: OFlag,
     pub(super) mount: Option<u64>,
-    /// Since Linux 5.14.
+    /// Inode number, which fdinfo shows since Linux 5.14.
     pub(super) inode: Option<u64>,
     /// The link in /proc/PID/fd, which reaches the file even if its path is not visible here.
     link: PathBuf,
@@ -54,7 +54,7 @@ pub(super) fn open_files(reader: &mut FactReader<'_>, process: &Path) -> Vec<Ope
     let mut files = Vec::new();
     for entry in entries.flatten() {
         if files.len() == MAX_FILES {
-            let text = format!("more than {MAX_FILES} open files: the others were not looked at");
+            let text = format!("more than {MAX_FILES} open files: the rest were not examined");
             reader.gap(&directory, text);
             break;
         }

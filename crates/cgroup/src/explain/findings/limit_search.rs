@@ -30,7 +30,7 @@ use crate::{
     explain::facts::{DiskFacts, DiskKind, Evidence, CgroupFacts, CgroupLevel, LevelLimit, Mapper},
 };
 
-/// More layers than real setups stack; also ends the recursion in a cycle.
+/// Maximum number of stacked layers, more than in real setups; also ends the recursion in a cycle.
 const MAX_DEPTH: usize = 8;
 
 /// Release from which a loop device's I/O on its file is charged to the submitter (commit

@@ -81,7 +81,7 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("use a kernel with CONFIG_BLK_DEV_THROTTLING"),
         ),
         Cause::MemoryNotEnabled => (
-            format!("{detail} has io but not memory; the kernel enables memory unseen, so written back pages are charged all the same"),
+            format!("{detail} has io but not memory; the kernel enables memory implicitly, so written back pages are charged nevertheless"),
             None,
         ),
         Cause::RootCgroup => (
@@ -122,7 +122,7 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("set the limit on the loop device, or attach it with `losetup --direct-io=on`"),
         ),
         Cause::OtherDisk => (
-            format!("the limit is for another disk than {detail}, and no process has a file on that one"),
+            format!("the limit is for another disk than {detail}, on which no process has a file"),
             Some("set the limit on this disk: `weir cgroup limit CGROUP --device DEV` takes the path of a file on it"),
         ),
         Cause::DiskWithoutLimit => (format!("{detail} has no limit; others have"), None),

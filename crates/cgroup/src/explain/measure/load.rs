@@ -156,7 +156,7 @@ pub(super) fn fill(mut file: &File, bytes: u64) -> anyhow::Result<()> {
 
 pub(super) fn unlinked_file(directory: &Path) -> anyhow::Result<File> {
     tempfile::tempfile_in(directory)
-        .with_context(|| format!("{}: no file can be made there", directory.display()))
+        .with_context(|| format!("{}: cannot create a file there", directory.display()))
 }
 
 /// Reopens a file with other flags, through `/proc/self/fd` (open(2)).

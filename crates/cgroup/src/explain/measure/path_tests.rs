@@ -25,7 +25,7 @@ use crate::{explain::findings::Io, kernel::io_stat::CgroupIoUsage};
 
 /// Timeout of a path, as a multiple of the time that the limit needs.
 const TIMEOUT_FACTOR: u32 = 4;
-/// Added to the timeout, for slow machines.
+/// Additional timeout for slow machines.
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(60);
 /// Tolerated excess over the limit. The kernel throttles in slices of 0.1 s, and writes back in
 /// chunks.

@@ -116,7 +116,7 @@ fn describe_waiting(figures: &PathFigures) -> String {
         (by_process, "sent by the process at once"),
     ];
     for (bytes, what) in senders {
-        // Senders without a byte are left out.
+        // Tasks that submitted no byte are omitted.
         if bytes > 0 {
             told.push(format!("{} {what}", figures::share(bytes as f64 / all as f64)));
         }

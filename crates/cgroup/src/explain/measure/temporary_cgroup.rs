@@ -45,12 +45,12 @@ impl TemporaryCgroup {
             examined.parent().or_else(|| (examined.version == Version::V1).then(|| examined.clone()));
         let Some(parent) = parent else {
             bail!(
-                "cgroup {}: there is none beside it to measure in (name one below it)",
+                "cgroup {}: the root has no sibling to measure in (name a cgroup below it)",
                 examined.name.display()
             );
         };
         let group = ControlGroup::create(&parent, name).with_context(|| {
-            format!("cgroup {}: none can be made there to measure in", parent.name.display())
+            format!("cgroup {}: cannot create a cgroup there to measure in", parent.name.display())
         })?;
         let place = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
         for (disk, rates) in limits {

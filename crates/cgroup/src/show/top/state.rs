@@ -41,7 +41,7 @@ pub(super) struct CgroupTopState {
     /// The cgroup whose tasks are shown, including descendants; `None` shows cgroups.
     pub(super) tasks_of: Option<PathBuf>,
     pub(super) column: TopColumn,
-    /// Reversed order: the smallest number first, the last name first.
+    /// True for reversed order: the smallest number first, the last name first.
     pub(super) reversed: bool,
     pub(super) has_help: bool,
     /// Lines of a page, set by the view.

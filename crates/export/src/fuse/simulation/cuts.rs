@@ -1,5 +1,5 @@
 //! A file that is truncated at any byte and extended again while it is read, written and punched:
-//! bytes past its end never reappear, whatever the unit of the image's size is.
+//! bytes past its end must never reappear, for any unit of the image's size.
 
 use std::{
     rc::Rc,

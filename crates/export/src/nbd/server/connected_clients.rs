@@ -51,7 +51,7 @@ impl ConnectedClient {
     }
 }
 
-/// Clients by number. A number belongs to a place for which a listener may wait long, so the order
+/// Clients by number. A number belongs to a slot, for which a listener may wait long, so the order
 /// of numbers is not that of arrival.
 #[derive(Debug, Default)]
 pub(super) struct ConnectedClients {
@@ -111,7 +111,7 @@ impl ConnectedClients {
         self.live.get_mut(&number)
     }
 
-    /// Excludes a client from [`Self::oldest_to_push_out`]: it was disconnected, or it waits for
+    /// Excludes a client from [`Self::oldest_to_disconnect`]: it was disconnected, or it waits for
     /// the server.
     pub(super) fn spare(&mut self, number: u64) {
         if let Some(live) = self.live.get(&number) {

@@ -26,7 +26,7 @@ pub(super) struct SimulatedNbdClient {
     pub(super) wire: NbdTestWire,
     /// First byte of its region.
     pub(super) start: u64,
-    /// Requests may fail with EIO.
+    /// True if requests may fail with EIO.
     pub(super) faults: bool,
     /// The server was stopped and owes no further replies.
     pub(super) stopped: Rc<Cell<bool>>,

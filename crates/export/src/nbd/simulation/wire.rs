@@ -35,7 +35,7 @@ impl NbdTestWire {
         self.pipe.close();
     }
 
-    /// The next `count` bytes; [`Ended`] if the stream ends first.
+    /// The next `count` bytes; [`StreamEnded`] if the stream ends first.
     pub(super) async fn take(&mut self, count: usize) -> Result<Vec<u8>, StreamEnded> {
         while self.received.len() < count {
             let (result, buffer) = self.pipe.receive(IoBuffer::new(4096), 0).await;

@@ -29,7 +29,7 @@ pub(super) struct ServerProperties {
     pub(super) structured: bool,
     /// Percentage of changes that fail with ENOSPC.
     pub(super) refuses: u32,
-    /// No request may be sent to it.
+    /// True if no request may be sent to it.
     pub(super) is_unfit: bool,
 }
 

@@ -1,7 +1,7 @@
-//! The driver in memory: requests that wait, tags that are fetched or in hand, processes that start
-//! and end.
+//! The driver in memory: requests that wait, tags that wait for a request or have one, processes
+//! that start and end.
 //!
-//! Checks that each request is answered once, and only while it is in hand.
+//! Checks that each request is answered once, and only before it is committed.
 
 use std::{
     cell::RefCell,
@@ -50,7 +50,7 @@ struct SimulatedUblkState {
     tags: Vec<SimulatedUblkTag>,
     memory: GuestMemory,
     most_bytes: usize,
-    /// Zero copy; the data of some requests is in no registered buffer nevertheless.
+    /// True with zero copy; the data of some requests is in no registered buffer nevertheless.
     is_zero_copy: bool,
     /// Number of processes before the current one.
     process: usize,
@@ -134,7 +134,7 @@ impl SimulatedUblkDriver {
         .await
     }
 
-    /// Ends the process at any point; its requests in hand are issued again to the next.
+    /// Ends the process at any point; its uncommitted requests are issued again to the next.
     pub(in super::super) fn end_process(&self) {
         let wakers = {
             let state = &mut *self.0.borrow_mut();
@@ -155,7 +155,7 @@ impl SimulatedUblkDriver {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Stops the device; no request may be in hand.
+    /// Stops the device; no request may be uncommitted.
     pub(in super::super) fn stop(&self) {
         self.0.borrow_mut().is_stopped = true;
         assert!(self.0.borrow().tags.iter().all(|tag| tag.in_hand.is_none()), "stopped too early");

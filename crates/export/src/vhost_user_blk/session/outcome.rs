@@ -20,8 +20,8 @@ use crate::vhost_user_blk::{
 /// An effect on rings or disk.
 #[derive(Debug)]
 pub enum Effect {
-    /// Serve a ring. It has not run before, or `Session::stopped` has reported it since. Read it
-    /// first: it may hold requests that are not announced again.
+    /// Serve a ring. It has not run before, or `VhostUserSession::ring_stopped` has reported it
+    /// since. Read it first: it may hold requests that are not announced again.
     Start {
         /// Number of the ring.
         ring: u16,
@@ -29,7 +29,7 @@ pub enum Effect {
         settings: Box<RingSettings>,
     },
     /// Take no further request from a ring, complete the started ones, put the rest back, and
-    /// report `Session::stopped`. The guest's memory must not be accessed afterwards.
+    /// report `VhostUserSession::ring_stopped`. The guest's memory must not be accessed afterwards.
     Stop {
         /// Number of the ring.
         ring: u16,
@@ -83,9 +83,9 @@ pub enum SessionOutput {
     /// Execute this effect.
     Effect(Effect),
     /// Ask the front end to read the configuration: send `message::config_change` on
-    /// `Session::channel`.
+    /// `VhostUserSession::channel`.
     ConfigChanged,
-    /// A request was rejected, and the front end has a reply that says so.
+    /// A request was rejected, and the reply reports that to the front end.
     Rejected {
         /// The request.
         request: &'static str,

@@ -141,7 +141,7 @@ impl VhostUserSession {
     }
 
     /// Resets the device once no ring runs. Keeps state that the front end sends only once: see
-    /// [`Session`]'s module.
+    /// [`VhostUserSession`]'s module.
     fn reset_device(&mut self, bases: BasesAfterReset) {
         for vring in &mut self.rings {
             let (call, error) = (vring.call.take(), vring.error.take());
@@ -190,7 +190,7 @@ impl VhostUserSession {
         match (vring.state, vring.is_wanted(self.features) && !self.resting) {
             (VringState::Stopped, true) => match self.settings(ring) {
                 Ok(settings) => {
-                    // Set before the outputs, because `tell_size` and later messages depend on it.
+                    // Set before the outputs, because `emit_size` and later messages depend on it.
                     self.rings[usize::from(ring)].state = VringState::Running;
                     self.emit_write_cache(out);
                     let settings = Box::new(settings);

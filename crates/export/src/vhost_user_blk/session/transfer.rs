@@ -2,8 +2,8 @@
 //! new front end would send to reach this state.
 //!
 //! ```text
-//!   rest ─► no ring runs ─► told ─► … another process … ─► heard ─► rings start
-//!                     └─► wake ─► rings start
+//!   quiesce ─► no ring runs ─► to_messages ─► … new process … ─► from_messages ─► resume ─► rings start
+//!                        └─► resume ─► rings start
 //! ```
 //!
 //! So the same code validates state from another process and messages from a front end.
@@ -47,7 +47,7 @@ impl SessionMessage {
 }
 
 impl VhostUserSession {
-    /// Stops all rings, until [`Session::wake`]. Messages may arrive meanwhile.
+    /// Stops all rings, until [`VhostUserSession::resume`]. Messages may arrive meanwhile.
     pub fn quiesce(&mut self, out: &mut VecDeque<SessionOutput>) {
         self.resting = true;
         self.start_or_stop_all(out);
@@ -72,7 +72,7 @@ impl VhostUserSession {
     /// Messages that recreate this session.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// Fails if no file descriptor is available for a copy.
     ///
     /// # Panics
     /// If it is not quiesced.
@@ -88,7 +88,7 @@ impl VhostUserSession {
             said.push(SessionMessage::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
         }
         for region in self.memory.regions() {
-            // Regions without a file are memory of tests, not of a front end.
+            // Only tests have regions without a file.
             let Some((file, file_offset)) = region.file() else { continue };
             let info = RegionInfo {
                 guest_address: region.guest_address(),
@@ -108,7 +108,7 @@ impl VhostUserSession {
             said.push(area.with(file.try_clone_to_owned()?));
         }
         let (offset, choice) = config_space::writeback(self.writeback);
-        // Behind the in-flight area, whose recorded choice would otherwise override this one.
+        // After the in-flight area: its recorded choice would otherwise override this one.
         said.push(SessionMessage::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
         if self.told_size.is_some() {
             let bytes =
@@ -127,7 +127,8 @@ impl VhostUserSession {
     /// Recreates a session from these messages, with the outputs to execute when it resumes.
     ///
     /// # Errors
-    /// Messages that a front end could not have sent here: made for another offer, or malformed.
+    /// Fails on messages that a front end could not have sent here: made for another offer, or
+    /// malformed.
     pub fn from_messages(offer: VhostUserOffer, said: Vec<SessionMessage>) -> Result<(Self, VecDeque<SessionOutput>), RequestRejection> {
         let (mut session, mut outputs) = (Self { is_heard: true, ..Self::new(offer) }, VecDeque::new());
         for SessionMessage { code, payload, descriptors } in said {
@@ -152,7 +153,7 @@ impl VhostUserSession {
 }
 
 impl Vring {
-    /// Appends the messages of one ring; the one that lets it run is the last.
+    /// Appends the messages of one ring; the last one starts the ring.
     fn append_messages(&self, ring: u32, said: &mut Vec<SessionMessage>) -> io::Result<()> {
         debug_assert_eq!(self.state, VringState::Stopped);
         let mut number = |code, value: u32| said.push(SessionMessage::new(code, message::state(ring, value)));

@@ -169,8 +169,8 @@ impl ClusterSummary {
         let figures = |stretches: &[&[ClusterSample]]| ClusterFigures::of(stretches, spec.hosts, outcome.most);
         let tick = spec.timing.tick.as_nanos() as u64;
         let half = spec.every.as_nanos() as u64 / tick / 2;
-        // For one lease after its election the first leader does not know all quotas that may be in
-        // force.
+        // For one lease after its election the first leader cannot determine all quotas that may be
+        // in force.
         let settled = 2 * spec.timing.lease.as_nanos() as u64;
         // Steady: long after a change of demand, and in a phase without faults.
         let calm = |sample: &ClusterSample| {

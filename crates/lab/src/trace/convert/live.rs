@@ -36,7 +36,7 @@ impl LiveConversion {
     /// Returns when `recording` ends and all of it is written, or with an error.
     ///
     /// # Errors
-    /// Errors of reading or writing; requests read before are written.
+    /// Fails on errors of reading or writing; requests read before are written.
     pub fn write(self, recording: impl Read + Send + 'static, to: File) -> anyhow::Result<()> {
         let cannot = || "cannot be written".to_owned();
         let out = TraceOutput::InPlace(to);

@@ -151,7 +151,7 @@ fn is_number(format: TraceFormat, name: &str) -> bool {
 /// Information known before the first request.
 #[derive(Clone, Copy)]
 pub(super) struct TraceStart {
-    /// Nanoseconds since 1970 at time 0; a small number belongs to another clock, or to none.
+    /// Nanoseconds since 1970 at time 0; a small number is that of another clock, or of none.
     pub(super) clock_ns: u64,
     /// True if requests have results.
     pub(super) with_outcomes: bool,
@@ -242,7 +242,7 @@ impl TextFormat {
                 let (sector, sectors) = (sectors(offset)?, sectors(length)?);
                 line(text, format_args!("{time_ns} {called} {sector} {sectors} {kind}"));
             }
-            TraceFormat::Recording | TraceFormat::Columns => unreachable!("no lines are made of them"),
+            TraceFormat::Recording | TraceFormat::Columns => unreachable!("these formats have no lines"),
         }
         Ok(())
     }

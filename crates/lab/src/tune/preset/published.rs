@@ -32,7 +32,7 @@ fn row(name: &str, configuration: DiskConfiguration, published: &[f64]) -> Publi
     PublishedRow { name: name.to_owned(), configuration, published: published.to_vec() }
 }
 
-/// With clusters of 64 KiB and the whole mapping cached.
+/// Row for a cache mode, with clusters of 64 KiB and the whole mapping cached.
 fn mode(cache: CacheMode, published: &[f64]) -> PublishedRow {
     row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), published)
 }
@@ -87,7 +87,8 @@ fn dd_and_hdparm() -> Vec<PublishedColumn> {
     ]
 }
 
-/// Only one figure was published for its writes: a raw disk has no first writes.
+/// Row of the raw disk. Only one figure was published for its writes, because a raw disk has no
+/// first writes.
 fn raw() -> PublishedRow {
     row(
         "raw",
@@ -151,7 +152,7 @@ pub(super) fn streams_by_cluster_size() -> PublishedTable {
     }
 }
 
-/// With O_DIRECT, and an L2 cache for the whole disk and for 1/128 of it.
+/// Table of random requests with O_DIRECT, and an L2 cache for the whole disk and for 1/128 of it.
 pub(super) fn random_by_l2_cache() -> PublishedTable {
     let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
     PublishedTable {

@@ -1,4 +1,4 @@
-//! Rejected config files, each with place and rule.
+//! Rejected config files, each with origin and rule.
 
 use super::*;
 

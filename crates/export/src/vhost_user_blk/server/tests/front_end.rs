@@ -175,7 +175,7 @@ impl SocketFrontEnd {
 }
 
 impl GuestRing {
-    /// Kicks, if the device asked for that, and waits for a call until a request was completed.
+    /// Kicks, if the device requested that, and waits for a call until a request was completed.
     pub(super) async fn kick_and_wait(&mut self) {
         self.kick();
         while self.driver.next_used().expect("a good device").is_none() {

@@ -53,7 +53,8 @@ fn requests_held_by_a_stopped_disk_go_back_into_the_ring() {
         while disk.failures().stopped_by().is_none() || server.statistics().requests < 3 {
             reactor::yield_now().await;
         }
-        // A machine that is paused or migrated asks for its ring's base and waits for the reply.
+        // The front end of a machine that is paused or migrated requests its ring's base and waits
+        // for the reply.
         assert_eq!(front_end.stop(0).await, 0, "all went back");
         assert_eq!(server.statistics().in_flight, 0);
         assert!(requests.iter().all(|at| front_end.data(*at).1 == GUARD), "none was answered");

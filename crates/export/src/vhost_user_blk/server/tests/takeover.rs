@@ -76,7 +76,7 @@ fn a_front_end_that_rests_is_not_served_and_goes_on() {
 #[test]
 fn requests_that_cannot_go_back_are_admitted_at_once_in_an_upgrade() {
     real(async {
-        // Quiesced at once, or after the front end has asked for the ring's base.
+        // Quiesced at once, or after the front end has requested the ring's base.
         for is_told in [false, true] {
             let server = server(one_a_second(LimitKind::IopsWrite));
             let mut front_end = SocketFrontEnd::connect(&server).await;
