@@ -88,7 +88,7 @@ fn unavailable_default_socket_is_a_warning_unless_required() {
     let weir = serve(&socket).args(["--qmp", "none"]).start();
     assert!(!socket.exists());
     weir.stop();
-    // The former options, for one release.
+    // The deprecated options.
     let weir = serve(&socket).arg("--no-control").start();
     assert_contains(&weir.wait_for_log("deprecated"), &["WARN", "--qmp none"]);
     assert!(!socket.exists());
@@ -97,7 +97,7 @@ fn unavailable_default_socket_is_a_warning_unless_required() {
     assert_eq!(status.code(), Some(1), "{said}");
     assert_contains(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
     let both = ["--qmp", "none", "--qmp", "unix:s"];
-    assert_contains(&serve(&socket).args(both).rejects_usage(), &["--qmp none: none, and another value names"]);
+    assert_contains(&serve(&socket).args(both).rejects_usage(), &["--qmp none: conflicts with a named control socket"]);
     // An explicit control socket replaces the default one.
     let named = scratch.socket("named");
     let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();
@@ -116,7 +116,7 @@ fn socket_option_adds_to_those_of_the_config() {
     assert_contains(&weir.wait_for_log("deprecated"), &["WARN", "--qmp default"]);
     assert_eq!((disks(&named), disks(&usual)), (1, 1));
     weir.stop();
-    // In the file.
+    // Keys of the config file.
     for (qmp, warns) in [
         (format!("[\"default\", \"unix:{}\"]", text(&named)), false),
         (format!("\"unix:{}\"\ncontrol = true", text(&named)), true),

@@ -493,6 +493,6 @@ fn a_recording_is_described_as_json() {
     let bytes = fs::metadata(&file).unwrap().len();
     assert_eq!(told, json!({ "output": text(&file), "requests": 0, "lost": 0, "bytes": bytes }));
     let said = run_misused(&scratch, &["record", "--json", "--output", "-"]);
-    assert_contains(&said, &["--json: standard output has the recording"]);
+    assert_contains(&said, &["--json: the recording is written to standard output"]);
     weir.stop();
 }

@@ -734,7 +734,7 @@ fn a_client_that_asks_for_a_name_of_a_reload_waits_for_its_end() {
         json!({ "driver": "null-co", "node-name": "c", "size": 1 << 20, "read-zeroes": true }),
     );
     send(group, "x-weir-add-group", json!({ "name": "g", "keys": { "iops-total": 9 } }));
-    // Status is answered meanwhile.
+    // Status queries do not wait for the reload.
     assert_eq!(party.names("disks"), ["a"]);
     assert_eq!(party.names("groups"), [""; 0]);
     drop((opening, server));
@@ -769,7 +769,7 @@ fn two_servers_at_one_address_are_found_when_a_config_is_checked() {
         assert_contains(&said, &["this daemon also listens at", "give each server its own address"]);
         assert_eq!(said.lines().count(), 1, "{said}");
     }
-    // A named pipe needs a reader, which a check cannot see.
+    // A named pipe causes a warning only: a check cannot know whether it will have a reader.
     nix::unistd::mkfifo(&scratch.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let text = "[daemon]\nlog-file = \"pipe\"\n[disk.a]\nimage = \"memory:1M\"\n";
     let outcome = weir(&["check-config"]).arg(scratch.file("weir.toml", text)).run();
@@ -787,7 +787,7 @@ fn findings_of_a_check_are_described_as_json() {
         (outcome.code(), found, file.display().to_string())
     };
     assert_eq!(check("[disk.a]\nimage = \"memory:1M\"\n").1, json!([]));
-    // The text of the file, and the machine.
+    // Mistakes in the file, then problems of the machine.
     let (code, found, file) = check("[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
     let message = "unknown key (did you mean \"cache\"?)";
     let expect = json!([

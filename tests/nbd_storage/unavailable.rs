@@ -130,7 +130,7 @@ fn changed_image_of_an_unavailable_disk_is_opened() {
     );
     // The sandbox permits only directories with images that were known at the start.
     assert_contains(&run_failing(&scratch, &["reload"]), &["other.raw"]);
-    // Nor is an image taken that cannot be opened, for a reason that does not pass.
+    // A reload is rejected if the image cannot be opened for a reason that does not pass.
     for (image, why) in [("none.raw", "no such file"), ("near.raw", "near")] {
         write(&scratch, &format!("[group.gold]\n[disk.far]\nimage = \"{image}\"\nformat = \"raw\"\n"));
         for arguments in [&["reload"][..], &["reload", "--dry-run"]] {

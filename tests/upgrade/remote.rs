@@ -250,9 +250,9 @@ fn a_new_process_ends_when_the_old_one_waits_no_longer() {
     let new = house.new_process().spawn_unready();
     old.wait_for_log("another weir is about to take over");
     new.wait_for_log("still being opened, and waited for");
-    // As when its patience of a minute ends: the channel to the new process is closed.
+    // As after its time limit of a minute: the channel to the new process is closed.
     old.crash();
     let (status, said) = new.wait();
     assert_eq!(status.code(), Some(1), "{said}");
-    assert!(said.contains("the old weir has ended or waits no longer"), "{said}");
+    assert!(said.contains("the old process ended or gave up the upgrade"), "{said}");
 }

@@ -2,48 +2,48 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A disk that `weir resume` resumed: an entry of the answer of `x-weir-resume`.
+/// Disk that `weir resume` resumed: an entry of the result of `x-weir-resume`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ResumedDisk {
     /// Its name.
     pub name: String,
-    /// The error that stopped it again at once.
+    /// Error that stopped it again at once.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped_by: Option<String>,
 }
 
-/// A recording that `weir record` has written.
+/// Recording that `weir record` has written.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct FinishedRecording {
-    /// The file, as it was named.
+    /// Output file, as given to `--output`.
     pub output: String,
-    /// Requests in it.
+    /// Number of recorded requests.
     pub requests: u64,
-    /// Requests that came faster than they could be kept.
+    /// Number of requests that arrived faster than they could be recorded.
     pub lost: u64,
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// Why the recording is not complete.
+    /// Reason for which the recording is incomplete.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// A device or name that `weir detach` was asked to detach.
+/// Device or name that `weir detach` had to detach.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct DetachedDevice {
     /// The device or name.
     pub name: String,
-    /// False if it stays attached.
+    /// False if it is still attached.
     pub detached: bool,
-    /// Why it stays attached.
+    /// Reason for which it is still attached.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// A finding of `weir check-config`.
+/// Problem or warning of `weir check-config`.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Diagnostic {
@@ -51,13 +51,13 @@ pub struct Diagnostic {
     pub severity: Severity,
     /// The config file.
     pub file: String,
-    /// Line in the file, from 1. Absent if the finding belongs to no line.
+    /// Line in the file, from 1. Absent if the diagnostic concerns no line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub line: Option<u64>,
-    /// Path of the key, such as `disk.vm1.image`. Absent if the finding belongs to no key.
+    /// Path of the key, such as `disk.vm1.image`. Absent if the diagnostic concerns no key.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// The finding and what to do about it, without the place.
+    /// Problem and remedy, without file, line and key.
     pub message: String,
 }
 
@@ -65,7 +65,7 @@ pub struct Diagnostic {
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// The daemon does not start, and a reload is refused.
+    /// The daemon does not start, and a reload is rejected.
     Error,
     /// The daemon starts.
     Warning,

@@ -66,7 +66,7 @@ pub fn print_error_as(program: &str, error: &anyhow::Error) {
     print_notice_as(program, &JournalPriority::ERROR, &error_line(error));
 }
 
-/// Text of an error as [`complain`] prints it.
+/// Text of an error, as [`print_error`] prints it.
 pub fn message(error: &anyhow::Error) -> String {
     error_line(error)
 }

@@ -121,23 +121,23 @@ pub fn warnings() -> usize {
 
 static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// Most warnings that are kept.
+/// Bound of the kept warnings.
 const MOST_KEPT: usize = 1000;
 
-/// Warnings since [`keep_warnings`].
+/// Texts of the warnings since [`keep_warnings`]; `None` before that.
 static KEPT: Mutex<Option<Vec<String>>> = Mutex::new(None);
 
-/// Keeps the texts of warnings from now on, the first thousand of them.
+/// Keeps the texts of the first 1,000 warnings from now on, for [`kept_warnings`].
 pub fn keep_warnings() {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
 }
 
-/// Texts of the warnings that were kept, each with its fields behind it.
+/// Texts of the kept warnings, each followed by its fields.
 pub fn kept_warnings() -> Vec<String> {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
 }
 
-/// A warning as text.
+/// Text of a logged warning.
 #[derive(Default)]
 struct WarningText {
     message: String,
@@ -146,7 +146,7 @@ struct WarningText {
 
 impl Visit for WarningText {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        // Writing to a string does not fail.
+        // Writing to a `String` cannot fail.
         let _ = match field.name() {
             "message" => write!(self.message, "{value:?}"),
             name => write!(self.fields, " {name}={value:?}"),
@@ -154,7 +154,7 @@ impl Visit for WarningText {
     }
 }
 
-/// Counts warnings, and keeps them if they are asked for.
+/// Counts warnings, and keeps their texts after [`keep_warnings`].
 struct WarningCounter;
 
 impl<S: Subscriber> Layer<S> for WarningCounter {

@@ -55,7 +55,7 @@ impl NewDisk {
         // The arrival withholds `DiskAdded` until the disk is complete, so that a rolled-back disk
         // never appears in events.
         let _arrival = registry.begin_adding(&name)?;
-        // Without the lock: nothing bounds the time that a server takes.
+        // Without the lock: the answer of a storage server may take any time.
         let image = open_image(registry, &planned.disk, None).await?;
         let _turn = registry.change().await?;
         list_disk(registry, &planned.disk, image)?;
@@ -198,7 +198,7 @@ fn list_disk(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow
     let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
     let mut running = assemble::build_disk(disk, group.as_ref(), image)?;
     running.is_added = true;
-    // Nodes that `blockdev-add` puts over it follow.
+    // Filled by `blockdev-add` commands that put nodes above it.
     running.creation_commands = Some(Vec::new());
     Ok(registry.add_disk(running)?)
 }

@@ -369,11 +369,11 @@ fn data_identity(running: &RunningDisk) -> anyhow::Result<String> {
     })
 }
 
-/// Fails if the host lacks what a device or file is made of. Changes nothing. Blocks.
+/// Fails if this host lacks the driver, device or file of an endpoint. Changes nothing. Blocking.
 pub fn check_host(door: &ExportTarget) -> anyhow::Result<()> {
     let there = |path: &Path, remedy: &str| match path.exists() {
         true => Ok(()),
-        false => Err(anyhow!("{}: is not there ({remedy})", path.display())),
+        false => Err(anyhow!("{}: does not exist ({remedy})", path.display())),
     };
     match door {
         ExportTarget::VhostUserBlk(_) => Ok(()),
@@ -384,7 +384,7 @@ pub fn check_host(door: &ExportTarget) -> anyhow::Result<()> {
         }
         ExportTarget::Fuse(fuse) => {
             there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
-            there(&fuse.file, "make it, an empty file: the disk is seen in its place")?;
+            there(&fuse.file, "create an empty file: the disk is seen in its place")?;
             ensure!(
                 fuse.file.is_file(),
                 "{}: is no regular file (name one, it may be empty: the disk is seen in its place)",
@@ -395,8 +395,8 @@ pub fn check_host(door: &ExportTarget) -> anyhow::Result<()> {
     }
 }
 
-/// Whoever is behind a door counts in blocks, and would never see what lies behind the last whole
-/// one.
+/// Fails if the disk's size is not a multiple of the endpoint's block size: the client could not
+/// reach the bytes after the last whole block.
 pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
     let Some((block_bytes, who)) = door.logical_block() else { return Ok(()) };
     let (size, block) = (disk.size_bytes(), u64::from(block_bytes));

@@ -40,7 +40,7 @@ impl PlannedExport {
         Self::of(&plan.disks, &plan.servers, &plan.exports, |_| true)
     }
 
-    /// Those of one disk of a plan.
+    /// Exports of one disk of a plan, NBD exports first.
     pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Vec<Self> {
         let index = plan.disks.iter().position(|disk| disk.name == name);
         Self::of(&plan.disks, &plan.servers, &plan.exports, |disk| Some(disk) == index)
@@ -58,7 +58,7 @@ impl PlannedExport {
         matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
     }
 
-    /// Exports of the disks whose index `is_wanted` accepts.
+    /// Exports of the disks whose index satisfies `is_wanted`.
     fn of(
         disks: &[PlacedDisk],
         servers: &[NbdServerSpec],

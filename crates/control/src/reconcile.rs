@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Commands that change the structure of the running state wait for the end of a reload
-//! ([`turns`](super::turns)). Clients of exports, and devices that end, still come between two
-//! steps. Steps that they could harm check the running state again.
+//! ([`turns`](super::turns)). Clients of exports may still connect or disconnect between two steps,
+//! and devices may be removed externally. Steps that depend on these check the running state again.
 
 pub(crate) mod change_report;
 pub(crate) mod difference;

@@ -316,7 +316,8 @@ impl Registry {
     /// Removes an unused disk, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), RegistryError> {
         let disk = self.unlist(name)?;
-        // Before listeners look for room: closing the image takes a while.
+        // Before `tell`, whose listeners book unmet reservations, and before the image is closed,
+        // which may take long.
         let (member, before) = (disk.disk.throttle(), disk.disk.throttle().settings());
         let bare = DiskSettings { share: before.share.with_reservation(0, 0), ..before };
         log_unreleased(name, member.configure_and_move(bare, member.group().as_ref()));
@@ -420,11 +421,11 @@ impl Registry {
         members
     }
 
-    /// Waits until no reload is in progress. None begins while the value lives.
-    /// `None` during a start, whose commands are a part of it.
+    /// Waits until no reload is in progress, and keeps reloads from starting while the guard lives.
+    /// `None` during a start, which includes its commands.
     ///
     /// # Errors
-    /// A new process takes over.
+    /// An upgrade is in progress.
     pub(crate) async fn change(&self) -> Result<Option<ReloadGuard<'_>>, RegistryError> {
         if self.lifecycle.delays_clients.get() {
             return Ok(None);
@@ -446,6 +447,6 @@ impl Registry {
 
 fn log_unreleased(name: &str, released: Result<(), throttle::ThrottleError>) {
     if let Err(error) = released {
-        tracing::error!("{name}: it was removed, and its reservation is not released: {error}");
+        tracing::error!("{name}: was removed, but its reservation could not be released: {error}");
     }
 }

@@ -1,16 +1,18 @@
-//! The config file is read again, and its difference to what runs is applied as one change.
+//! Reload: reads the config file again, and applies its difference to the running state as one
+//! change.
 //!
 //! ```text
 //!   read ─► difference ─► open images, bind sockets      nothing has changed yet
 //!                              │
-//!        settings, groups, disks, exports                each can be undone, and is where one fails
+//!        settings, groups, disks, exports                each can be rolled back
 //!                              │
-//!        disks, groups and servers that are left over go     nobody uses them any more
+//!        removed disks, groups and servers are closed    no client uses them
 //! ```
 //!
-//! One at a time, and alone: commands that change disks, groups, exports or servers wait until the
-//! reload is applied or rolled back ([`turns`](super::turns)). So no client uses a name that the
-//! reload frees, or a server or group that it makes, before these are certain.
+//! A reload holds the exclusive lock ([`turns`](super::turns)): one reload at a time, and commands
+//! that change disks, groups, exports or servers wait until it is applied or rolled back. Hence no
+//! client uses a name that the reload frees, or a server or group that it creates, before the
+//! reload is final.
 
 mod credentials;
 mod unavailable;

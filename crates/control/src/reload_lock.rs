@@ -1,13 +1,14 @@
-//! Lock on the structure of the running state: which disks, groups, exports and servers exist, and
-//! which group each disk is in.
+//! Lock on the structure of the running state: the set of disks, groups, exports and servers, and
+//! the group of each disk.
 //!
 //! ```text
-//!   alone     a start, a reload, the listing of an unavailable disk: until applied or rolled back
-//!   shared    commands of clients that change the structure, several at a time
+//!   exclusive   start, reload, listing of an unavailable disk: until applied or rolled back
+//!   shared      commands of clients that change the structure, several at a time
 //! ```
 //!
-//! What a reload frees or prepares is therefore used by no client before the reload is applied. A
-//! waiter for the lock alone goes before later commands. Status and I/O never take the lock.
+//! Hence no client uses a name that a reload frees, or an object that it prepares, before the
+//! reload is applied. A waiting exclusive holder precedes later shared ones. Status and I/O never
+//! take the lock.
 
 use std::cell::Cell;
 
@@ -17,28 +18,28 @@ use event_listener::Event;
 pub struct ReloadMutex {
     is_alone: Cell<bool>,
     shared: Cell<usize>,
-    /// Waiters for the lock alone.
+    /// Number of tasks that wait for the exclusive lock.
     waiting: Cell<usize>,
     freed: Event,
 }
 
-/// The lock, until it is dropped.
+/// Guard; releases the lock when dropped.
 #[derive(Debug)]
 pub struct ReloadGuard<'a> {
     turns: &'a ReloadMutex,
     is_alone: bool,
 }
 
-/// Counts a waiter also if its task is dropped.
+/// Entry in the count of waiting tasks; removed also if the task is cancelled.
 struct Waiting<'a>(&'a ReloadMutex);
 
 impl ReloadMutex {
-    /// True while a start or a reload is in progress, or an unavailable disk is listed.
+    /// True during a start, a reload or the listing of an unavailable disk.
     pub(crate) fn is_taken_alone(&self) -> bool {
         self.is_alone.get()
     }
 
-    /// The lock alone; `None` if it is held.
+    /// Acquires the exclusive lock; `None` if the lock is held in either mode.
     pub fn try_lock(&self) -> Option<ReloadGuard<'_>> {
         let is_free = !self.is_alone.get() && self.shared.get() == 0;
         is_free.then(|| {
@@ -47,7 +48,7 @@ impl ReloadMutex {
         })
     }
 
-    /// Waits for the lock alone.
+    /// Waits for the exclusive lock.
     pub(crate) async fn lock(&self) -> ReloadGuard<'_> {
         self.waiting.set(self.waiting.get() + 1);
         let _waiting = Waiting(self);
@@ -61,7 +62,7 @@ impl ReloadMutex {
         }
     }
 
-    /// Waits until nothing holds the lock alone or waits for it, and shares it.
+    /// Waits for a shared lock: until no task holds the exclusive lock or waits for it.
     pub(crate) async fn share(&self) -> ReloadGuard<'_> {
         loop {
             let freed = self.freed.listen();
@@ -113,7 +114,7 @@ mod tests {
                 waiting.shared.get()
             });
             reactor::yield_now().await;
-            // The waiting task has run, and is blocked by the guard.
+            // The reload has run, and is blocked by both guards.
             let waiting = Rc::clone(&turns);
             let command = reactor::spawn_joinable(async move { drop(waiting.share().await) });
             reactor::yield_now().await;

@@ -1,15 +1,17 @@
-//! Disks of the config that come up after the start, because what they lie on did not answer.
+//! Unavailable disks: disks of the config whose storage did not answer at the start. They are
+//! retried in the background.
 //!
 //! ```text
-//!   start ─► not open in eight seconds ─► put off ─► the start goes on without it
+//!   start ─► not open after eight seconds ─► unavailable ─► the start continues without it
 //!                                            │
-//!                       open ─► listed, with its exports, as the config has it by then
-//!                         └ fails ─► told, and tried again in ten seconds
+//!                       open ─► listed with its exports, by the config of that moment
+//!                         └ fails ─► reported, retried after ten seconds
 //! ```
 //!
-//! Listed in the turn of a reload, which has them in mind: what the file says of them now holds
-//! once they are open, and those that it does not have any more are given up. So does who removes
-//! one. The name stays its own.
+//! A disk is listed while this task holds the lock ([`turns`](super::turns)) exclusively, like a
+//! reload. A reload includes unavailable disks: it updates their config, and abandons those that
+//! the file no longer contains. A client that removes such a disk abandons it as well. The name of
+//! the disk, and the names and endpoints of its exports, stay reserved.
 
 #[cfg(test)]
 mod tests;
@@ -114,8 +116,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Rolls back the steps of a retry that failed, and has the disk wait again. No event reports
-    /// any of it: the disk still arrives.
+    /// Rolls back the steps of a failed retry, and returns the disk to the retry queue. No event
+    /// reports these steps: to watchers the disk is still arriving.
     async fn requeue_unavailable(self: &Rc<Self>, name: &str, one: &Rc<UnavailableDiskEntry>, work: &mut Reconciliation<'_>) {
         let place = |export: Rc<RunningExport>| match &export.endpoint {
             RunningEndpoint::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
@@ -130,7 +132,6 @@ impl Registry {
             places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
             return;
         }
-        // A client may have added another disk with this name in the meantime.
         self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
     }
 
@@ -139,8 +140,8 @@ impl Registry {
         self.disks.unavailable.borrow().values().map(|one| one.config()).collect()
     }
 
-    /// What the config file says now holds for one of them, which is opened in another way from now
-    /// on if there is one.
+    /// Applies a new config to an unavailable disk. An opening with other options (`way`, with its
+    /// first attempt) replaces the running attempt.
     pub(super) fn replan_unavailable(
         self: &Rc<Self>,
         name: &str,

@@ -32,8 +32,8 @@ pub struct RunningDisk {
     pub(crate) lower_nodes: Vec<LowerNode>,
     /// Options of the protocol node, for a node that `blockdev-add` opened without a format.
     pub(crate) storage: Option<Rc<ProtocolNode>>,
-    /// The arguments of each `blockdev-add` that made it or put a node over it, the lowest node's
-    /// first; none where a config file or a command line has it.
+    /// Arguments of each `blockdev-add` that created the disk or put a node above it, lowest node
+    /// first. `None` for a disk of a config file or command line.
     pub(crate) creation_commands: Option<Vec<Map<String, Value>>>,
     /// True if a client of the control socket added it by keys and it is in no config file.
     pub(crate) is_added: bool,

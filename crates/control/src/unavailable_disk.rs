@@ -17,9 +17,9 @@ pub struct UnavailableDiskEntry {
     name: String,
     /// Time of the first attempt.
     pub(super) since: Instant,
-    /// What the config file says now: this disk, its group, its exports.
+    /// Current config, with the disk, its group and its exports.
     plan: RefCell<Rc<DesiredState>>,
-    /// What the exports of the disk have in this plan.
+    /// Names and endpoints of the disk's exports in `plan`.
     reserved: RefCell<Rc<[Reserved]>>,
     /// Last reported reason; another reason is reported again.
     pub(super) reported_reason: RefCell<Option<String>>,
@@ -54,7 +54,7 @@ impl UnavailableDiskEntry {
         Rc::clone(&self.reserved.borrow())
     }
 
-    /// The config file was read again, and has a disk of this name.
+    /// Replaces the config after a reload; the disk must be in it.
     pub(super) fn plan_anew(&self, plan: Rc<DesiredState>) {
         self.reserved.replace(Reserved::of(&plan, &self.name).into());
         self.plan.replace(plan);
@@ -84,17 +84,17 @@ impl UnavailableDiskEntry {
     }
 }
 
-/// What no other export may have.
+/// Name or endpoint that no export of another disk may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Reserved {
-    /// A name at an NBD server.
+    /// Name of an export at an NBD server.
     Name(ListenEndpoint, String),
-    /// The endpoint of one export alone.
+    /// Absolute path of an endpoint of a single export.
     Path(PathBuf),
 }
 
 impl Reserved {
-    /// Of the exports of a disk.
+    /// Names and endpoints of the disk's exports in a plan.
     fn of(plan: &DesiredState, disk: &str) -> Vec<Self> {
         let index = plan.disks.iter().position(|planned| planned.name == disk);
         let names = plan.servers.iter().flat_map(|server| {

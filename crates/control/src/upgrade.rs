@@ -1,25 +1,25 @@
-//! Another daemon goes on where this one stops, and no client sees it: an upgrade.
+//! Upgrade: a new process continues for the running one (`--takeover`), unnoticed by clients.
 //!
 //! ```text
-//!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
-//!   leaving     the daemon that runs: offers, stands still, ends; or goes on
-//!   given_up    the newcomer ends when the daemon that runs gives up first
-//!   devices     of that, devices and files of this host, on both sides
-//!   identity    whether a disk is the one that the other serves
-//!   added       what no config has, as it is told
-//!   again       the newcomer has that too
-//!   told        what they tell each other
-//!   counted     of that, what was counted
-//!   unsaved     of that, what is set, for the newcomer's log
-//!   channel     how that and descriptors pass between them
+//!   newcomer    new process, `weir serve --takeover`: asks, opens everything, serves
+//!   leaving     old process: offers, quiesces, ends; or resumes
+//!   given_up    end of the new process if the old one gives up first
+//!   devices     devices and files of this host, in both processes
+//!   identity    comparison of a disk with the one that the old process serves
+//!   added       objects that are in no config file: their description
+//!   again       the same objects, added by the new process
+//!   told        messages between the processes
+//!   counted     transferred counters
+//!   unsaved     transferred settings, for the log of the new process
+//!   channel     framing of messages and descriptors
 //! ```
 //!
-//! The newcomer asks at the control socket. All that can fail is tried while the old one serves;
-//! then the old one stands still for some milliseconds. Until it gives up its place in so many
-//! words it goes on, whatever becomes of the newcomer.
+//! The new process asks at the control socket. Steps that can fail are done while the old process
+//! still serves; then the old one is quiesced for some milliseconds. Until it has sent `Yours`, the
+//! old process can resume, whatever happens to the new one.
 //!
-//! Never decides what runs: the newcomer has its own config, and takes over what that has, and what
-//! clients of the control socket have added.
+//! Never decides what runs: the new process has its own config, and takes over the objects in it
+//! and those that clients of the control socket added.
 
 mod added_objects;
 mod add_transferred;

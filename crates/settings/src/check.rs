@@ -47,7 +47,7 @@ impl DesiredState {
         Self::build(draft, inherited, mistakes)
     }
 
-    /// Desired state of a daemon that receives its disks and servers at run time.
+    /// Plan of a daemon that receives its disks and servers at run time.
     ///
     /// # Errors
     /// Returns the first mistake.

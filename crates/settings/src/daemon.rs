@@ -153,8 +153,8 @@ impl DaemonConfig {
 }
 
 impl ConfigWithOrigins<DaemonConfig> {
-    /// Place of the control socket with this index in `qmp`: the default address has a place among
-    /// those of the list, and none there.
+    /// Origin of the control socket at this index of the field `qmp`. The value `default` has an
+    /// origin too, but no entry in the field.
     pub fn place_of_qmp(&self, index: usize) -> &Origin {
         let is_default = |place: &Origin| {
             let text = place.to_string();
@@ -165,7 +165,8 @@ impl ConfigWithOrigins<DaemonConfig> {
         sockets.nth(index).unwrap_or(self.own_origin())
     }
 
-    /// The replacement of the deprecated key `control` or of its options, if one was given.
+    /// Warning with the replacement, if the deprecated key `control` or one of its options was
+    /// given.
     pub(crate) fn deprecated_control(&self) -> Option<&'static str> {
         self.origin_of_given(DEPRECATED_CONTROL)?;
         Some(match self.control {
@@ -176,8 +177,8 @@ impl ConfigWithOrigins<DaemonConfig> {
         })
     }
 
-    /// True if a key of the command line is in force in place of this key of the file. `qmp` and
-    /// the deprecated `control` are one setting, and so are `allow` and `deny`.
+    /// True if the command line replaces this key of the file. `qmp` and the deprecated `control`
+    /// are one setting, and so are `allow` and `deny`.
     pub(crate) fn overrides(&self, key: &str) -> bool {
         let is_given = |key| self.origin_of_given(key).is_some();
         match key {
@@ -205,12 +206,12 @@ impl KeyTable for DaemonConfig {
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
             let key = if daemon.origin_of_given(DEPRECATED_CONTROL).is_some() { DEPRECATED_CONTROL } else { "qmp" };
             mistakes
-                .report(daemon.error(key, "none, and another value names a control socket (leave one out)"));
+                .report(daemon.error(key, "conflicts with a named control socket (remove one)"));
         }
     }
 }
 
-/// The key, and with `--no-` before it the option, that `qmp` replaces.
+/// Deprecated key that `qmp` replaces. Its options are `--control` and `--no-control`.
 pub(crate) const DEPRECATED_CONTROL: &str = "control";
 
 type Config = DaemonConfig;
@@ -356,7 +357,7 @@ fn qmp() -> KeyField<DaemonConfig> {
                 "default" | "none" => {
                     let control = given.text == "default";
                     if daemon.control.replace(control) == Some(!control) {
-                        return Err("is given beside its contrary (leave one out)".to_owned());
+                        return Err("conflicts with its opposite (remove one)".to_owned());
                     }
                 }
                 text => daemon.qmp.push(resolve_socket(given.directory, &crate::parse_unix_socket(text)?)?),

@@ -5,17 +5,17 @@ use std::collections::{HashMap, HashSet};
 
 use crate::{ExportTarget, ExportSpec, DesiredState, ThrottleConfig, throttle::DEFAULT_WEIGHT};
 
-/// A disk, a group or the daemon, and what is odd about it.
+/// Remark on a disk, a group, `[cluster]` or `[daemon]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigRemark<'a> {
-    /// The disk or group, or `cluster`.
+    /// The disk or group, or `cluster` or `daemon`.
     pub name: &'a str,
     /// Remark, with the remedy.
     pub remark: &'static str,
 }
 
 impl DesiredState {
-    /// All remarks, first those on `[cluster]`, then groups.
+    /// All remarks, first those on `[cluster]` and `[daemon]`, then groups.
     pub fn ineffective_settings(&self) -> Vec<ConfigRemark<'_>> {
         let peopled = self.groups_with_disks();
         let old_names = self.process.rename_warnings.iter();

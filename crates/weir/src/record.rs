@@ -79,7 +79,7 @@ pub(crate) struct RecordArgs {
     /// Length of the recording [default: until SIGINT or SIGTERM]
     #[arg(long = "for", value_name = "TIME", value_parser = settings::long_duration)]
     length: Option<Duration>,
-    /// Print what was recorded as JSON; not with --output -
+    /// Print a summary of the recording as JSON; not with --output -
     #[arg(long)]
     json: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens]
@@ -98,7 +98,7 @@ enum RecordEvent {
 pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     if arguments.json && arguments.output == Path::new("-") {
         return Err(CommandFailure::Usage(anyhow!(
-            "--json: standard output has the recording (name a file with --output, or leave --json out)"
+            "--json: the recording is written to standard output (give --output a file, or omit --json)"
         )));
     }
     let signals = BlockedSignals::block().context("cannot wait for signals")?;

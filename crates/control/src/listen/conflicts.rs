@@ -1,7 +1,8 @@
-//! Addresses at which two servers of one daemon cannot both listen, however they are spelled.
+//! Conflicts of listening addresses: two servers of one daemon cannot listen at the same address,
+//! however it is spelled.
 //!
-//! Never binds a socket: two sockets that do not listen share a port, so trying one address after
-//! the other finds nothing.
+//! Never binds a socket: two bound sockets can share a port until one of them listens, so binding
+//! one address after the other would find no conflict.
 
 use std::{
     collections::HashMap,
@@ -13,8 +14,8 @@ use settings::ListenAddress;
 
 use super::resolve;
 
-/// Indexes of each address that an earlier one of the list excludes, with that of the earlier one.
-/// Host names that are not known exclude nothing.
+/// Conflicts in a list: the index of each address that excludes an earlier one, with the index of
+/// that earlier one. A host name that cannot be resolved has no conflicts.
 pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
     let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
     let mut ports: HashMap<u16, Vec<(IpAddr, usize)>> = HashMap::new();
@@ -25,7 +26,7 @@ pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
                 let first = *sockets.entry(whole(path)).or_insert(index);
                 found.extend((first != index).then_some((index, first)));
             }
-            // Any free port.
+            // The kernel assigns a free port.
             ListenAddress::Tcp { port: 0, .. } => {}
             ListenAddress::Tcp { host, port } => {
                 let own = resolve(address, host, *port).unwrap_or_default();
@@ -41,14 +42,14 @@ pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
     found
 }
 
-/// True if two sockets that listen at one port of these addresses exclude each other: `[::]` takes
-/// IPv4 too (ipv6(7), IPV6_V6ONLY).
+/// True if sockets that listen at these addresses with the same port exclude each other. `[::]`
+/// includes IPv4 (ipv6(7), IPV6_V6ONLY).
 fn overlap(one: IpAddr, other: IpAddr) -> bool {
     let takes = |one: IpAddr, other: IpAddr| one.is_unspecified() && (one.is_ipv6() || other.is_ipv4());
     one == other || takes(one, other) || takes(other, one)
 }
 
-/// The path of a socket with the links of its directory followed.
+/// Absolute path of a socket, with symlinks of its directory resolved.
 fn whole(path: &Path) -> PathBuf {
     let path = path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let directory = path.parent().and_then(|parent| parent.canonicalize().ok());

@@ -103,7 +103,7 @@ async fn check_config(
     Ok((planned, group))
 }
 
-/// The group here that the disk is to be in.
+/// Group of this host that the disk joins.
 fn group(registry: &Registry, described: &MigratedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
     let group = described.group.as_ref().map(|there| {
         let group = registry.groups.get(&there.name)?;
@@ -181,7 +181,7 @@ pub(super) async fn open_disk(registry: &Rc<Registry>, disk: &str, described: &M
     let (planned, _) = check_config(registry, disk, described).await?;
     let image = DiskAssembly::for_registry(registry).open(&planned).await?;
     let _turn = registry.change().await?;
-    // A reload may have removed or made it while the image was opened.
+    // Looked up again: a reload may have removed or created the group while the image was opened.
     let group = group(registry, described)?;
     let running = assemble::build_disk(&planned, group.as_ref(), image)?;
     // Before the disk is listed, so that it never starts with full buckets after a migration.

@@ -23,8 +23,8 @@ use crate::registry::{RegistryError, Registry};
 /// Command of the protocol, with its arguments as fields.
 pub(crate) trait QmpCommand: Sized + 'static {
     const NAME: &'static str;
-    /// True if the command adds, removes or changes disks, groups, exports, servers or objects. It
-    /// then waits for the end of a reload, and no reload begins before it has ended.
+    /// True if the command adds, removes or changes disks, groups, exports, servers or objects.
+    /// Such a command waits for the end of a reload, and a reload waits for the end of the command.
     const CHANGES: bool = false;
 
     /// Reads the arguments. Remaining ones are an error.

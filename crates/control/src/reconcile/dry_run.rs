@@ -79,7 +79,7 @@ impl Reconciliation<'_> {
         Ok(all)
     }
 
-    /// Devices and files of this host for new exports.
+    /// Checks that this host has the devices and files that new exports need.
     async fn look_at_hosts_files(&self, difference: &PlanDifference) -> anyhow::Result<()> {
         for wanted in &difference.new_exports {
             let PlannedEndpoint::Separate(door) = &wanted.way else { continue };

@@ -63,8 +63,8 @@ impl Reconciliation<'_> {
                     return Err(error);
                 }
             }
-            // Nobody was told of it. A client that has connected meanwhile may have requests at
-            // storage that does not answer.
+            // No event announced it. A client that connected meanwhile may have requests in flight
+            // at storage that does not answer, which ends the wait for them.
             CompletedStep::ExportAdded(id) => {
                 let disk = Arc::clone(&self.registry.exports.get(&id)?.disk.disk);
                 drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);

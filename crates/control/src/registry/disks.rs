@@ -134,7 +134,7 @@ impl DiskRegistry {
         self.unavailable.borrow().contains_key(disk)
     }
 
-    /// The unavailable disk, other than `disk`, that reserves it.
+    /// Name of the unavailable disk, other than `disk`, that reserves `wanted`.
     pub(super) fn reserving(&self, wanted: &Reserved, disk: &str) -> Option<String> {
         let unavailable = self.unavailable.borrow();
         let found = unavailable.iter().find(|(name, one)| **name != disk && one.reserved().contains(wanted));

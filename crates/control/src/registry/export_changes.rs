@@ -83,7 +83,7 @@ impl Registry {
         self.exports.connections() == 0 && (self.lifecycle.lost_device.get() || served())
     }
 
-    /// Fails if an export of this name at this server is reserved for another disk than `disk`.
+    /// Fails if this name at this server is reserved for an export of another disk than `disk`.
     pub(crate) fn check_reserved_name(
         &self,
         serving: &RunningServer,
@@ -96,7 +96,7 @@ impl Registry {
         })
     }
 
-    /// The same of the endpoint of one export alone.
+    /// Fails if the endpoint of a single export is reserved for another disk than `disk`.
     fn check_reserved_endpoint(&self, door: &settings::ExportTarget, disk: &str) -> Result<(), RegistryError> {
         let Some(path) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
         self.disks.reserving(&Reserved::Path(path), disk).map_or(Ok(()), |holder| {

@@ -20,14 +20,15 @@ use crate::{
 pub(super) struct UnavailablePlan {
     /// The plan including the unavailable disks.
     pub(super) plan: Rc<DesiredState>,
-    /// Those that are to be opened in another way than so far, with the first attempt.
+    /// Disks whose images must be opened with other options, with the first attempt; `None` if that
+    /// failed for a reason that may pass.
     openings: BTreeMap<String, (ImageOpenRequest, Option<ImageOpenTask>)>,
 }
 
-/// Leaves those out that the file still has.
+/// Removes unavailable disks from the plan.
 ///
 /// # Errors
-/// One that is to be opened in another way cannot be.
+/// A disk with changed options cannot be opened, for a reason that does not pass.
 pub(super) async fn exclude_unavailable(
     registry: &Registry,
     loaded: &LoadedConfig,

@@ -1,4 +1,4 @@
-//! Retries that fail, and what an unavailable disk reserves.
+//! Tests of failed retries, and of the names that an unavailable disk reserves.
 
 use std::{collections::BTreeSet, path::Path, rc::Rc, sync::Arc};
 
@@ -40,7 +40,7 @@ fn export(name: &str, disk: &str) -> NewNbdExport {
     }
 }
 
-/// A registry that has the first server of the disk `far`, which is unavailable and retried.
+/// Registry with the unavailable disk `far`, and with the first of its two NBD servers.
 async fn with_far() -> (Rc<Registry>, Rc<RunningServer>) {
     let registry = Registry::new(None, Rc::new(|_| ()));
     let draft = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
@@ -48,7 +48,7 @@ async fn with_far() -> (Rc<Registry>, Rc<RunningServer>) {
     let first = server("/first");
     registry.add_server(&first);
     let opening = DiskAssembly::new(None, RateBudgets::default()).open_request(&plan.disks[0]).await.expect("no secrets");
-    let state = UnavailableImageState::Failed(anyhow!("nobody answers"));
+    let state = UnavailableImageState::Failed(anyhow!("no answer"));
     registry.retry_later(("far", plan), UnavailableImage { opening, since: reactor::now(), state });
     (registry, first)
 }
@@ -63,7 +63,7 @@ fn retries_that_fail_are_reported_once_and_leave_nothing() {
         let (registry, first) = with_far().await;
         let _watch = watch::watch_registry(&registry, BTreeSet::new());
         for _ in 0..4 {
-            // The second server is missing.
+            // Each attempt fails, since the second server is missing.
             reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
             assert!(registry.disks.is_unavailable("far") && registry.disks.all().is_empty());
             assert!(registry.exports.all().is_empty() && registry.disks.unlisted_operation().is_none());

@@ -1,7 +1,8 @@
-//! End of an upgrade while the new process still prepares.
+//! Abandoned upgrade: the old process gives up while the new process still opens images.
 //!
-//! The old process gives up after a time, or is killed. The new one then has nothing to wait for:
-//! an image that does not answer must not keep the other images open beside the old process.
+//! The old process gives up after a time limit, or is killed. The new process ends then. Otherwise
+//! an image that does not answer would keep it waiting, with the other images open beside the old
+//! process.
 
 use std::{
     future::{pending, poll_fn},
@@ -16,30 +17,30 @@ use reactor::operation::{self, Fd};
 
 use super::new_process::NewProcess;
 
-/// Observes whether the old process closes its end of the channel.
+/// Observer of the channel: completes when the old process closes its end.
 pub struct GivenUp(Pin<Box<dyn Future<Output = ()>>>);
 
 impl GivenUp {
-    /// Of an upgrade, or of a start, where nothing is given up.
+    /// Observer for an upgrade. For a start without an old process it never completes.
     ///
     /// # Errors
-    /// The process may open no more descriptors.
+    /// No descriptor is left.
     pub fn of(old: Option<&NewProcess>) -> io::Result<Self> {
         let Some(old) = old else { return Ok(Self(Box::pin(pending()))) };
         let channel = Fd::from(OwnedFd::from(old.channel.try_clone()?));
         Ok(Self(Box::pin(async move { drop(operation::peer_shut_down(&channel).await) })))
     }
 
-    /// The result of `work`.
+    /// Returns the result of `work`.
     ///
     /// # Errors
-    /// Those of `work`; the old process gives up first, and `work` is dropped.
+    /// Those of `work`; or the old process gave up first, which drops `work`.
     pub async fn unless<T>(&mut self, work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
         let mut work = pin!(work);
         poll_fn(|context| match work.as_mut().poll(context) {
             Poll::Pending => self.0.as_mut().poll(context).map(|()| {
                 Err(anyhow!(
-                    "the old weir has ended or waits no longer, before all images were open here (its log says why; see to the disks that do not answer, and try again)"
+                    "the old process ended or gave up the upgrade before all images were open here (its log has the reason; check the disks that do not answer, and try again)"
                 ))
             }),
             done => done,

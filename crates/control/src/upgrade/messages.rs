@@ -76,10 +76,11 @@ pub(super) struct AddedDiskState {
     pub(super) nodes: Vec<Map<String, Value>>,
     /// Arguments of `x-weir-set`.
     pub(super) settings: Map<String, Value>,
-    /// Keys of its table in a config file, if it was added by these. `nodes` are then over it.
+    /// Keys of its table in a config file, if it was added by keys. `nodes` then has only the nodes
+    /// above it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) keys: Option<Map<String, Value>>,
-    /// Its name before `blockdev-add` put nodes over it, if it was added by keys.
+    /// Its name before `blockdev-add` put nodes above it, if it was added by keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) bottom: Option<String>,
 }

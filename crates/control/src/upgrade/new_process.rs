@@ -275,15 +275,15 @@ impl NewProcess {
     }
 }
 
-/// What an old process offers.
+/// Parses the offer of the old process.
 ///
 /// # Errors
-/// The old process is of a version that offers what this one does not know.
+/// This version cannot read the offer of the old process's version.
 fn understood(offer: Value) -> anyhow::Result<UpgradeOffer> {
     let version = offer["version"].as_str().unwrap_or("of an unknown version").to_owned();
     serde_json::from_value(offer).map_err(|error| {
         anyhow!(
-            "weir {version} offers what weir {} does not know: {error} (take over with weir {version} or a later one, or restart weir)",
+            "weir {version} transfers state that weir {} cannot read: {error} (upgrade to weir {version} or later, or restart weir)",
             env!("CARGO_PKG_VERSION")
         )
     })

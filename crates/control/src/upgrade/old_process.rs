@@ -141,10 +141,11 @@ fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Re
     Ok(())
 }
 
-/// The first version that reads the keys of an added disk.
+/// First version (major, minor) that reads the keys of an added disk.
 const READS_KEYS: [u64; 2] = [0, 2];
 
-/// Refuses a version that would not understand the offer, although the format has the same number.
+/// Fails if a new process of this version could not read the offer, although its upgrade format has
+/// the same number.
 fn check_version(offer: &UpgradeOffer, version: &str) -> anyhow::Result<()> {
     let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
     let numbers = [(); 2].map(|()| numbers.next().unwrap_or(0));

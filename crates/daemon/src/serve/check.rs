@@ -1,17 +1,16 @@
-//! `weir check-config`, and `weir serve --check`: whether a daemon would start, without starting
-//! it.
+//! `weir check-config`, and `weir serve --check`: check whether a daemon would start, without
+//! starting it.
 //!
 //! ```text
-//!   the file      as every start reads it: all that is wrong is told, and ends it
-//!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
-//!   a cluster     each member of etcd, as a start asks it: some seconds in all
+//!   the file      as every start reads it: all mistakes are reported, and end the check
+//!   the machine   images, passphrases, keys, sockets' directories, devices: all are reported
+//!   a cluster     each member of etcd, as at a start: some seconds in all
 //! ```
 //!
-//! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
-//! writes to them. A config file may be checked while a daemon serves it: of what is in use, only
-//! images that another program than weir has are told then. `weir serve --check` is about a daemon
-//! that does not run yet, and tells all. Never listens, makes a device or keeps an image from
-//! anybody.
+//! Follows the start as far as that leaves no trace. Images are opened for reading even if another
+//! program writes to them. A config file may be checked while a daemon serves it: then only images
+//! in use by programs other than weir are reported. `weir serve --check` is for a daemon that does
+//! not run yet, and reports everything in use. Never listens, makes a device or locks an image.
 
 mod diagnostics;
 mod files;
@@ -117,15 +116,16 @@ pub(super) fn check(
     Ok(print(&format!("{name}: {sum}: {verdict}\n{bursts}"))?)
 }
 
-/// What keeps the plan from being served. Warnings are logged.
+/// Returns all problems that would keep a daemon from serving this plan. Logs warnings.
 fn found(
     draft: ParsedConfig,
     plan: DesiredState,
     others: AddressConflictRule,
     file: Option<PathBuf>,
 ) -> Result<Vec<anyhow::Error>, CommandFailure> {
-    // Warnings are for the user of this command, not for the daemon's file.
+    // Warnings are for the user of this command, not for the daemon's log file.
     logging::start(&LogSettings { file: None, ..plan.process.log.clone() })?;
+    // Same limits as at a start, or the check could fail where a start succeeds.
     descriptors::raise_limit();
     memory::set_budget(&plan.process)?;
     on_reactor(async move { Ok(problems(&draft, &plan, others, file).await) })
@@ -314,7 +314,7 @@ fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRul
             anyhow!("{second}: this daemon also listens at {first} (give each server its own address)");
         found.push(with_origin(said(second), error));
     }
-    // That of `user` is looked at elsewhere.
+    // The owner of `user` is checked elsewhere.
     if let Some(owner) = &draft.daemon.sockets.owner
         && all.iter().any(|address| matches!(address, ListenAddress::Unix(_)))
     {

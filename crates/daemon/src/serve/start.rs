@@ -99,7 +99,7 @@ impl Daemon {
         let (tls, budgets) = (assemble::read_tls_credentials(&plan.process.tls)?, RateBudgets::default());
         let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
         let opening = given_up.unless(opening);
-        // A key takes seconds to derive, and a pipe may never say its passphrase.
+        // Interruptible: deriving a key takes seconds, and a pipe may never deliver its passphrase.
         let Some(opened) = until_signal(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
         // After the images: an address must not accept connections for a disk that cannot be

@@ -136,7 +136,7 @@ pub(crate) struct DetachArgs {
     /// Detach it even if it is in use
     #[arg(long)]
     pub(super) force: bool,
-    /// Print what became of each as JSON
+    /// Print the outcome for each device as JSON
     #[arg(long)]
     pub(super) json: bool,
     /// The daemon's control socket, for devices exported by `weir serve` [default: the one that

@@ -15,10 +15,10 @@ use serde_json::json;
 use super::{Attachment, DetachArgs, find_attachment, host, keeper, lasting_users, orphans, record::AttachmentRecord, server};
 use crate::client::{ControlClient, ControlAddress};
 
-/// What to do about users.
+/// Remedy for a device in use.
 const IN_USE: &str = "end these, or detach it with --force: data that is not written yet is lost";
 
-/// Of an attachment that a keeper is at work on.
+/// Reason for rejecting an attachment whose keeper is attaching or detaching it.
 const BUSY: &str =
     "is being attached or detached (try again when that is done: see `weir attach --list`)";
 

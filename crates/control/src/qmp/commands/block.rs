@@ -57,7 +57,7 @@ impl QmpCommand for BlockdevAdd {
                 }
             }
             ChainBottom::Storage(storage) => {
-                // Without the lock: nothing bounds the time that a server takes.
+                // Without the lock: the answer of a storage server may take any time.
                 let opened = open_storage(&registry, &chain, storage, None).await?;
                 let _turn = registry.change().await?;
                 list(&registry, &chain, storage, inner_nodes(&chain), told, opened)?;
@@ -172,29 +172,30 @@ pub(in crate::qmp) async fn add_transferred(
         chains.push((chain, sent.clone()));
     }
     let mut chains = chains.into_iter().peekable();
-    // Over a disk that was added by its keys.
+    // True for a disk that was added by keys, whose lowest node has no command.
     let is_over = chains.peek().is_some_and(|(first, _)| matches!(first.bottom, ChainBottom::Node(_)));
     if !is_over {
         add_lowest(registry, &mut chains, passed).await?;
     }
     for (chain, sent) in chains {
         let ChainBottom::Node(bottom) = &chain.bottom else {
-            return Err(QmpError::rule("file", "is no node below"));
+            return Err(QmpError::rule("file", "names no node below"));
         };
         add_node_over(registry, &chain, bottom, Some(vec![sent]))?;
     }
     Ok(())
 }
 
-/// Takes those commands off that made the lowest node, and the one whose format it was closed for.
+/// Adds the lowest node. Consumes the command that created it, and the next one if that reopened
+/// the node with a format.
 async fn add_lowest(
     registry: &Rc<Registry>,
     chains: &mut Peekable<impl Iterator<Item = (NodeChain, Map<String, Value>)>>,
     passed: PassedFiles,
 ) -> Result<(), QmpError> {
-    let Some((first, sent)) = chains.next() else { return Err(QmpError::generic("nothing has made it")) };
+    let Some((first, sent)) = chains.next() else { return Err(QmpError::generic("the command that created it is missing")) };
     let ChainBottom::Storage(storage) = &first.bottom else {
-        return Err(QmpError::rule("file", "is another disk's node"));
+        return Err(QmpError::rule("file", "names the node of another disk"));
     };
     let (own, told) = (inner_nodes(&first), vec![sent]);
     match (chains.next_if(|(chain, _)| chain.reopens_node()), first.plain_storage()) {
@@ -204,7 +205,7 @@ async fn add_lowest(
             add_disk(registry, &over.over_storage(&lies), &lies, nodes, told, Some(passed)).await
         }
         (None, _) => add_disk(registry, &first, storage, own, Some(told), Some(passed)).await,
-        (Some(_), None) => Err(QmpError::rule("file", "is more than a file")),
+        (Some(_), None) => Err(QmpError::rule("file", "names more than a file")),
     }
 }
 

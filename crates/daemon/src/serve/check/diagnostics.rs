@@ -1,4 +1,4 @@
-//! Findings of `weir check-config --json`.
+//! Diagnostics of `weir check-config --json`.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,10 @@ use console::{CommandFailure, logging};
 use control::listen::AddressConflictRule;
 use settings::{ParsedConfig, Origin, DesiredState, ConfigError};
 
-/// Everything that is found, errors first.
+/// Returns all errors, then all warnings.
 ///
 /// # Errors
-/// The check itself cannot be done.
+/// The check itself fails.
 pub(super) fn find(
     draft: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,
@@ -42,7 +42,8 @@ fn of_error(error: &anyhow::Error, file: &str) -> Diagnostic {
     }
 }
 
-/// A warning about a line begins with the file and the line.
+/// Diagnostic of a warning. The text begins with the file and the line if the warning concerns a
+/// line.
 fn of_warning(text: &str, file: &str) -> Diagnostic {
     let behind = text.strip_prefix(file).and_then(|rest| rest.strip_prefix(':'));
     let at = behind.and_then(|rest| rest.split_once(": "));

@@ -1,4 +1,4 @@
-//! Files that a daemon writes: whether a start could open them. Nothing is made or opened.
+//! Checks that a start could open the files that a daemon writes. Never creates or opens them.
 
 use std::{
     fs,
@@ -13,11 +13,11 @@ use nix::unistd::{AccessFlags, access};
 
 use crate::pid_file::PidFile;
 
-/// Fails where the process could not write its number to the file. A daemon that has the file may
-/// be the one of this config.
+/// Fails if the daemon could not write its pid file. With `Others::MayHave`, another daemon may
+/// hold the file: it may be the daemon of this config.
 pub(super) fn pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
     let why = || format!("pid file {}", path.display());
-    // The file is never opened through a link.
+    // Symlinks are not followed: the daemon does not open its pid file through one.
     if let Ok(found) = fs::symlink_metadata(path) {
         ensure!(found.is_file(), "{}: is no file (choose another path)", why());
     }
@@ -29,7 +29,8 @@ pub(super) fn pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Resu
     }
 }
 
-/// Fails where the log could not be opened. A named pipe is opened only while a program reads it.
+/// Fails if the log file could not be opened. A named pipe causes a warning only: opening it
+/// requires a reader, which a start may find.
 pub(super) fn log_file(path: &Path) -> anyhow::Result<()> {
     let why = || format!("log-file {}", path.display());
     let kind = match fs::metadata(path) {
@@ -44,7 +45,7 @@ pub(super) fn log_file(path: &Path) -> anyhow::Result<()> {
         bail!("{}: is no file (name a file in a directory that weir may write to)", why());
     }
     if kind.is_fifo() {
-        tracing::warn!("{}: is a named pipe: a start fails while no program reads it", why());
+        tracing::warn!("{}: is a named pipe: a start fails unless a program reads it", why());
     }
     writable(path).with_context(why)
 }
