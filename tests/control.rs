@@ -114,7 +114,7 @@ fn a_disk_is_resized_under_its_clients() {
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
     drop(client);
     let log = party.weir.stop();
-    assert_eq!(log.matches("the disk was cut").count(), 1, "a rejected size truncates nothing: {log}");
+    assert_eq!(log.matches("the disk was truncated").count(), 1, "a rejected size truncates nothing: {log}");
 }
 
 #[test]

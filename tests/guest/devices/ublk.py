@@ -303,7 +303,7 @@ class Ublk(Device):
             weir attach --list
         """)
         checks = [
-            contains("a device that stays open", parts["goes"], "goes with its last user (in use: open in ")
+            contains("a device that stays open", parts["goes"], "is removed with its last user (in use: open in ")
         ] if goes else []
         return [
             *checks,
@@ -376,7 +376,7 @@ class Ublk(Device):
                 f"after {failed - died:.2f} s",
                 f"after {PATIENCE} s, {LATER} s later at most",
             ),
-            contains("log", parts["said"], f"nobody has served it for {PATIENCE} s"),
+            contains("log", parts["said"], f"no process has served it for {PATIENCE} s"),
             fact("leftovers", not parts["left"].strip(), parts["left"], "nothing"),
             *checks,
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
@@ -525,7 +525,7 @@ class Ublk(Device):
             return [contains("before Linux 6.5", parts["refused"], "may not use the ublk driver"), nodes]
         sums = re.findall(r"^\w{32}(?=  -$)", parts["served"], re.MULTILINE)
         return [
-            contains("one whom nobody gives it", parts["refused"], "udev did not give it to this user within 10 s"),
+            contains("a user without access", parts["refused"], "udev did not give it to this user within 10 s"),
             fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
             contains("leftovers of a killed weir", parts["served"], "ublk, orphaned"),
             nodes,
