@@ -414,7 +414,7 @@ fn openers_of_a_lazily_unmounted_file_system_are_named() {
 }
 
 #[test]
-fn what_whoever_attaches_has_open_is_not_kept() {
+fn keeper_closes_inherited_descriptors() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     need_root("devices of this host");

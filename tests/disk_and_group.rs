@@ -418,7 +418,7 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
 }
 
 #[test]
-fn changes_of_groups_are_described_as_json() {
+fn group_changes_are_printed_as_json() {
     let scratch = Scratch::new();
     let weir = serve(&scratch, &scratch.file("weir.toml", config(&scratch)));
     let told = |change: &str| serde_json::json!({ "kind": "group", "name": "json", "change": change });
@@ -429,7 +429,7 @@ fn changes_of_groups_are_described_as_json() {
 }
 
 #[test]
-fn what_cannot_be_detached_is_described_as_json() {
+fn failed_detach_is_printed_as_json() {
     let scratch = Scratch::new();
     let outcome = crate::harness::weir(&["detach", "--json", "nothing-of-this-name"])
         .env("WEIR_QMP", socket(&scratch))

@@ -484,7 +484,7 @@ fn full_directory_suspends_recording() {
 }
 
 #[test]
-fn a_recording_is_described_as_json() {
+fn recording_summary_is_printed_as_json() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let file = scratch.path("a.recording");

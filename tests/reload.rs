@@ -711,7 +711,7 @@ l2-cache-size = \"1M\"
 }
 
 #[test]
-fn a_client_that_asks_for_a_name_of_a_reload_waits_for_its_end() {
+fn commands_wait_for_the_end_of_a_reload() {
     let party = ReloadedDaemon::new("sandbox = \"off\"\n[disk.a]\nimage = \"memory:1M\"\n");
     let server = UnixListener::bind(party.scratch.socket("back")).unwrap();
     let image = format!("nbd+unix:///?socket={}", text(&party.scratch.socket("back")));
@@ -752,7 +752,7 @@ fn a_client_that_asks_for_a_name_of_a_reload_waits_for_its_end() {
 }
 
 #[test]
-fn two_servers_at_one_address_are_found_when_a_config_is_checked() {
+fn check_reports_two_servers_at_one_address() {
     let scratch = Scratch::new();
     symlink(scratch.path(""), scratch.path("link")).unwrap();
     for (one, other) in [
@@ -778,7 +778,7 @@ fn two_servers_at_one_address_are_found_when_a_config_is_checked() {
 }
 
 #[test]
-fn findings_of_a_check_are_described_as_json() {
+fn check_prints_diagnostics_as_json() {
     let scratch = Scratch::new();
     let check = |text: &str| {
         let file = scratch.file("weir.toml", text);

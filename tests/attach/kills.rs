@@ -187,7 +187,7 @@ fn left(place: &Path) -> Vec<std::ffi::OsString> {
 }
 
 #[test]
-fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
+fn keeper_killed_at_any_time_leaves_removable_state() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);

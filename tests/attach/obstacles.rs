@@ -47,7 +47,7 @@ fn stopping(scratch: &Scratch) -> (String, PathBuf) {
 }
 
 #[test]
-fn a_keeper_that_is_stopped_before_it_is_through_leaves_nothing() {
+fn keeper_stopped_during_attach_leaves_nothing() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let (path, once) = stopping(&scratch);

@@ -216,7 +216,7 @@ fn saved_additions_use_the_config() {
 }
 
 #[test]
-fn a_node_over_an_added_disk_is_transferred_and_an_older_version_is_refused() {
+fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
     let scratch = Scratch::new();
     let (first, second) = (scratch.sparse("first.raw", MIB), scratch.sparse("second.raw", MIB));
     let house = UpgradedDaemon::new(scratch, &[text(&first)]);

@@ -230,7 +230,7 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
 }
 
 #[test]
-fn a_new_process_ends_when_the_old_one_waits_no_longer() {
+fn new_process_ends_after_the_old_one_gives_up() {
     let (behind, scratch) = (Scratch::new(), Scratch::new());
     let back =
         Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();

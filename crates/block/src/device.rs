@@ -26,8 +26,8 @@ mod statistics;
 
 pub use identity::{DeviceIdentity, DeviceNumber, SysfsRoots};
 pub use observed::DeviceObserver;
-pub use sampler::{Sampler, SampledTarget, SamplerTarget};
-pub use statistics::{StatisticsFile, DeviceStatistics};
+pub use sampler::{SampledTarget, Sampler, SamplerTarget};
+pub use statistics::{DeviceStatistics, StatisticsFile};
 
 use std::{
     fmt, io,
@@ -37,12 +37,12 @@ use std::{
 use policy::{
     throttle::ReservableCapacity,
     time::{Duration, Instant, NANOS_PER_SECOND},
-    watermark::{MeasuredCapacity, DeviceLoad},
+    watermark::{DeviceLoad, MeasuredCapacity},
 };
 
 use storage::{
     Storage,
-    rate::{RateBudget, Completed, RateOptions},
+    rate::{Completed, RateBudget, RateOptions},
 };
 
 use crate::disk::Disk;
@@ -337,13 +337,20 @@ impl UtilizationMeter {
         };
         let reading = device.reading(now)?;
         self.last = Some((now, reading));
-        Ok(last.and_then(|(at, before)| utilization_between(device.capacity.as_ref(), before, reading, now - at)))
+        Ok(last.and_then(|(at, before)| {
+            utilization_between(device.capacity.as_ref(), before, reading, now - at)
+        }))
     }
 }
 
 /// Utilization of a device between two readings that are `elapsed` apart, in thousandths; `None` if
 /// a total decreased.
-fn utilization_between(capacity: Option<&MeasuredCapacity>, before: DeviceReading, after: DeviceReading, elapsed: Duration) -> Option<u32> {
+fn utilization_between(
+    capacity: Option<&MeasuredCapacity>,
+    before: DeviceReading,
+    after: DeviceReading,
+    elapsed: Duration,
+) -> Option<u32> {
     match (before, after) {
         (DeviceReading::Worked(before), DeviceReading::Worked(after)) => {
             Some(thousandths(after.checked_sub(before)?.as_nanos(), elapsed.as_nanos()))

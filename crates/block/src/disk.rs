@@ -25,7 +25,7 @@ use std::sync::{
 };
 
 use failures::RequestInfo;
-pub use failures::{ErrorPolicies, Errors, RequestFailure, Failures, OnError, CancelToken};
+pub use failures::{CancelToken, ErrorPolicies, Errors, Failures, OnError, RequestFailure};
 use handover::Handover;
 pub use handover::HoldError;
 pub use unresponsive::FilesClosed;
@@ -36,17 +36,17 @@ use event_listener::Event;
 use policy::{
     prefetch::ReadAhead,
     request::Direction,
-    throttle::{RequestCost, LevelCause, ThrottleError},
+    throttle::{LevelCause, RequestCost, ThrottleError},
     time::Instant,
 };
 
 use image::{ChainDepthRun, Image};
 use reactor::{
-    buffer::{Segments, ReadTarget},
+    buffer::{ReadTarget, Segments},
     error::{Error, Result},
     guest::GuestBytes,
-    memory::{MemoryAccount, MemoryBudget, OutOfBudget},
     log_rate_limit::LogRateLimit,
+    memory::{MemoryAccount, MemoryBudget, OutOfBudget},
     ublk::RegisteredData,
 };
 use storage::{Durability, Extent, ResizeError, ZeroOptions};
@@ -56,8 +56,8 @@ use crate::{
         prefetch::Prefetch,
         throttle::{DiskSettings, ThrottleGroup, ThrottleMember},
     },
-    measures::{MeasuresSnapshot, Measures},
-    recorder::{self, RequestRecord, DiskOperation, RecordingSwitch},
+    measures::{Measures, MeasuresSnapshot},
+    recorder::{self, DiskOperation, RecordingSwitch, RequestRecord},
 };
 
 /// A virtual disk.
@@ -329,7 +329,11 @@ impl Disk {
         // Lengths are copied only for a recording or a measurement.
         let lengths = arrived.and_then(|_| cost.lengths()).map(Box::from);
         let held = self.member.admit(direction, cost).await;
-        let times = arrived.map(|arrived| AdmissionTimes { arrived, admitted: reactor::coarse_now(), throttle_cause: held });
+        let times = arrived.map(|arrived| AdmissionTimes {
+            arrived,
+            admitted: reactor::coarse_now(),
+            throttle_cause: held,
+        });
         AdmissionPermit { requests, cancel_token: None, times, lengths }
     }
 
@@ -337,7 +341,12 @@ impl Disk {
     /// requests wait until the limits have made up for it.
     pub fn charge_unconditionally(&self, direction: Direction, cost: &RequestCost) -> AdmissionPermit {
         self.member.charge_unconditionally(direction, cost);
-        AdmissionPermit { requests: cost.requests(), cancel_token: None, times: self.clock().map(AdmissionTimes::at), lengths: None }
+        AdmissionPermit {
+            requests: cost.requests(),
+            cancel_token: None,
+            times: self.clock().map(AdmissionTimes::at),
+            lengths: None,
+        }
     }
 
     /// Reads `length` bytes at `offset`; bytes that were read ahead are copied from memory. If
@@ -365,7 +374,12 @@ impl Disk {
     }
 
     /// As [`Disk::retry_read`], for [`Disk::read_to`].
-    pub async fn retry_read_to(&self, pass: AdmissionPermit, offset: u64, target: ReadTarget) -> Result<Segments> {
+    pub async fn retry_read_to(
+        &self,
+        pass: AdmissionPermit,
+        offset: u64,
+        target: ReadTarget,
+    ) -> Result<Segments> {
         self.read_until_done(pass, offset, target, false).await
     }
 
@@ -392,7 +406,12 @@ impl Disk {
 
     /// As [`Disk::read_to`], into the registered buffer of a ublk request. Zero copy, unless data
     /// was read ahead, or the image or the buffer does not support it.
-    pub async fn read_registered(&self, pass: AdmissionPermit, offset: u64, buffer: &RegisteredData) -> Result<()> {
+    pub async fn read_registered(
+        &self,
+        pass: AdmissionPermit,
+        offset: u64,
+        buffer: &RegisteredData,
+    ) -> Result<()> {
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
             let may = |ahead: &ReadAhead, given_back| self.member.try_read_ahead(&ahead.cost(), given_back);
@@ -451,7 +470,12 @@ impl Disk {
     ) {
         let times = self.clock().map(AdmissionTimes::at);
         self.member.try_admit_batch(requests, |cost, passes| {
-            answer(passes.then(|| AdmissionPermit { requests: cost.requests(), cancel_token: None, times, lengths: None }));
+            answer(passes.then(|| AdmissionPermit {
+                requests: cost.requests(),
+                cancel_token: None,
+                times,
+                lengths: None,
+            }));
         });
     }
 
@@ -466,13 +490,18 @@ impl Disk {
     pub fn write_now(&self, pass: &AdmissionPermit, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
         let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
         // The change begins before the write and ends after it, so that no reader caches old data.
-        let change = self.prefetch.change_begins(offset, length);
+        let change = self.prefetch.begin_change(offset, length);
         let result = self.image.write_now(offset, from);
-        self.prefetch.change_ends(change);
+        self.prefetch.end_change(change);
         Some(self.finish_once(DiskOperation::Write, (offset, length), pass, result?))
     }
 
-    fn prefetched(&self, pass: &AdmissionPermit, offset: u64, target: ReadTarget) -> impl Future<Output = Result<Segments>> {
+    fn prefetched(
+        &self,
+        pass: &AdmissionPermit,
+        offset: u64,
+        target: ReadTarget,
+    ) -> impl Future<Output = Result<Segments>> {
         let may = |ahead: &ReadAhead, given_back| self.member.try_read_ahead(&ahead.cost(), given_back);
         self.prefetch.read(offset, target, pass.requests, may)
     }
@@ -492,16 +521,22 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
-    pub async fn write(&self, pass: AdmissionPermit, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+    pub async fn write(
+        &self,
+        pass: AdmissionPermit,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
         if self.detect_zeroes != DetectZeroes::Off && data.is_zero() {
             return Box::pin(self.write_detected_zeroes(&pass, (offset, length), durability)).await;
         }
         if !self.may_wait() {
-            let change = self.prefetch.change_begins(offset, length);
+            let change = self.prefetch.begin_change(offset, length);
             let result = self.image.write(offset, data, durability).await;
-            self.prefetch.change_ends(change);
+            self.prefetch.end_change(change);
             return self.finish_once(DiskOperation::Write, (offset, length), &pass, result);
         }
         // The data is kept (`again`) for a retry after the disk is resumed.
@@ -559,7 +594,13 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
-    pub async fn discard(&self, pass: AdmissionPermit, offset: u64, length: u64, durability: Durability) -> Result<()> {
+    pub async fn discard(
+        &self,
+        pass: AdmissionPermit,
+        offset: u64,
+        length: u64,
+        durability: Durability,
+    ) -> Result<()> {
         self.check_writable()?;
         let discard = async || match self.discards {
             Discards::Unmap => self.prefetch.change(offset, length, self.image.discard(offset, length)).await,
@@ -583,7 +624,12 @@ impl Disk {
 
     /// Depth in the backing chain at which a range is allocated: see [`Image::allocation_depth`].
     /// The permit is as for [`Disk::block_status`].
-    pub async fn allocation_depth(&self, _: &AdmissionPermit, offset: u64, length: u64) -> Result<Vec<ChainDepthRun>> {
+    pub async fn allocation_depth(
+        &self,
+        _: &AdmissionPermit,
+        offset: u64,
+        length: u64,
+    ) -> Result<Vec<ChainDepthRun>> {
         let _inside = self.enter().await?;
         self.image.allocation_depth(offset, length).await
     }
@@ -659,7 +705,7 @@ impl Disk {
                 new = size_bytes,
                 "the size of the image was changed from outside: new clients see the new size"
             );
-            self.prefetch.forget();
+            self.prefetch.invalidate_all();
         }
     }
 
@@ -694,7 +740,13 @@ impl Disk {
     }
 
     /// Counts a request that was attempted once, with its result.
-    fn finish_once<T>(&self, operation: DiskOperation, range: (u64, u64), pass: &AdmissionPermit, result: Result<T>) -> Result<T> {
+    fn finish_once<T>(
+        &self,
+        operation: DiskOperation,
+        range: (u64, u64),
+        pass: &AdmissionPermit,
+        result: Result<T>,
+    ) -> Result<T> {
         let request = self.request(operation, range, pass);
         match &result {
             Ok(_) => self.count(&request),
@@ -750,7 +802,10 @@ impl Disk {
             Some(lengths) => {
                 let mut offset = request.offset;
                 for &length in lengths {
-                    recorder::record(RequestRecord { offset, length, requests: 1, ..finished }, &self.recording);
+                    recorder::record(
+                        RequestRecord { offset, length, requests: 1, ..finished },
+                        &self.recording,
+                    );
                     offset += length;
                 }
             }

@@ -21,7 +21,7 @@ use policy::{
     time::Instant,
 };
 
-use crate::recorder::{RequestRecord, DiskOperation};
+use crate::recorder::{DiskOperation, RequestRecord};
 
 /// Round upper bounds, for display, in nanoseconds: from 20 µs to 10 s.
 pub const ROUND_BOUNDS_NS: [u64; 18] = [
@@ -264,7 +264,7 @@ pub struct Measures {
     waits: [Histogram; 2],
     waiting: [CoveredTime; 2],
     /// By [`CauseLevel`], [`LimitKind::index`] and direction.
-    held: [[[CoveredTime; 2]; 6]; 3],
+    throttled: [[[CoveredTime; 2]; 6]; 3],
 }
 
 /// Snapshot of [`Measures`].
@@ -289,7 +289,7 @@ impl Measures {
             latency: self.latency.each_ref().map(Histogram::snapshot),
             waits: self.waits.each_ref().map(Histogram::snapshot),
             waiting_ns: covered(&self.waiting),
-            held_ns: self.held.each_ref().map(|kinds| kinds.each_ref().map(covered)),
+            held_ns: self.throttled.each_ref().map(|kinds| kinds.each_ref().map(covered)),
         }
     }
 
@@ -298,7 +298,7 @@ impl Measures {
         let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
         let histograms = self.latency.iter().chain(&self.waits).zip(latency.iter().chain(waits));
         histograms.for_each(|(own, more)| own.count_on(more));
-        let own = self.waiting.iter().chain(self.held.as_flattened().as_flattened());
+        let own = self.waiting.iter().chain(self.throttled.as_flattened().as_flattened());
         for (own, more) in own.zip(waiting_ns.iter().chain(held_ns.as_flattened().as_flattened())) {
             own.sum_ns.fetch_add(*more, Relaxed);
         }
@@ -306,9 +306,19 @@ impl Measures {
 
     /// Counts a completed request: its latency if it succeeded, and its wait in any case.
     pub(crate) fn count(&self, finished: &RequestRecord) {
-        let RequestRecord { operation, requests, arrived, admitted, ended, throttle_cause: held, has_failed, .. } = *finished;
+        let RequestRecord {
+            operation,
+            requests,
+            arrived,
+            admitted,
+            ended,
+            throttle_cause: held,
+            has_failed,
+            ..
+        } = *finished;
         if !has_failed {
-            self.latency[OperationClass::of(operation) as usize].add(ended.nanos_since(arrived), requests.into());
+            self.latency[OperationClass::of(operation) as usize]
+                .add(ended.nanos_since(arrived), requests.into());
         }
         // Flushes are not throttled, so they have no wait.
         if operation == DiskOperation::Flush {
@@ -321,7 +331,7 @@ impl Measures {
             self.waiting[direction.index()].add(arrived, admitted);
             // All groups above the disk's group count as `CauseLevel::Above`.
             if let Some(LevelCause { level, kind }) = held {
-                self.held[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
+                self.throttled[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
             }
         }
     }
@@ -343,7 +353,7 @@ impl Measures {
 
     /// As [`Measures::waiting_ns`], for requests whose last throttle cause was this limit.
     pub fn throttled_ns(&self, whose: CauseLevel, kind: LimitKind, direction: Direction) -> u64 {
-        self.held[whose as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
+        self.throttled[whose as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
     }
 }
 
@@ -399,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_known_to_a_tenth() {
+    fn ranks_are_accurate_to_a_tenth() {
         let histogram = Histogram::default();
         for ns in 1..=1000 {
             histogram.add(ns * 100_000, 1);
@@ -455,8 +465,9 @@ mod tests {
             assert!(counts.counts().iter().zip(twice.counts()).all(|(one, two)| 2 * one == *two));
             assert_eq!((2 * counts.count(), 2 * counts.sum_ns), (twice.count(), twice.sum_ns));
         }
-        let held =
-            |measures: &Measures| measures.throttled_ns(CauseLevel::Group, LimitKind::IopsTotal, Direction::Read);
+        let held = |measures: &Measures| {
+            measures.throttled_ns(CauseLevel::Group, LimitKind::IopsTotal, Direction::Read)
+        };
         assert_eq!((held(&one), held(&other)), (20_000, 40_000));
         assert_eq!(other.waiting_ns(Direction::Read), 40_000);
     }

@@ -193,7 +193,9 @@ impl Collector {
     /// were dropped since then; [`RecordingSwitch::dropped`] of each disk returns how many.
     pub fn take(&mut self, mut each: impl FnMut(&RequestRecord)) -> bool {
         let mut have_lost = false;
-        for RecordRing { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+        for RecordRing { ring, has_lost } in
+            COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut()
+        {
             // Read once: a producer that keeps adding must not make this loop endless.
             let ready = ring.slots();
             if let Ok(chunk) = ring.read_chunk(ready) {

@@ -99,7 +99,8 @@ impl CgroupFiguresReader {
         let Ok(hierarchy) = CgroupHierarchy::discover(self.roots.clone()) else { return Default::default() };
         // Copied, so that the lock is not held while files are read.
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut reading = CgroupFilesCache { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
+        let mut reading =
+            CgroupFilesCache { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
         let mut figures = Vec::new();
         for entry in kept.limits.iter().take(MAX_FIGURES) {
             // An entry that is invalid by itself is skipped; `watch` reports it.
@@ -160,8 +161,9 @@ impl CgroupFiles {
 impl CgroupFilesCache<'_> {
     fn device(&mut self, number: DeviceNumber) -> String {
         let roots: DeviceRoots = self.hierarchy.roots.device_roots();
-        let name =
-            || DeviceIdentity::resolve(number, &roots).map_or_else(|_| number.to_string(), |known| known.node());
+        let name = || {
+            DeviceIdentity::resolve(number, &roots).map_or_else(|_| number.to_string(), |known| known.node())
+        };
         self.devices.entry(number).or_insert_with(name).clone()
     }
 
@@ -205,7 +207,7 @@ mod tests {
     use policy::throttle::{LimitKind, LimitScale};
 
     use super::*;
-    use crate::{limit::limits_file::LimitsChange, fake_machine::FakeMachine};
+    use crate::{fake_machine::FakeMachine, limit::limits_file::LimitsChange};
 
     const DISK: (DeviceNumber, &str) = (DeviceNumber { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
 

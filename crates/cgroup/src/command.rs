@@ -7,7 +7,7 @@ use crate::{
     explain::arguments::{ExplainArgs, LoadArgs},
     limit::arguments::CgroupLimitArgs,
     run::arguments::{EnterArgs, RunArgs},
-    show::arguments::{ShowArgs, CgroupTopArgs},
+    show::arguments::{CgroupTopArgs, ShowArgs},
     watch::arguments::{GuardArgs, WatchArgs},
 };
 

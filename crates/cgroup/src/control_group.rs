@@ -155,7 +155,8 @@ impl ControlGroup {
 
     fn enable_in_subtree(&self, controllers: &[&str]) -> anyhow::Result<()> {
         let has = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
-        let hands_down = words(&self.read(SUBTREE_CONTROL_FILE).with_context(|| self.read_context(SUBTREE_CONTROL_FILE))?);
+        let hands_down =
+            words(&self.read(SUBTREE_CONTROL_FILE).with_context(|| self.read_context(SUBTREE_CONTROL_FILE))?);
         let mut change = Vec::new();
         for &wanted in controllers {
             // Repeating `+io` would be harmless, but fails with EBUSY in a cgroup that has
@@ -193,7 +194,10 @@ impl ControlGroup {
             Some(nix::errno::Errno::ENOENT | nix::errno::Errno::ENODEV) => "it has been removed",
             _ => "see the kernel's log",
         };
-        anyhow!("cgroup {}: {SUBTREE_CONTROL_FILE} refuses \"{change}\": {error} ({mend})", self.name.display())
+        anyhow!(
+            "cgroup {}: {SUBTREE_CONTROL_FILE} refuses \"{change}\": {error} ({mend})",
+            self.name.display()
+        )
     }
 
     fn read_context(&self, file: &str) -> String {

@@ -17,7 +17,7 @@ fn files_are_read_and_written() {
 }
 
 #[test]
-fn processes_are_listed_but_for_those_without_a_number_here() {
+fn processes_of_other_pid_namespaces_are_not_listed() {
     let machine = FakeMachine::v2("io");
     let group = machine.group("/a");
     machine.write("/a", "cgroup.procs", "17\n0\n4194303\n0\n");
@@ -79,7 +79,8 @@ fn levels(controllers: &str) -> (FakeMachine, ControlGroup) {
 fn missing_controllers_are_enabled_at_every_level() {
     let (machine, group) = levels("io memory");
     group.enable_controllers(&["io", "memory"]).expect("enabled");
-    let written = ["/", "/a", "/a/b"].map(|level| machine.group(level).read(SUBTREE_CONTROL_FILE).expect("there"));
+    let written =
+        ["/", "/a", "/a/b"].map(|level| machine.group(level).read(SUBTREE_CONTROL_FILE).expect("there"));
     assert_eq!(written, ["+memory", "+io +memory", "+io +memory"]);
     assert!(group.read(SUBTREE_CONTROL_FILE).is_err(), "its own children are not concerned");
 }
@@ -102,7 +103,7 @@ fn the_level_that_lacks_a_controller_is_named() {
 }
 
 #[test]
-fn a_refusal_says_why_and_what_to_do() {
+fn refusals_name_cause_and_remedy() {
     let machine = FakeMachine::v2("io");
     let group = machine.group("/a");
     let check = |errno: Errno, expect: &str| {

@@ -20,12 +20,12 @@ use anyhow::{Context as _, anyhow, bail};
 use block::device::{DeviceIdentity, DeviceNumber};
 
 use super::{
+    file_system_class::FileSystemClass,
     hierarchy::KernelRoots,
     kernel::{
         self,
         mountinfo::{self, Mount},
     },
-    file_system_class::FileSystemClass,
 };
 
 /// The kernel stacks at most two file systems (FILESYSTEM_MAX_STACK_DEPTH); a device follows.
@@ -49,14 +49,19 @@ pub(crate) fn resolve(roots: &KernelRoots, text: &str) -> anyhow::Result<Resolve
     })?;
     // File systems without a device (Btrfs, NFS, tmpfs) have an anonymous number with major 0.
     if number.major != 0 && identity.number() != number {
-        let part = device_name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
+        let part =
+            device_name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
         let disk = identity.node();
         notices.push(format!("{part} is a partition; limits are for the whole disk {disk}"));
     }
     Ok(ResolvedDisk { identity, notices })
 }
 
-fn number_of_path(roots: &KernelRoots, text: &str, notices: &mut Vec<String>) -> anyhow::Result<DeviceNumber> {
+fn number_of_path(
+    roots: &KernelRoots,
+    text: &str,
+    notices: &mut Vec<String>,
+) -> anyhow::Result<DeviceNumber> {
     let mut path = PathBuf::from(text);
     // Each step replaces the path by one that is closer to the device: an overlay by its upper
     // directory, a mount by its source. The loop ends at a block device.

@@ -59,7 +59,7 @@ fn non_disk_is_rejected() {
 }
 
 #[test]
-fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
+fn path_without_a_local_disk_is_rejected_with_a_remedy() {
     for (what, expect) in [
         (
             "nfs4 server:/home rw",
@@ -109,12 +109,13 @@ fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
 }
 
 #[test]
-fn a_path_is_in_the_mount_of_its_number_even_if_another_seems_nearer() {
+fn mount_is_found_by_device_number_before_path() {
     let text =
         "1 0 0:5 / /a rw - tmpfs one rw\n2 1 0:6 / /a/b rw - nfs two rw\n3 1 0:7 / /a rw - btrfs three rw\n";
     let mounts = mountinfo::parse(text).expect("known");
     let source = |minor| {
-        let mount = mount_of(&mounts, DeviceNumber { major: 0, minor }, Path::new("/a/b/c")).expect("mounted");
+        let mount =
+            mount_of(&mounts, DeviceNumber { major: 0, minor }, Path::new("/a/b/c")).expect("mounted");
         mount.source.as_str()
     };
     assert_eq!((source(5), source(6), source(7)), ("one", "two", "three"));
@@ -122,7 +123,7 @@ fn a_path_is_in_the_mount_of_its_number_even_if_another_seems_nearer() {
 }
 
 #[test]
-fn a_btrfs_of_several_devices_is_limited_on_one_and_that_is_said() {
+fn multi_device_btrfs_is_limited_on_one_device_with_a_warning() {
     let machine = machine();
     let of = |minor| btrfs_devices_notice(&machine.roots(), "/srv", DeviceNumber { major: 254, minor });
     assert_eq!(of(0), None, "no Btrfs is known");

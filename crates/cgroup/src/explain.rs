@@ -70,13 +70,16 @@ use crate::explain::arguments::ExplainArgs;
 pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), CommandFailure> {
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup)?;
-    let subject =
-        ExplainSubject { group, only: arguments.cgroup.parse().ok(), limits: arguments.kept.path().to_owned() };
+    let subject = ExplainSubject {
+        group,
+        only: arguments.cgroup.parse().ok(),
+        limits: arguments.limits_file.path().to_owned(),
+    };
     let facts = facts::collect(&hierarchy, &subject)?;
     let findings = findings::find(&facts);
     let wish = MeasureOptions {
         directory: arguments.directory.as_deref(),
-        most_bytes: arguments.size,
+        max_bytes: arguments.size,
         time: Duration::from_secs(arguments.seconds),
         quiet: arguments.json,
     };

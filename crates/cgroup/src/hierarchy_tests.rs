@@ -44,7 +44,7 @@ fn unreadable_mountinfo_is_an_error() {
 }
 
 #[test]
-fn the_first_of_several_mounts_is_the_machine_s_own() {
+fn first_cgroup_mount_is_the_hosts() {
     let machine = FakeMachine::v2("io");
     machine.mount(&machine.path("containers/x/cgroup"), "/docker/x", "cgroup2 cgroup rw");
     assert_eq!(machine.hierarchy().root(), Some(machine.root().as_path()));
@@ -93,7 +93,7 @@ fn a_process_that_has_no_cgroup_here_is_an_error_that_says_why() {
 }
 
 #[test]
-fn in_a_container_without_a_namespace_of_its_own_what_is_above_is_taken_away() {
+fn container_without_cgroup_namespace_hides_the_host_prefix() {
     let machine = FakeMachine::v2("io");
     fs::write(machine.roots().mountinfo(), "").expect("written");
     machine.mount(&machine.root(), "/docker/4f", "cgroup2 cgroup ro");
@@ -114,10 +114,11 @@ fn systemd_is_there_if_it_says_so() {
 }
 
 #[test]
-fn this_very_machine_s_are_found_or_there_are_none() {
+fn hierarchies_of_this_host_are_found() {
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default()).expect("mounts are always there");
     if hierarchy.version().is_some() {
-        let group = hierarchy.group_of_pid(i32::try_from(std::process::id()).expect("small")).expect("in one");
+        let group =
+            hierarchy.group_of_pid(i32::try_from(std::process::id()).expect("small")).expect("in one");
         assert!(
             group.exists() && group.directory.starts_with(hierarchy.root().expect("mounted")),
             "{group:?}"

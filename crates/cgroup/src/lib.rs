@@ -20,18 +20,18 @@
 //!
 //! Never caches the kernel's values: another program may change them at any time.
 
+pub mod cgroup_counters;
 mod command;
 pub(crate) mod control_group;
 pub(crate) mod device;
 pub(crate) mod explain;
-pub mod cgroup_counters;
+#[cfg(test)]
+pub(crate) mod fake_machine;
+mod file_system_class;
 pub(crate) mod hierarchy;
 mod kernel;
 pub(crate) mod limit;
 mod limit_files;
-#[cfg(test)]
-pub(crate) mod fake_machine;
-mod file_system_class;
 mod run;
 mod show;
 pub(crate) mod target;

@@ -17,16 +17,16 @@ pub(crate) mod locks;
 mod outcome;
 pub(crate) mod pools;
 pub(crate) mod settling;
-pub(crate) mod write;
 pub(crate) mod weight;
+pub(crate) mod write;
 
 use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail};
-use configured::ConfiguredLimits;
 use block::device::{DeviceIdentity, DeviceNumber};
+use configured::ConfiguredLimits;
 use console::{CommandFailure, print, print_json, signals::BlockedSignals};
-use limits_file::{LimitsChange, CgroupEntry, LimitsFile};
+use limits_file::{CgroupEntry, LimitsChange, LimitsFile};
 use locks::{LockedLimitsFile, WatchLock};
 use outcome::LimitReport;
 use policy::{steering::IoMaxRates, throttle::Limits, time::Instant, watermark::Watermark};
@@ -44,7 +44,9 @@ use crate::limit::arguments::CgroupLimitArgs;
 pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
     if arguments.remove && !change.is_empty() {
-        return Err(CommandFailure::Usage(anyhow!("--remove removes all limits (leave the other settings out)")));
+        return Err(CommandFailure::Usage(anyhow!(
+            "--remove removes all limits (leave the other settings out)"
+        )));
     }
     // A signal in the middle would leave half of a change.
     let _signals = BlockedSignals::block().context("signals cannot be blocked")?;
@@ -111,9 +113,11 @@ pub(crate) fn set_limits(
     // Without the io controller the cgroup has no limits file.
     let has_limits = group.version == Version::V1 || group.has_file("io.max");
     // Limits that another program set, which this change could overwrite.
-    let found = if is_new && has_limits { write::read_limits(group, device.number())? } else { IoMaxRates::NONE };
+    let found =
+        if is_new && has_limits { write::read_limits(group, device.number())? } else { IoMaxRates::NONE };
     let mut notices = Vec::new();
-    if let (true, Some(name)) = (found != IoMaxRates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
+    if let (true, Some(name)) =
+        (found != IoMaxRates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
     {
         notices
             .push(format!("its limits that another program had set are replaced by those of group {name}"));
@@ -121,8 +125,7 @@ pub(crate) fn set_limits(
         // Unnamed limits stay in force, even if another program set them.
         locked.kept.change(group, place, &LimitsChange::of_rates(found))?;
         notices.push(
-            "another program had set limits: weir keeps and manages those that were not given"
-                .to_owned(),
+            "another program had set limits: weir keeps and manages those that were not given".to_owned(),
         );
     }
     locked.kept.change(group, place, change)?;
@@ -181,7 +184,8 @@ pub(crate) fn remove_limits(
     let settled = settling::settled_rates(hierarchy, &before)?.into_iter();
     let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
     let before_rates = settled.next().map_or(told, |(.., rates)| rates);
-    let telling = LimitWrite { group: group.clone(), device: place, rates: IoMaxRates::NONE, before: before_rates };
+    let telling =
+        LimitWrite { group: group.clone(), device: place, rates: IoMaxRates::NONE, before: before_rates };
     // Stored first: `watch` would otherwise write the old limits again until it reads the change.
     locked.save()?;
     let removed = write::write_all(hierarchy, &[telling])
@@ -298,8 +302,9 @@ fn add_notices(
     notices: &mut Vec<String>,
 ) -> anyhow::Result<()> {
     // The group that this entry belongs to now.
-    let mine =
-        |entry: &CgroupEntry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device);
+    let mine = |entry: &CgroupEntry| {
+        entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device)
+    };
     let sharing = LimitPool::all(kept)?.into_iter().find(|sharing| sharing.members.iter().any(mine));
     let Some(sharing) = sharing else { return Ok(()) };
     let joined = kept.entry(group, device).and_then(|entry| entry.group.as_ref());

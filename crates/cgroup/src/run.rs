@@ -11,8 +11,8 @@
 
 pub(crate) mod arguments;
 mod command;
-mod command_limits;
 mod command_cgroup;
+mod command_limits;
 mod summary;
 
 use std::{
@@ -26,9 +26,9 @@ use anyhow::{Context as _, anyhow};
 use block::device::{DeviceIdentity, DeviceNumber};
 pub(crate) use command::enter;
 use command::{CommandEnd, ForwardedSignals};
-use console::{CommandFailure, print_error, print_notice};
-use command_limits::CommandPaths;
 use command_cgroup::CommandCgroup;
+use command_limits::CommandPaths;
+use console::{CommandFailure, print_error, print_notice};
 use policy::counter;
 use summary::{CommandSummary, IoWait};
 
@@ -52,7 +52,8 @@ use crate::run::arguments::RunArgs;
 /// Runs the command and returns its exit status ([`CommandFailure::Found`]).
 pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
-    let limits = command_limits::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;
+    let limits =
+        command_limits::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     // Without limits no disk is needed; the current directory may be on a network file system.
     let device = match device::resolve(&hierarchy.roots, arguments.device.as_deref().unwrap_or(".")) {
@@ -137,7 +138,10 @@ fn run_command(
 }
 
 /// Usage of each device, always including the limited one; `None` for a device whose counters fell.
-fn device_usage(FinishedCommand { before, after, .. }: &FinishedCommand, limited: Option<DeviceNumber>) -> Vec<(DeviceNumber, String, Option<CgroupIoUsage>)> {
+fn device_usage(
+    FinishedCommand { before, after, .. }: &FinishedCommand,
+    limited: Option<DeviceNumber>,
+) -> Vec<(DeviceNumber, String, Option<CgroupIoUsage>)> {
     let usage = |reading: &CgroupReading, number| {
         reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
     };
@@ -153,7 +157,10 @@ fn device_usage(FinishedCommand { before, after, .. }: &FinishedCommand, limited
         .collect()
 }
 
-fn time_waited(FinishedCommand { before, after, ended, .. }: &FinishedCommand, hierarchy: &CgroupHierarchy) -> IoWait {
+fn time_waited(
+    FinishedCommand { before, after, ended, .. }: &FinishedCommand,
+    hierarchy: &CgroupHierarchy,
+) -> IoWait {
     let pressure = before.pressure.zip(after.pressure).and_then(|(before, after)| {
         counter::growth(before.some.total_us, after.some.total_us).map(Duration::from_micros)
     });

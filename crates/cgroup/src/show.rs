@@ -25,7 +25,7 @@ use std::{
 };
 
 use anyhow::anyhow;
-use console::{CommandFailure, print_error, print, print_json, print_notice};
+use console::{CommandFailure, print, print_error, print_json, print_notice};
 use rates::rows;
 use survey::CgroupSurvey;
 pub(crate) use top::top;

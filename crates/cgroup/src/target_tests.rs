@@ -53,7 +53,7 @@ fn a_path_is_from_the_root_of_either_tree() {
 }
 
 #[test]
-fn a_path_that_is_none_is_refused() {
+fn invalid_path_is_rejected() {
     let machine = server();
     refused(&machine, "", "empty (give a path, a systemd unit, a container's id or a pid)");
     refused(&machine, "/system.slice/../../etc", "contains \"..\"");
@@ -122,14 +122,14 @@ fn a_unit_of_several_is_refused_with_their_list() {
 }
 
 #[test]
-fn a_path_goes_before_units_of_its_name_further_down() {
+fn path_has_precedence_over_unit_names() {
     let machine = server();
     machine.group(&format!("/system.slice/docker-{ID}.scope/user.slice"));
     check(&machine, "user.slice", "/user.slice");
 }
 
 #[test]
-fn a_container_is_found_whoever_runs_it() {
+fn containers_of_all_runtimes_are_found() {
     for name in [
         format!("/system.slice/docker-{ID}.scope"),
         format!("/docker/{ID}"),
@@ -217,7 +217,7 @@ fn an_id_of_decimal_digits_is_no_pid() {
 }
 
 #[test]
-fn where_nothing_limits_block_io_there_is_no_cgroup_to_find() {
+fn no_cgroup_without_an_io_controller() {
     let machine = FakeMachine::v2("cpu");
     let error = resolve(&machine.hierarchy(), "/").expect_err("none").to_string();
     assert!(error.starts_with("cgroups: no mounted hierarchy has a controller for block I/O"), "{error}");

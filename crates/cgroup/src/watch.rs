@@ -19,12 +19,12 @@ mod guard;
 mod leases;
 mod levels;
 mod read_budget;
-mod recreated;
 mod reading;
-mod watch_thread;
+mod recreated;
 mod steered_pool;
 mod systemd;
 mod unsteered;
+mod watch_thread;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -39,33 +39,33 @@ use anyhow::{Context as _, anyhow};
 use block::device::DeviceNumber;
 use console::{
     CommandFailure, descriptors, logging,
-    signals::{SignalRequest, BlockedSignals},
+    signals::{BlockedSignals, SignalRequest},
 };
 use disks::WatermarkDisks;
 use guard::SettlingGuard;
 pub(crate) use guard::run as guard;
-pub use leases::{CgroupDemand, CgroupLessor, CgroupLeases};
+pub use leases::{CgroupDemand, CgroupLeases, CgroupLessor};
 use levels::SavedBursts;
 use nix::time::ClockId;
-use read_budget::{ReadBudget, cpu_now};
 use policy::{
     steering::IoMaxRates,
     throttle::Limits,
     time::{Duration, Instant},
     watermark::{DeviceConsumption, Watermark},
 };
+use read_budget::{ReadBudget, cpu_now};
 use recreated::RecreatedGroups;
-pub use watch_thread::CgroupWatchThread;
 use settings::{LogFormat, LogSettings, state::CapacityStore};
 use steered_pool::SteeredPool;
 use systemd::SystemdUpdates;
 use unsteered::UnsteeredPools;
+pub use watch_thread::CgroupWatchThread;
 
 use super::{
     control_group::Version,
     hierarchy::{CgroupHierarchy, KernelRoots},
     limit::{
-        limits_file::{LimitsFile, FileVersion},
+        limits_file::{FileVersion, LimitsFile},
         locks::{self, LockedLimitsFile, WatchLock},
         pools::LimitPool,
         settling, weight,
@@ -115,7 +115,10 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), CommandFailure> {
             stop.send(()).is_ok()
         }
         // Nothing in flight to wait for, so a second signal changes nothing.
-        SignalRequest::EndAtOnce(_) | SignalRequest::HangUp | SignalRequest::ReopenLog | SignalRequest::Meaningless(_) => true,
+        SignalRequest::EndAtOnce(_)
+        | SignalRequest::HangUp
+        | SignalRequest::ReopenLog
+        | SignalRequest::Meaningless(_) => true,
     };
     signals.forward(hear).context("the thread that waits for signals")?;
     tracing::info!(limits = %path.display(), "ready");
@@ -174,14 +177,22 @@ impl CgroupWatch {
     }
 
     /// Returns `None` if another process still steers after a few seconds and does not give way.
-    fn claim_soon(hierarchy: &CgroupHierarchy, path: &Path, store: &CapacityStore) -> anyhow::Result<Option<Self>> {
+    fn claim_soon(
+        hierarchy: &CgroupHierarchy,
+        path: &Path,
+        store: &CapacityStore,
+    ) -> anyhow::Result<Option<Self>> {
         let Some(watched) = WatchLock::claim(path)? else { return Ok(None) };
         let guard = SettlingGuard::start(path)?;
         Self::start_with(hierarchy.clone(), path, store.clone(), Some((watched, guard))).map(Some)
     }
 
     /// A watch that gives way; `None` if another process steers or claims these limits.
-    fn stand_in(hierarchy: &CgroupHierarchy, path: &Path, store: &CapacityStore) -> anyhow::Result<Option<Self>> {
+    fn stand_in(
+        hierarchy: &CgroupHierarchy,
+        path: &Path,
+        store: &CapacityStore,
+    ) -> anyhow::Result<Option<Self>> {
         check(hierarchy)?;
         if WatchLock::is_wanted(path) {
             return Ok(None);
@@ -203,7 +214,9 @@ impl CgroupWatch {
         let stamp = FileVersion::of(path);
         let kept = LimitsFile::load(path)?;
         // Including limits that need no steering: the file may predate the last reboot.
-        for result in [settling::settle(&hierarchy, &kept), weight::restore_weights(&hierarchy, &kept, |_| true)] {
+        for result in
+            [settling::settle(&hierarchy, &kept), weight::restore_weights(&hierarchy, &kept, |_| true)]
+        {
             if let Err(error) = result {
                 tracing::warn!("{error:#}");
             }
@@ -246,7 +259,9 @@ impl CgroupWatch {
             }
             match stopped.recv_timeout(next - now()) {
                 Err(RecvTimeoutError::Timeout) => {}
-                Ok(()) | Err(RecvTimeoutError::Disconnected) => return self.end().map(|()| WatchEnd::Stopped),
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => {
+                    return self.end().map(|()| WatchEnd::Stopped);
+                }
             }
         }
     }
@@ -272,7 +287,8 @@ impl CgroupWatch {
         }
         // Sleeps until the earliest of all events.
         let due = self.steered.iter().map(SteeredPool::due).min();
-        let next = self.file_at.min(self.keep_at).min(due.unwrap_or(Instant::MAX).max(now + MIN_ROUND_INTERVAL));
+        let next =
+            self.file_at.min(self.keep_at).min(due.unwrap_or(Instant::MAX).max(now + MIN_ROUND_INTERVAL));
         let lent = self.leases.as_ref().and_then(|lending| lending.next(now));
         let next = lent.map_or(next, |lent| next.min(lent));
         if self.disks.is_empty() { next } else { next.min(self.sample_at) }
@@ -343,7 +359,11 @@ impl CgroupWatch {
 
     /// Writes the fallback shares to the file. Returns true if the file has them, so that the guard
     /// would fall back to them.
-    fn publish_fallback_shares(&mut self, safe: &BTreeMap<String, Limits>, now: Instant) -> anyhow::Result<bool> {
+    fn publish_fallback_shares(
+        &mut self,
+        safe: &BTreeMap<String, Limits>,
+        now: Instant,
+    ) -> anyhow::Result<bool> {
         let mut kept = self.kept.clone();
         kept.replace_cluster_groups(safe);
         if kept == self.kept {
@@ -420,7 +440,12 @@ impl CgroupWatch {
 
     /// Watches these limits from now on. Unchanged pools continue; changed ones continue from
     /// `left`.
-    fn adopt(&mut self, kept: LimitsFile, left: &BTreeMap<String, SavedBursts>, now: Instant) -> anyhow::Result<()> {
+    fn adopt(
+        &mut self,
+        kept: LimitsFile,
+        left: &BTreeMap<String, SavedBursts>,
+        now: Instant,
+    ) -> anyhow::Result<()> {
         let all = LimitPool::all(&kept)?;
         let asked: HashMap<&str, &LimitPool> =
             all.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
@@ -530,7 +555,8 @@ impl CgroupWatch {
     }
 
     fn saved_levels(&self, now: Instant) -> BTreeMap<String, SavedBursts> {
-        let left = |steered: &'_ SteeredPool| Some((steered.sharing.name.clone(), steered.saved_bursts(now)?));
+        let left =
+            |steered: &'_ SteeredPool| Some((steered.sharing.name.clone(), steered.saved_bursts(now)?));
         self.steered.iter().filter_map(left).collect()
     }
 
@@ -566,7 +592,9 @@ impl CgroupWatch {
         self.check_file(now, true);
         let new = self.present.new_groups(&self.hierarchy);
         let told = self.unsteered.verify(&new);
-        if let Err(error) = weight::restore_weights(&self.hierarchy, &self.kept, |cgroup| new.contains(cgroup)) {
+        if let Err(error) =
+            weight::restore_weights(&self.hierarchy, &self.kept, |cgroup| new.contains(cgroup))
+        {
             tracing::warn!("{error:#}");
         }
         self.systemd.add(told);

@@ -113,7 +113,11 @@ mod tests {
                         reactor::yield_now().await;
                     }
                     let reload = ChangeOrigin::reload_for_current();
-                    reload.attribute(async { assert!(matches!(current_actor(), Some(ChangeOrigin::Reload(_)))) }).await;
+                    reload
+                        .attribute(async {
+                            assert!(matches!(current_actor(), Some(ChangeOrigin::Reload(_))))
+                        })
+                        .await;
                     assert_eq!(current_actor(), Some(ChangeOrigin::Qmp { pid, uid: 0 }));
                 }))
             };
@@ -121,7 +125,10 @@ mod tests {
             for one in both {
                 one.await;
             }
-            assert_eq!((current_actor(), ChangeOrigin::reload_for_current()), (None, ChangeOrigin::Reload(Box::new(ChangeOrigin::Signal))));
+            assert_eq!(
+                (current_actor(), ChangeOrigin::reload_for_current()),
+                (None, ChangeOrigin::Reload(Box::new(ChangeOrigin::Signal)))
+            );
         });
     }
 }

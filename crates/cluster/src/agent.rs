@@ -30,20 +30,20 @@ use serde_json::Value;
 
 use super::{
     changes,
-    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, EtcdOperation, EtcdParameters},
+    environment::{self, now, random},
+    etcd::{EtcdClient, EtcdError, EtcdKeyValue, EtcdOperation, EtcdParameters, TransactionCondition},
+    etcd_values::{self, GroupValue, HostIdentity, HostReports, HostReservations, MAX_INSTANCE},
     identity,
     keys::EtcdKey,
-    session_state::{SessionState, HostLeases},
     leader::LeaderTerm,
+    limit_file::{LimitSaver, StoredGroup},
+    messages::{AgentInput, AgentMessage, GroupLimitChange},
     migration,
     migration_offer::StepOutcome,
-    environment::{self, random, now},
     reservations::{self, ReservationRefusal},
+    session_state::{HostLeases, SessionState},
     status,
-    limit_file::{LimitSaver, StoredGroup},
-    etcd_values::{self, GroupValue, HostIdentity, MAX_INSTANCE, HostReservations, HostReports},
     watch_task::{StallDetector, forward},
-    messages::{GroupLimitChange, AgentInput, AgentMessage},
 };
 
 /// Lease of a host's name in seconds: the time that the name stays taken after a machine is lost.
@@ -86,7 +86,12 @@ impl EtcdAgent {
     async fn serve(self) {
         let mut session = EtcdSession {
             agent: &self,
-            known: SessionState::new(self.cluster.clone(), self.timing, self.inbox.0.clone(), self.recalled.clone()),
+            known: SessionState::new(
+                self.cluster.clone(),
+                self.timing,
+                self.inbox.0.clone(),
+                self.recalled.clone(),
+            ),
             instance: 0,
             own_promises: None,
             reports: None,
@@ -101,7 +106,8 @@ impl EtcdAgent {
             told_slow: None,
         };
         // A random first member: if one stalls, few hosts have to find another.
-        let (mut member, mut pause) = (random() as usize % EtcdClient::members(&self.terms).max(1), FIRST_PAUSE);
+        let (mut member, mut pause) =
+            (random() as usize % EtcdClient::members(&self.terms).max(1), FIRST_PAUSE);
         loop {
             // A session that worked for long ended normally: the member was stopped, or a proxy
             // closed an idle watch. If the next member answers, nothing is reported.
@@ -133,7 +139,12 @@ impl EtcdAgent {
             };
             if has_lasted && !lasts {
                 tracing::info!("cluster: etcd: {why}: trying the next member");
-            } else if self.words.send(AgentMessage::Disconnected { why: why.clone(), is_permanent: lasts }).await.is_err() {
+            } else if self
+                .words
+                .send(AgentMessage::Disconnected { why: why.clone(), is_permanent: lasts })
+                .await
+                .is_err()
+            {
                 return;
             }
             // Jitter, so that hosts do not reconnect at the same time.
@@ -163,7 +174,12 @@ impl EtcdAgent {
                 Ok(AgentInput::Status(answer)) => {
                     let _ = answer.try_send(status::last_known(&session.known, session.answered, why));
                 }
-                Ok(AgentInput::Reports(_) | AgentInput::Reservations(_) | AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
+                Ok(
+                    AgentInput::Reports(_)
+                    | AgentInput::Reservations(_)
+                    | AgentInput::Watched(..)
+                    | AgentInput::Ended(..),
+                ) => {}
             }
         }
     }
@@ -246,8 +262,9 @@ impl EtcdSession<'_> {
         self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
         self.join(etcd, own.as_ref()).await?;
         // A former leadership continues only if its key survived the change of the member.
-        let leads =
-            |leading: &LeaderTerm| self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term());
+        let leads = |leading: &LeaderTerm| {
+            self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term())
+        };
         if let Some(mut leading) = self.leading.take().filter(leads)
             && self.known.joined.is_some()
             && leading.resume(&self.known, etcd).await?
@@ -267,7 +284,9 @@ impl EtcdSession<'_> {
             let Ok(input) = tokio::time::timeout(wait, self.agent.inbox.1.recv()).await else { continue };
             match input {
                 Err(_) | Ok(AgentInput::Stop) => return Ok(SessionEnd::Stopped),
-                Ok(AgentInput::Ended(number, why)) if number == self.known.number => return Ok(SessionEnd::Broken(why)),
+                Ok(AgentInput::Ended(number, why)) if number == self.known.number => {
+                    return Ok(SessionEnd::Broken(why));
+                }
                 Ok(AgentInput::Watched(number, events)) if number == self.known.number => {
                     for event in events {
                         self.on_event(etcd, event).await?;
@@ -277,8 +296,12 @@ impl EtcdSession<'_> {
                 Ok(AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
                 Ok(AgentInput::Reports(reports)) => {
                     if self.known.joined.is_some() {
-                        etcd.put(&self.known.keys.key(EtcdKey::Report(&host)), &etcd_values::write(&reports), None)
-                            .await?;
+                        etcd.put(
+                            &self.known.keys.key(EtcdKey::Report(&host)),
+                            &etcd_values::write(&reports),
+                            None,
+                        )
+                        .await?;
                         self.silence.note_report(now());
                     }
                     self.reports = Some(reports);
@@ -333,20 +356,23 @@ impl EtcdSession<'_> {
                 self.known.joined = None;
                 // The lease expired, perhaps during a suspend. Another host may have the name by
                 // now.
-                let own = etcd.read_one(self.known.keys.single(EtcdKey::Host(&self.agent.cluster.host))).await?;
+                let own =
+                    etcd.read_one(self.known.keys.single(EtcdKey::Host(&self.agent.cluster.host))).await?;
                 self.join(etcd, own.as_ref()).await?;
             }
         }
         let has_ended = |value: &mut EtcdKeyValue| {
             let own = identity::own_identity(&self.agent.machine_id, 0);
-            etcd_values::read::<HostIdentity>(&value.value).is_ok_and(|other| identity::has_ended(&other, &own))
+            etcd_values::read::<HostIdentity>(&value.value)
+                .is_ok_and(|other| identity::has_ended(&other, &own))
         };
         if let Some(value) = self.known.namesake.take_if(has_ended) {
             self.join(etcd, Some(&value)).await?;
         }
         if self.silence.due().is_some_and(|due| now() >= due) {
             let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
-            let ranges = [keys.single(EtcdKey::Leader), keys.below_host(host), keys.single(EtcdKey::Report(host))];
+            let ranges =
+                [keys.single(EtcdKey::Leader), keys.below_host(host), keys.single(EtcdKey::Report(host))];
             let (_, found) = etcd.read(&ranges).await?;
             // The watch of reports is the leader's; changes before its start were read, not
             // watched.
@@ -410,7 +436,11 @@ impl EtcdSession<'_> {
     }
 
     /// Takes this host's name, unless another live process has it.
-    pub(super) async fn join(&mut self, etcd: &mut EtcdClient, taken: Option<&EtcdKeyValue>) -> Result<(), EtcdError> {
+    pub(super) async fn join(
+        &mut self,
+        etcd: &mut EtcdClient,
+        taken: Option<&EtcdKeyValue>,
+    ) -> Result<(), EtcdError> {
         let host = self.agent.cluster.host.clone();
         let key = self.known.keys.key(EtcdKey::Host(&host));
         self.known.namesake = None;
@@ -422,7 +452,8 @@ impl EtcdSession<'_> {
             // Without a lease it is no host's: a host always attaches one.
             Some(_) if !has_lease => 0,
             Some(Ok(other))
-                if (other.pid, other.start_ticks, &other.machine) == (own.pid, own.start_ticks, &own.machine) =>
+                if (other.pid, other.start_ticks, &other.machine)
+                    == (own.pid, own.start_ticks, &own.machine) =>
             {
                 0
             }
@@ -435,8 +466,9 @@ impl EtcdSession<'_> {
         };
         let report = etcd.read_one(self.known.keys.single(EtcdKey::Report(&host))).await?;
         let report = report.and_then(|value| etcd_values::read::<HostReports>(&value.value).ok());
-        let reported = report
-            .map_or(0, |reports| reports.groups.values().map(etcd_values::ReportValue::instance).max().unwrap_or(0));
+        let reported = report.map_or(0, |reports| {
+            reports.groups.values().map(etcd_values::ReportValue::instance).max().unwrap_or(0)
+        });
         let instance = match self.instance {
             own if own >= reported.max(before) && own > 0 => own,
             // The clock is a hint: if etcd lost the earlier run's number, the new one is still
@@ -495,12 +527,19 @@ impl EtcdSession<'_> {
 
     /// Writes these reservations if the sum over all hosts fits. Of two concurrent writers one is
     /// refused. Reservations that etcd has for this host already always fit.
-    async fn reserve_if_fits(&mut self, etcd: &mut EtcdClient, own: HostReservations) -> Result<Result<(), ReservationRefusal>, EtcdError> {
+    async fn reserve_if_fits(
+        &mut self,
+        etcd: &mut EtcdClient,
+        own: HostReservations,
+    ) -> Result<Result<(), ReservationRefusal>, EtcdError> {
         // Reservations are recorded when the host joins.
         let Some(HostLeases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
         let host = self.agent.cluster.host.clone();
-        let put =
-            EtcdOperation::put(&self.known.keys.key(EtcdKey::Reservation(&host)), &etcd_values::write(&own), Some(lease));
+        let put = EtcdOperation::put(
+            &self.known.keys.key(EtcdKey::Reservation(&host)),
+            &etcd_values::write(&own),
+            Some(lease),
+        );
         let all = self.known.keys.promises();
         for _ in 0..5 {
             let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
@@ -524,8 +563,13 @@ impl EtcdSession<'_> {
     /// Nor does a leader that restores lost limits, which may be older than the limits known here.
     /// The change is applied to the local state before it is acknowledged: if etcd lost it right
     /// after, this host would otherwise take it for another host's change.
-    async fn change(&mut self, etcd: &mut EtcdClient, change: &GroupLimitChange) -> Result<Result<Value, String>, EtcdError> {
-        let version = |known: &SessionState| known.groups.get(&change.group).map(|stored| stored.spec.version());
+    async fn change(
+        &mut self,
+        etcd: &mut EtcdClient,
+        change: &GroupLimitChange,
+    ) -> Result<Result<Value, String>, EtcdError> {
+        let version =
+            |known: &SessionState| known.groups.get(&change.group).map(|stored| stored.spec.version());
         let before = version(&self.known);
         if change.removes {
             // A host may have left just now; the watch may lag behind.
@@ -606,7 +650,9 @@ impl EtcdSession<'_> {
             });
             let promise = EtcdKey::Reservation(host);
             let promise = match waits {
-                Some(waits) => EtcdOperation::put(&keys.key(promise), &etcd_values::write(&waits), Some(lease)),
+                Some(waits) => {
+                    EtcdOperation::put(&keys.key(promise), &etcd_values::write(&waits), Some(lease))
+                }
                 None => EtcdOperation::Delete(keys.single(promise)),
             };
             let report = EtcdOperation::Delete(keys.single(EtcdKey::Report(host)));

@@ -20,12 +20,11 @@ use settings::DesiredState;
 use tokio::runtime::{Builder, Runtime};
 
 use super::{
-    etcd::{self, EtcdError, EtcdClient, EtcdParameters},
-    keys::{EtcdKey, EtcdKeys},
-    migration,
-    limit_file::{self, StoredGroup},
+    etcd::{self, EtcdClient, EtcdError, EtcdParameters},
     etcd_values::{self, HostReservations},
-    warn_of_local_group,
+    keys::{EtcdKey, EtcdKeys},
+    limit_file::{self, StoredGroup},
+    migration, warn_of_local_group,
 };
 
 /// State in etcd at the start.
@@ -130,7 +129,11 @@ pub async fn check_start(plan: &DesiredState) -> anyhow::Result<()> {
 }
 
 /// Reads etcd on a temporary runtime, before threads are confined.
-pub(super) fn read_start_state(keys: &EtcdKeys, own: &StartQuery, terms: &EtcdParameters) -> Result<StartState, EtcdError> {
+pub(super) fn read_start_state(
+    keys: &EtcdKeys,
+    own: &StartQuery,
+    terms: &EtcdParameters,
+) -> Result<StartState, EtcdError> {
     let runtime = runtime().map_err(|error| EtcdError::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
         let mut last = EtcdError::unknown_member();
@@ -145,7 +148,11 @@ pub(super) fn read_start_state(keys: &EtcdKeys, own: &StartQuery, terms: &EtcdPa
 }
 
 /// Answers of all members, queried in parallel: takes as long as the slowest.
-fn read_from_all(keys: EtcdKeys, own: StartQuery, terms: EtcdParameters) -> io::Result<Vec<Result<StartState, EtcdError>>> {
+fn read_from_all(
+    keys: EtcdKeys,
+    own: StartQuery,
+    terms: EtcdParameters,
+) -> io::Result<Vec<Result<StartState, EtcdError>>> {
     let asked = Arc::new((keys, own, terms));
     Ok(runtime()?.block_on(async {
         let ask = |member| {
@@ -166,7 +173,12 @@ fn runtime() -> io::Result<Runtime> {
 }
 
 /// Reads the state from one member.
-async fn read_from_member(terms: &EtcdParameters, member: usize, keys: &EtcdKeys, own: &StartQuery) -> Result<StartState, EtcdError> {
+async fn read_from_member(
+    terms: &EtcdParameters,
+    member: usize,
+    keys: &EtcdKeys,
+    own: &StartQuery,
+) -> Result<StartState, EtcdError> {
     let mut etcd = EtcdClient::connect_to(terms, member).await?;
     // Before any image is opened: a missing right must fail the start, not the first report.
     etcd.check_rights().await?;

@@ -9,14 +9,14 @@ use policy::{cluster::MAX_HOSTS, throttle::Limits};
 use serde_json::{Value, json};
 
 use super::{
-    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdOperation},
-    keys::EtcdKey,
-    session_state::SessionState,
     environment::random,
-    reservations::{MAX_NAMED_HOSTS, max_reservable},
-    limit_file::StoredGroup,
+    etcd::{EtcdClient, EtcdError, EtcdOperation, TransactionCondition},
     etcd_values::{self, GroupValue, HostReservations},
+    keys::EtcdKey,
+    limit_file::StoredGroup,
     messages::GroupLimitChange,
+    reservations::{MAX_NAMED_HOSTS, max_reservable},
+    session_state::SessionState,
 };
 
 /// Initial number of hosts of a group; the leader raises it when more take part.
@@ -61,7 +61,8 @@ pub(super) async fn change_group(
         // Reservations made since the check above may exceed the new limits.
         TransactionCondition::UnchangedSince(known.keys.promises(), known.promises_at),
     ];
-    let done = etcd.transact(&compare, &[EtcdOperation::put(&key, &etcd_values::write(&group), None)]).await?;
+    let done =
+        etcd.transact(&compare, &[EtcdOperation::put(&key, &etcd_values::write(&group), None)]).await?;
     Ok(done.succeeded.then_some(Ok(StoredGroup { group, spec, changed: done.revision })))
 }
 
@@ -112,11 +113,17 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
     }
     let number = before.number.checked_add(1);
     let number = number.ok_or_else(|| format!("group {name}: it was changed too often"))?;
-    Ok(GroupValue { removed: true, ..GroupValue::of(&Limits::default(), INITIAL_HOSTS, None, number, random() as u32) })
+    Ok(GroupValue {
+        removed: true,
+        ..GroupValue::of(&Limits::default(), INITIAL_HOSTS, None, number, random() as u32)
+    })
 }
 
 /// Deletes the oldest marks of removed groups, beyond [`MAX_REMOVAL_MARKS`].
-pub(super) async fn delete_old_removal_marks(known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+pub(super) async fn delete_old_removal_marks(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+) -> Result<(), EtcdError> {
     let removed = known.groups.iter().filter(|(_, stored)| stored.group.removed && stored.changed != 0);
     let mut removed: Vec<_> = removed.map(|(name, stored)| (stored.changed, name)).collect();
     removed.sort_unstable();
@@ -127,7 +134,11 @@ pub(super) async fn delete_old_removal_marks(known: &SessionState, etcd: &mut Et
     Ok(())
 }
 
-fn changed_group(before: Option<&GroupValue>, change: &GroupLimitChange, safe_share_ppm: Option<u32>) -> Result<GroupValue, String> {
+fn changed_group(
+    before: Option<&GroupValue>,
+    change: &GroupLimitChange,
+    safe_share_ppm: Option<u32>,
+) -> Result<GroupValue, String> {
     let name = &change.group;
     let number = before.map_or(0, |group| group.number);
     // A removed group starts again with defaults.
@@ -144,7 +155,8 @@ fn changed_group(before: Option<&GroupValue>, change: &GroupLimitChange, safe_sh
         return Err(format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"));
     }
     let first = before.map_or(safe_share_ppm, |group| group.safe_share_ppm);
-    let group = GroupValue::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, random() as u32);
+    let group =
+        GroupValue::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, random() as u32);
     // Only for a new group can the config file's fallback share be the cause.
     let is_of_file = change.safe_share_ppm.is_none() && before.is_none() && safe_share_ppm.is_some();
     group.spec().map_err(|why| match is_of_file && why.starts_with("fallback-share: ") {
@@ -175,7 +187,11 @@ pub(super) fn overbooked_error(
 }
 
 /// Deletes the keys of a host that is not running.
-pub(super) async fn forget_host(known: &SessionState, etcd: &mut EtcdClient, host: &str) -> Result<ChangeResult, EtcdError> {
+pub(super) async fn forget_host(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    host: &str,
+) -> Result<ChangeResult, EtcdError> {
     let report = known.keys.key(EtcdKey::Report(host));
     let left = [EtcdKey::Report(host), EtcdKey::Reservation(host)].map(|key| known.keys.single(key));
     let (_, found) = etcd.read(&left).await?;
@@ -220,8 +236,8 @@ mod tests {
         assert_eq!(second.limits, first.limits);
         let third = changed_group(Some(&second), &of(&[(IOPS, 0)]), None).unwrap();
         assert!(third.limits.is_empty());
-        let [burst, length] =
-            [LimitPart::BurstRate, LimitPart::BurstLength].map(|part| LimitSetting::Limit(LimitKind::IopsTotal, part));
+        let [burst, length] = [LimitPart::BurstRate, LimitPart::BurstLength]
+            .map(|part| LimitSetting::Limit(LimitKind::IopsTotal, part));
         let bursting = changed_group(Some(&second), &of(&[(burst, 20_000), (length, 5)]), None).unwrap();
         for gone in [burst, IOPS] {
             // As on one host: settings that need the removed one are removed as well.
@@ -247,7 +263,9 @@ mod tests {
         let max = LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::BurstRate);
         assert!(changed_group(None, &of(&[(max, 5)]), None).is_err());
         assert!(
-            changed_group(None, &GroupLimitChange { hosts: Some(0), ..of(&[(IOPS, 5)]) }, None).unwrap_err().contains("hosts")
+            changed_group(None, &GroupLimitChange { hosts: Some(0), ..of(&[(IOPS, 5)]) }, None)
+                .unwrap_err()
+                .contains("hosts")
         );
         let said = changed_group(None, &of(&[(IOPS, 5)]), None).unwrap_err();
         assert!(said.starts_with("iops-total: 5 is too low") && said.contains("at least 16"), "{said}");

@@ -23,13 +23,13 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use reactor::{sanitize::sanitize, regular_file};
+use reactor::{regular_file, sanitize::sanitize};
 use serde_json::{Value, json};
 use settings::ClusterConfig;
 use tokio::task::JoinSet;
 
 use connection::{EtcdConnection, EtcdTls};
-pub(super) use message::{TransactionCondition, EtcdEvent, EtcdKeyValue, EtcdOperation, KeyRange};
+pub(super) use message::{EtcdEvent, EtcdKeyValue, EtcdOperation, KeyRange, TransactionCondition};
 pub(super) use watch::{EtcdWatch, parse_events};
 
 /// Timeout of a request: less than half a lease, so that another member can be tried.
@@ -358,12 +358,17 @@ impl EtcdClient {
                 Err(refusal_error(&member(), &self.terms.prefix, (self.token.is_some(), &answer)))
             }
             Ok(Err(error)) => Err(error),
-            Err(_) => Err(EtcdError::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs()))),
+            Err(_) => {
+                Err(EtcdError::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs())))
+            }
         }
     }
 
     /// Reads all keys of several ranges, at one revision.
-    pub(super) async fn read(&mut self, ranges: &[KeyRange]) -> Result<(i64, Vec<Vec<EtcdKeyValue>>), EtcdError> {
+    pub(super) async fn read(
+        &mut self,
+        ranges: &[KeyRange],
+    ) -> Result<(i64, Vec<Vec<EtcdKeyValue>>), EtcdError> {
         let operations: Vec<_> = ranges.iter().cloned().map(EtcdOperation::Get).collect();
         let done = self.transact(&[], &operations).await?;
         Ok((done.revision, done.found))
@@ -382,7 +387,11 @@ impl EtcdClient {
     }
 
     /// Performs all operations if all comparisons hold, else none.
-    pub(super) async fn transact(&mut self, compare: &[TransactionCondition], then: &[EtcdOperation]) -> Result<TransactionResult, EtcdError> {
+    pub(super) async fn transact(
+        &mut self,
+        compare: &[TransactionCondition],
+        then: &[EtcdOperation],
+    ) -> Result<TransactionResult, EtcdError> {
         let body = json!({
             "compare": compare.iter().map(TransactionCondition::body).collect::<Vec<_>>(),
             "success": then.iter().map(EtcdOperation::body).collect::<Vec<_>>(),

@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
-    cluster::{self, ByKind, MAX_HOSTS, ClusterGroupLimits, Term, ReportedDemand},
-    throttle::{Limits, LimitSetting},
+    cluster::{self, ByKind, ClusterGroupLimits, MAX_HOSTS, ReportedDemand, Term},
+    throttle::{LimitSetting, Limits},
 };
 use serde::{
     Deserialize, Deserializer, Serialize,
@@ -234,8 +234,17 @@ impl ReportValue {
 
 impl From<&cluster::HostReport> for ReportValue {
     fn from(report: &cluster::HostReport) -> Self {
-        let cluster::HostReport { instance, report_number: number, followed_term: follows, seq, leased, version, fallback: safe, released_capacity: given, demand: wants } =
-            report.clone();
+        let cluster::HostReport {
+            instance,
+            report_number: number,
+            followed_term: follows,
+            seq,
+            leased,
+            version,
+            fallback: safe,
+            released_capacity: given,
+            demand: wants,
+        } = report.clone();
         let ReportedDemand { demand, waiting_ns, weight, reserved } = wants;
         let follows = follows.map(TermValue::from);
         Self {
@@ -285,7 +294,8 @@ pub(super) struct GrantValue {
 
 impl GrantValue {
     pub(super) fn of(grant: &cluster::QuotaGrant, safe_share_ppm: Option<u32>) -> Self {
-        let cluster::QuotaGrant { term, instance, report_number: answers, seq, spec, leased, credit } = *grant;
+        let cluster::QuotaGrant { term, instance, report_number: answers, seq, spec, leased, credit } =
+            *grant;
         Self {
             term: term.into(),
             instance,
@@ -369,10 +379,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_simulated_is_as_long_as_what_is_written() {
+    fn simulated_values_have_the_length_of_stored_ones() {
         let term = Term { revision: 17, nonce: u64::MAX };
-        let wants =
-            ReportedDemand { demand: [u64::MAX, 2, 3, 44, 5, 6], waiting_ns: 1 << 40, weight: 300, reserved: [70, 0] };
+        let wants = ReportedDemand {
+            demand: [u64::MAX, 2, 3, 44, 5, 6],
+            waiting_ns: 1 << 40,
+            weight: 300,
+            reserved: [70, 0],
+        };
         let by_kind = [0, 0, 0, 1234, 0, 0];
         for follows in [None, Some(term)] {
             let report = cluster::HostReport {
@@ -386,13 +400,22 @@ mod tests {
                 released_capacity: [0; 6],
                 demand: wants,
             };
-            let there = HostReports { groups: BTreeMap::from([("group".to_owned(), ReportValue::from(&report))]) };
+            let there =
+                HostReports { groups: BTreeMap::from([("group".to_owned(), ReportValue::from(&report))]) };
             assert_eq!(cluster_values::length(StoreValue::Report(&report)), write(&there).len() as u64);
         }
         let spec = ClusterGroupLimits::new(7 << 32 | 5, limits(1000), 16, None).unwrap();
-        let grant =
-            cluster::QuotaGrant { term, instance: 9, report_number: 8, seq: 7, spec, leased: by_kind, credit: by_kind };
-        let there = HostGrants { groups: BTreeMap::from([("group".to_owned(), GrantValue::of(&grant, None))]) };
+        let grant = cluster::QuotaGrant {
+            term,
+            instance: 9,
+            report_number: 8,
+            seq: 7,
+            spec,
+            leased: by_kind,
+            credit: by_kind,
+        };
+        let there =
+            HostGrants { groups: BTreeMap::from([("group".to_owned(), GrantValue::of(&grant, None))]) };
         assert_eq!(cluster_values::length(StoreValue::Grant(&grant)), write(&there).len() as u64);
     }
 

@@ -1,18 +1,19 @@
 //! Checks for the fuzz target and a test: invariants that hold for any value in etcd.
 
 use policy::{
-    cluster::{self, LeaderAction, HostQuota, QuotaLeader, ClusterGroupLimits, Timing, ReportedDemand},
+    cluster::{self, ClusterGroupLimits, HostQuota, LeaderAction, QuotaLeader, ReportedDemand, Timing},
     throttle::{LimitKind, Limits},
     time::Instant,
 };
 
 use super::{
     etcd::{EtcdEvent, parse_events},
-    etcd_values::{self, HostGrants, GroupValue, HostIdentity, HostReservations, HostReports},
+    etcd_values::{self, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations},
 };
 
 const SECOND: u64 = 1_000_000_000;
-const ALL: ReportedDemand = ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
+const ALL: ReportedDemand =
+    ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
 
 /// Parses bytes as a line of a watch and as each value.
 ///
@@ -39,7 +40,9 @@ fn value(bytes: &[u8]) {
     if let Ok(reports) = etcd_values::read::<HostReports>(bytes) {
         check_leader(reports.groups.iter().map(|(name, report)| (name.as_str(), report.into())).collect());
     }
-    for grant in etcd_values::read::<HostGrants>(bytes).into_iter().flat_map(|grants| grants.groups.into_values()) {
+    for grant in
+        etcd_values::read::<HostGrants>(bytes).into_iter().flat_map(|grants| grants.groups.into_values())
+    {
         if let Ok(grant) = grant.read() {
             check_host(&grant);
         }
@@ -107,7 +110,8 @@ mod tests {
         let report = host.tick(ALL, Instant::from_nanos(SECOND)).unwrap();
         let reports = [("a", &report), ("b", &report)].map(|(name, report)| (name.to_owned(), report.into()));
         let leased = [0, 0, 0, 100, 0, 0];
-        let grant = cluster::QuotaGrant { term, instance: 9, report_number: 1, seq: 1, spec, leased, credit: [0; 6] };
+        let grant =
+            cluster::QuotaGrant { term, instance: 9, report_number: 1, seq: 1, spec, leased, credit: [0; 6] };
         let grants = [("g".to_owned(), etcd_values::GrantValue::of(&grant, None))];
         let reports = etcd_values::write(&HostReports { groups: reports.into_iter().collect() });
         let line = json!({ "result": { "events": [{ "kv": {

@@ -67,7 +67,11 @@ mod tests {
         );
         assert!(has_ended(&HostIdentity { pid: u32::MAX, ..own.clone() }, &own));
         let mut child = process::Command::new("true").spawn().unwrap();
-        let ended = HostIdentity { pid: child.id(), start_ticks: start_ticks(child.id()).unwrap_or(0), ..own.clone() };
+        let ended = HostIdentity {
+            pid: child.id(),
+            start_ticks: start_ticks(child.id()).unwrap_or(0),
+            ..own.clone()
+        };
         let is_zombie = || fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ");
         while !is_zombie() {
             std::thread::yield_now();

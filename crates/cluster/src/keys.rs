@@ -116,9 +116,10 @@ impl EtcdKeys {
         let is_named = match found {
             EtcdKey::Leader => true,
             EtcdKey::Group(group) => check_object_name(group).is_ok(),
-            EtcdKey::Host(host) | EtcdKey::Reservation(host) | EtcdKey::Report(host) | EtcdKey::Grant(host) => {
-                parse_cluster_name(host).is_ok()
-            }
+            EtcdKey::Host(host)
+            | EtcdKey::Reservation(host)
+            | EtcdKey::Report(host)
+            | EtcdKey::Grant(host) => parse_cluster_name(host).is_ok(),
             EtcdKey::Move(host, disk) | EtcdKey::Moved(host, disk) => {
                 parse_cluster_name(host).is_ok() && check_object_name(disk).is_ok()
             }

@@ -13,12 +13,14 @@ use policy::{
 };
 
 use super::{
-    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, MAX_BYTES, MAX_OPERATIONS, EtcdOperation},
+    environment::{now, random},
+    etcd::{
+        EtcdClient, EtcdError, EtcdKeyValue, EtcdOperation, MAX_BYTES, MAX_OPERATIONS, TransactionCondition,
+    },
+    etcd_values::{self, HostGrants, HostReports, HostReservations, ReportValue},
     keys::{EtcdKey, EtcdKeys},
-    session_state::SessionState,
-    environment::{random, now},
     limit_file::StoredGroup,
-    etcd_values::{self, HostGrants, HostReservations, ReportValue, HostReports},
+    session_state::SessionState,
     watch_task::{WatchTask, forward},
 };
 
@@ -60,7 +62,10 @@ pub(super) struct LeaderTerm {
 
 impl LeaderTerm {
     /// Creates the leader's key, unless it exists.
-    pub(super) async fn campaign(known: &SessionState, etcd: &mut EtcdClient) -> Result<Option<Self>, EtcdError> {
+    pub(super) async fn campaign(
+        known: &SessionState,
+        etcd: &mut EtcdClient,
+    ) -> Result<Option<Self>, EtcdError> {
         let (timing, keys) = (known.timing, known.keys.clone());
         let key = keys.key(EtcdKey::Leader);
         let asked = now();
@@ -108,7 +113,11 @@ impl LeaderTerm {
     }
 
     /// Continues with another member of etcd, before the key expires. True if it still leads.
-    pub(super) async fn resume(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
+    pub(super) async fn resume(
+        &mut self,
+        known: &SessionState,
+        etcd: &mut EtcdClient,
+    ) -> Result<bool, EtcdError> {
         if !self.keep_alive(etcd).await? {
             return Ok(self.log_lost());
         }
@@ -159,7 +168,8 @@ impl LeaderTerm {
         let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
         let at = now();
         let silent = self.heard.iter().filter(|(_, (since, _))| at >= *since + long_ago);
-        let takes_part = |promises: &HostReservations| promises.members.as_ref().is_none_or(|all| !all.is_empty());
+        let takes_part =
+            |promises: &HostReservations| promises.members.as_ref().is_none_or(|all| !all.is_empty());
         let silent = silent.filter(|(host, _)| known.promises.get(*host).is_some_and(takes_part));
         silent.map(|(host, _)| host.clone()).collect()
     }
@@ -230,7 +240,11 @@ impl LeaderTerm {
     }
 
     /// Divides the limits and writes the grants. True if it still leads.
-    pub(super) async fn perform_due(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
+    pub(super) async fn perform_due(
+        &mut self,
+        known: &SessionState,
+        etcd: &mut EtcdClient,
+    ) -> Result<bool, EtcdError> {
         if now() >= self.kept_at + self.keep() && !self.keep_alive(etcd).await? {
             return Ok(self.log_lost());
         }
@@ -287,10 +301,11 @@ impl LeaderTerm {
     /// Writes changed grants. False if the key is no longer this leader's.
     async fn write(&mut self, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
         let changed = std::mem::take(&mut self.changed).into_iter();
-        let values =
-            changed.map(|host| (self.keys.key(EtcdKey::Grant(&host)), etcd_values::write(&self.grants[&host])));
+        let values = changed
+            .map(|host| (self.keys.key(EtcdKey::Grant(&host)), etcd_values::write(&self.grants[&host])));
         for parcel in split_transactions(values.collect()) {
-            let puts: Vec<_> = parcel.iter().map(|(key, value)| EtcdOperation::put(key, value, None)).collect();
+            let puts: Vec<_> =
+                parcel.iter().map(|(key, value)| EtcdOperation::put(key, value, None)).collect();
             if !etcd.transact(&self.fencing_conditions(), &puts).await?.succeeded {
                 return Ok(false);
             }
@@ -322,8 +337,11 @@ impl LeaderTerm {
 
     /// Divides limits among more hosts, if more take part than the limits were made for.
     async fn raise_hosts(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
-        let crowded =
-            self.leaders.iter().filter(|(_, leader)| leader.has_too_many_hosts()).map(|(name, _)| name.clone());
+        let crowded = self
+            .leaders
+            .iter()
+            .filter(|(_, leader)| leader.has_too_many_hosts())
+            .map(|(name, _)| name.clone());
         for name in crowded.collect::<Vec<_>>() {
             let Some(StoredGroup { group, changed, .. }) = known.groups.get(&name) else { continue };
             let more = match group.for_more_hosts(random() as u32) {
@@ -342,7 +360,9 @@ impl LeaderTerm {
             let key = self.keys.key(EtcdKey::Group(&name));
             let mut compare = self.fencing_conditions().to_vec();
             compare.push(TransactionCondition::Changed(key.clone(), *changed));
-            let done = etcd.transact(&compare, &[EtcdOperation::put(&key, &etcd_values::write(&more), None)]).await?;
+            let done = etcd
+                .transact(&compare, &[EtcdOperation::put(&key, &etcd_values::write(&more), None)])
+                .await?;
             if done.succeeded {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
                 if more.safe_share_ppm != group.safe_share_ppm {
@@ -358,7 +378,11 @@ impl LeaderTerm {
     ///
     /// A host left if neither its name nor its report exists. It may return meanwhile and then
     /// keeps its new grant. A deleted grant has expired by then.
-    async fn delete_stale_grants(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+    async fn delete_stale_grants(
+        &mut self,
+        known: &SessionState,
+        etcd: &mut EtcdClient,
+    ) -> Result<(), EtcdError> {
         if self.sweep_at.is_none_or(|at| now() < at) {
             return Ok(());
         }
@@ -379,7 +403,8 @@ impl LeaderTerm {
         for (host, value) in over.iter().take(MAX_DELETED_GRANTS) {
             let mut compare = self.fencing_conditions().to_vec();
             // The host may have returned: neither its keys nor a new grant may exist.
-            let absent = [EtcdKey::Host(host), EtcdKey::Report(host)].map(|key| TransactionCondition::Absent(self.keys.key(key)));
+            let absent = [EtcdKey::Host(host), EtcdKey::Report(host)]
+                .map(|key| TransactionCondition::Absent(self.keys.key(key)));
             compare.extend(absent);
             compare.push(TransactionCondition::Changed(value.key.clone(), value.mod_revision));
             let gone = EtcdOperation::Delete(self.keys.single(EtcdKey::Grant(host)));

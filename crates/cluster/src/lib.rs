@@ -16,25 +16,25 @@
 
 pub mod actor;
 mod agent;
-mod changes;
-mod etcd;
 mod bootstrap;
+mod changes;
+mod environment;
+mod etcd;
+mod etcd_values;
 mod fuzzing;
-mod watch_events;
-mod local_groups;
 mod identity;
 mod keys;
-mod session_state;
 mod leader;
+mod limit_file;
+mod local_groups;
+mod messages;
 pub mod migration;
 pub mod migration_offer;
-mod environment;
 mod reservations;
+mod session_state;
 mod status;
-mod limit_file;
-mod etcd_values;
+mod watch_events;
 mod watch_task;
-mod messages;
 
 use std::{
     cell::{Cell, RefCell},
@@ -61,19 +61,19 @@ use serde_json::{Value, json};
 use settings::DesiredState;
 
 use agent::EtcdAgent;
-pub use etcd::EtcdCredentials;
-use etcd::{EtcdError, EtcdParameters};
 pub use bootstrap::check_start;
 use bootstrap::{StartQuery, read_start_state, stored_start_state};
+pub use etcd::EtcdCredentials;
+use etcd::{EtcdError, EtcdParameters};
+use etcd_values::HostReservations;
 pub use fuzzing::etcd_values;
+use keys::EtcdKeys;
 pub(crate) use local_groups::LocalGroupState;
 use local_groups::{LocalGroups, MembershipEvent};
-use keys::EtcdKeys;
-use migration_offer::{MigrationAnswer, ReceivedOffer, StepOutcome, MigrationReply, MigrationStep};
-pub use reservations::ReservationRefusal;
-use etcd_values::HostReservations;
 pub use messages::GroupLimitChange;
 use messages::{AgentInput, AgentMessage};
+use migration_offer::{MigrationAnswer, MigrationReply, MigrationStep, ReceivedOffer, StepOutcome};
+pub use reservations::ReservationRefusal;
 
 use actor::ChangeOrigin;
 
@@ -240,7 +240,8 @@ impl ClusterMembership {
             Err(EtcdError::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
             Err(error) => {
                 reason = error.to_string();
-                stored_start_state(&file, plan, &reason).with_context(|| format!("cluster {}", cluster.name))?
+                stored_start_state(&file, plan, &reason)
+                    .with_context(|| format!("cluster {}", cluster.name))?
             }
         };
         let (to_agent, inbox) = async_channel::bounded(QUEUE_LENGTH);
@@ -254,8 +255,16 @@ impl ClusterMembership {
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
         let known_terms = terms.clone();
-        let agent =
-            EtcdAgent { cluster, terms, machine_id, file: file.clone(), recalled, inbox, words: to_main, timing };
+        let agent = EtcdAgent {
+            cluster,
+            terms,
+            machine_id,
+            file: file.clone(),
+            recalled,
+            inbox,
+            words: to_main,
+            timing,
+        };
         let cluster = Self {
             name,
             host,
@@ -418,7 +427,8 @@ impl ClusterMembership {
     fn warn_of_namesakes(&self, around: &dyn ClusterHooks) {
         let mut told = self.warned_namesakes.borrow_mut();
         for (group, spec) in &*self.specs.borrow() {
-            let is_namesake = !spec.limits().is_unlimited() && !self.has_group(group) && around.has_group(group);
+            let is_namesake =
+                !spec.limits().is_unlimited() && !self.has_group(group) && around.has_group(group);
             if is_namesake && told.insert(group.clone()) {
                 warn_of_local_group(group, &self.name);
             } else if !is_namesake {
@@ -484,7 +494,12 @@ impl ClusterMembership {
             // A change made by a client of this host is reported even if no local group uses the
             // limit.
             if limits[0] != limits[1] && (by.is_some() || self.has_group(name)) {
-                around.report_limits(&self.name, name, limits, by.as_ref().unwrap_or(&ChangeOrigin::AnotherHost));
+                around.report_limits(
+                    &self.name,
+                    name,
+                    limits,
+                    by.as_ref().unwrap_or(&ChangeOrigin::AnotherHost),
+                );
             }
         }
         let (turn, reports) = self.hosts.borrow_mut().handle_message(word, reactor::now());
@@ -537,7 +552,7 @@ impl ClusterMembership {
     }
 
     /// Number of hosts that stopped reporting; `None` unless this host is the leader.
-    pub fn silent(&self) -> Option<usize> {
+    pub fn unreachable_hosts(&self) -> Option<usize> {
         self.silent.borrow().as_ref().map(BTreeSet::len)
     }
 
@@ -556,7 +571,8 @@ impl ClusterMembership {
             },
             Err(why) => status::unavailable(why),
         };
-        let quota = |standing: LocalGroupState| LocalQuota { name: standing.group, leased: standing.is_leased };
+        let quota =
+            |standing: LocalGroupState| LocalQuota { name: standing.group, leased: standing.is_leased };
         ClusterReport {
             name: self.name.clone(),
             host: self.host.clone(),
@@ -687,7 +703,8 @@ impl ClusterMembership {
     }
 
     fn handle_answer(&self, disk: String, answer: MigrationAnswer) {
-        let sent = self.answer_senders.borrow().get(&answer.number).map(|sender| sender.try_send(answer.clone()));
+        let sent =
+            self.answer_senders.borrow().get(&answer.number).map(|sender| sender.try_send(answer.clone()));
         if !matches!(sent, Some(Ok(()))) && answer.said != MigrationReply::Taken {
             // The offer is an earlier run's, or the receiver gave up. Withdrawing it frees the
             // other host.
@@ -721,7 +738,10 @@ impl ClusterMembership {
         })
     }
 
-    async fn request(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> AgentInput) -> Result<Value, String> {
+    async fn request(
+        &self,
+        input: impl FnOnce(Sender<Result<Value, String>>) -> AgentInput,
+    ) -> Result<Value, String> {
         let (answer, answered) = async_channel::bounded(1);
         self.send(input(answer))?;
         match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {

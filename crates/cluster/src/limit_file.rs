@@ -113,7 +113,9 @@ pub(super) fn without_limits(file: &Path) -> BTreeSet<String> {
 }
 
 fn known(file: &Path) -> io::Result<StoredLimitsFile> {
-    let Some(bytes) = atomic_file::read(file, MAX_FILE_BYTES)? else { return Ok(StoredLimitsFile::default()) };
+    let Some(bytes) = atomic_file::read(file, MAX_FILE_BYTES)? else {
+        return Ok(StoredLimitsFile::default());
+    };
     etcd_values::read(&bytes).map_err(io::Error::other)
 }
 

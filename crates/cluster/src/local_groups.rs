@@ -13,16 +13,18 @@ use std::{collections::BTreeMap, sync::Arc};
 use block::layer::throttle::ThrottleGroup;
 use cgroup::watch::CgroupLessor;
 use policy::{
-    cluster::{ByKind, DemandEstimator, QuotaGrant, HostQuota, ClusterGroupLimits, Term, Timing, ReportedDemand},
-    throttle::{QuotaLease, Limits, ThrottleStats, MemberDemands},
+    cluster::{
+        ByKind, ClusterGroupLimits, DemandEstimator, HostQuota, QuotaGrant, ReportedDemand, Term, Timing,
+    },
+    throttle::{Limits, MemberDemands, QuotaLease, ThrottleStats},
     time::{Duration, Instant},
 };
 
 use super::{
     environment,
-    reservations::{self, ReservableRates, max_reservable},
-    etcd_values::{HostReservations, ReportValue, HostReports},
+    etcd_values::{HostReports, HostReservations, ReportValue},
     messages::AgentMessage,
+    reservations::{self, ReservableRates, max_reservable},
 };
 
 /// Receiver of a quota: disks in a tree of this process, or control groups, which the kernel
@@ -156,7 +158,12 @@ impl LocalGroup {
     }
 
     fn lease(host: &HostQuota, until: Instant, left: ReservableRates) -> QuotaLease {
-        QuotaLease { until, fallback: host.fallback_limits(), whole: *host.spec().limits(), reservation_bounds: left }
+        QuotaLease {
+            until,
+            fallback: host.fallback_limits(),
+            whole: *host.spec().limits(),
+            reservation_bounds: left,
+        }
     }
 
     /// Applies the limits that the host has, without adding burst capacity.
@@ -263,7 +270,12 @@ impl LocalGroups {
         if spec.is_none() {
             // The cluster owns the limits: local changes stay rejected until there are some.
             let (safe, whole) = (Limits::default(), Limits::default());
-            member.group.extend_lease(QuotaLease { until: Instant::MAX, fallback: safe, whole, reservation_bounds: [None; 2] });
+            member.group.extend_lease(QuotaLease {
+                until: Instant::MAX,
+                fallback: safe,
+                whole,
+                reservation_bounds: [None; 2],
+            });
         }
         if let Some(spec) = spec {
             member.begin(self.instance, spec, self.timing, now);
@@ -339,12 +351,17 @@ impl LocalGroups {
 
     /// Groups whose reservations exceed their limits, by unit (operations 0, bytes 1), each with
     /// the sum and the limit.
-    pub(super) fn overbooked(&self, specs: &BTreeMap<String, ClusterGroupLimits>) -> BTreeMap<(String, usize), [u64; 2]> {
+    pub(super) fn overbooked(
+        &self,
+        specs: &BTreeMap<String, ClusterGroupLimits>,
+    ) -> BTreeMap<(String, usize), [u64; 2]> {
         let mut over = BTreeMap::new();
         for (name, promised) in reservations::sums(self.promises.values()) {
             let Some(spec) = specs.get(name) else { continue };
             for unit in [0, 1] {
-                if let Some(there) = max_reservable(spec.limits(), unit).filter(|there| promised[unit] > *there) {
+                if let Some(there) =
+                    max_reservable(spec.limits(), unit).filter(|there| promised[unit] > *there)
+                {
                     over.insert((name.to_owned(), unit), [promised[unit], there]);
                 }
             }
@@ -385,7 +402,11 @@ impl LocalGroups {
     }
 
     /// Handles a message. Returns its effect, and reports that cannot wait for the next tick.
-    pub(super) fn handle_message(&mut self, word: AgentMessage, now: Instant) -> (Option<MembershipEvent>, Option<HostReports>) {
+    pub(super) fn handle_message(
+        &mut self,
+        word: AgentMessage,
+        now: Instant,
+    ) -> (Option<MembershipEvent>, Option<HostReports>) {
         self.run_out(now);
         let mut turn = None;
         match word {
@@ -418,7 +439,9 @@ impl LocalGroups {
                     match &member.host {
                         // Lower limits take effect by a grant, after other hosts gave up their
                         // part.
-                        Some(host) => member.group.extend_lease(LocalGroup::lease(host, host.lease_end(), left)),
+                        Some(host) => {
+                            member.group.extend_lease(LocalGroup::lease(host, host.lease_end(), left))
+                        }
                         None => {
                             member.begin(self.instance, spec, self.timing, now);
                             self.follow();
@@ -438,7 +461,8 @@ impl LocalGroups {
                 self.update_reservable();
             }
         }
-        let is_urgent = self.members.values().any(|member| member.host.as_ref().is_some_and(HostQuota::is_urgent));
+        let is_urgent =
+            self.members.values().any(|member| member.host.as_ref().is_some_and(HostQuota::is_urgent));
         (turn, if is_urgent { self.report(now) } else { None })
     }
 

@@ -12,9 +12,9 @@ use serde_json::Value;
 
 use super::{
     etcd::EtcdEvent,
-    migration_offer::{MigrationAnswer, ReceivedOffer, StepOutcome, MigrationStep},
+    etcd_values::{HostReports, HostReservations},
+    migration_offer::{MigrationAnswer, MigrationStep, ReceivedOffer, StepOutcome},
     reservations::ReservationRefusal,
-    etcd_values::{HostReservations, HostReports},
 };
 use crate::actor::ChangeOrigin;
 

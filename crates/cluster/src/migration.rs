@@ -21,15 +21,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, EtcdOperation, KeyRange},
-    keys::{EtcdKey, EtcdKeys},
-    session_state::{SessionState, HostLeases},
-    migration_offer::{MigrationAnswer, MigrationOffer, ReceivedOffer, StepOutcome, MigrationReply, MigrationStep},
+    etcd::{EtcdClient, EtcdError, EtcdKeyValue, EtcdOperation, KeyRange, TransactionCondition},
     etcd_values,
+    keys::{EtcdKey, EtcdKeys},
+    migration_offer::{
+        MigrationAnswer, MigrationOffer, MigrationReply, MigrationStep, ReceivedOffer, StepOutcome,
+    },
+    session_state::{HostLeases, SessionState},
 };
 
 /// Performs a step, or returns the reason why not.
-pub(super) async fn perform_step(known: &SessionState, etcd: &mut EtcdClient, step: MigrationStep) -> Result<StepOutcome, EtcdError> {
+pub(super) async fn perform_step(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    step: MigrationStep,
+) -> Result<StepOutcome, EtcdError> {
     let Some(HostLeases { name: lease, .. }) = known.joined else {
         return Ok(StepOutcome::Disconnected(
             "this host has not joined its cluster (`weir cluster status` shows why)".to_owned(),
@@ -42,21 +48,28 @@ pub(super) async fn perform_step(known: &SessionState, etcd: &mut EtcdClient, st
             let host = etcd.read_one(known.keys.single(EtcdKey::Host(&known.cluster.host))).await?;
             let run = host.map_or(0, |value| value.mod_revision);
             let (key, number) = (known.keys.key(EtcdKey::Move(&to, &disk)), offer.number);
-            let put = EtcdOperation::put(&key, &etcd_values::write(&MigrationOffer { host_revision: run, ..*offer }), Some(lease));
-            let compare = [TransactionCondition::Changed(key, revision), TransactionCondition::Changed(own, run)];
+            let put = EtcdOperation::put(
+                &key,
+                &etcd_values::write(&MigrationOffer { host_revision: run, ..*offer }),
+                Some(lease),
+            );
+            let compare =
+                [TransactionCondition::Changed(key, revision), TransactionCondition::Changed(own, run)];
             let done = etcd.transact(&compare, &[put]).await?;
             Ok(match done.succeeded {
                 true => StepOutcome::Done(done.revision),
                 false => {
                     // An earlier attempt may have succeeded and its answer was lost.
                     let there = etcd.read_one(known.keys.single(EtcdKey::Move(&to, &disk))).await?;
-                    let there = there.and_then(|value| etcd_values::read::<MigrationOffer>(&value.value).ok());
-                    match there.is_some_and(|there| there.is_released && (there.number, there.host_revision) == (number, run))
-                    {
+                    let there =
+                        there.and_then(|value| etcd_values::read::<MigrationOffer>(&value.value).ok());
+                    match there.is_some_and(|there| {
+                        there.is_released && (there.number, there.host_revision) == (number, run)
+                    }) {
                         true => StepOutcome::Done(done.revision),
-                        false => {
-                            StepOutcome::Lost("the offer was deleted from etcd (move the disk again)".to_owned())
-                        }
+                        false => StepOutcome::Lost(
+                            "the offer was deleted from etcd (move the disk again)".to_owned(),
+                        ),
                     }
                 }
             })
@@ -82,8 +95,10 @@ pub(super) async fn perform_step(known: &SessionState, etcd: &mut EtcdClient, st
         MigrationStep::Settle { offered } => settle(known, etcd, &offered).await,
         MigrationStep::Forget { disk } => {
             let (_, found) = etcd.read(&[known.keys.below_all_hosts()]).await?;
-            delete_moved_records(&known.keys, etcd, &known.cluster.host, found.iter().flatten(), |other| other != disk)
-                .await?;
+            delete_moved_records(&known.keys, etcd, &known.cluster.host, found.iter().flatten(), |other| {
+                other != disk
+            })
+            .await?;
             Ok(StepOutcome::Done(0))
         }
         MigrationStep::Reclaim { disk } => {
@@ -93,7 +108,10 @@ pub(super) async fn perform_step(known: &SessionState, etcd: &mut EtcdClient, st
     }
 }
 
-fn unchanged(known: &SessionState, ReceivedOffer { disk, revision, .. }: &ReceivedOffer) -> TransactionCondition {
+fn unchanged(
+    known: &SessionState,
+    ReceivedOffer { disk, revision, .. }: &ReceivedOffer,
+) -> TransactionCondition {
     TransactionCondition::Changed(known.keys.key(EtcdKey::Move(&known.cluster.host, disk)), *revision)
 }
 
@@ -110,9 +128,18 @@ fn lost_outcome(offered: &ReceivedOffer) -> StepOutcome {
     ))
 }
 
-fn reply(known: &SessionState, ReceivedOffer { disk, offer, .. }: &ReceivedOffer, said: MigrationReply, lease: Option<i64>) -> EtcdOperation {
+fn reply(
+    known: &SessionState,
+    ReceivedOffer { disk, offer, .. }: &ReceivedOffer,
+    said: MigrationReply,
+    lease: Option<i64>,
+) -> EtcdOperation {
     let answer = answer(known, offer, said);
-    EtcdOperation::put(&known.keys.key(EtcdKey::Moved(&offer.from, disk)), &etcd_values::write(&answer), lease)
+    EtcdOperation::put(
+        &known.keys.key(EtcdKey::Moved(&offer.from, disk)),
+        &etcd_values::write(&answer),
+        lease,
+    )
 }
 
 fn answer(known: &SessionState, offer: &MigrationOffer, said: MigrationReply) -> MigrationAnswer {
@@ -170,7 +197,8 @@ async fn withdraw(
         let (_, found) = etcd.read(std::slice::from_ref(&range)).await?;
         match offer_number(&found) {
             Some((of, revision)) if of == number => {
-                let compare = TransactionCondition::Changed(known.keys.key(EtcdKey::Move(to, disk)), revision);
+                let compare =
+                    TransactionCondition::Changed(known.keys.key(EtcdKey::Move(to, disk)), revision);
                 // The answer to this offer is obsolete.
                 let answer = known.keys.single(EtcdKey::Moved(&known.cluster.host, disk));
                 let gone = [range.clone(), answer].map(EtcdOperation::Delete);
@@ -194,13 +222,21 @@ async fn withdraw(
 
 /// Invalidates the offers of an earlier run: rewriting the host's key changes its revision, while
 /// the key stays with that run's lease.
-async fn invalidate_earlier_offers(keys: &EtcdKeys, etcd: &mut EtcdClient, host: &str) -> Result<(), EtcdError> {
+async fn invalidate_earlier_offers(
+    keys: &EtcdKeys,
+    etcd: &mut EtcdClient,
+    host: &str,
+) -> Result<(), EtcdError> {
     let key = keys.key(EtcdKey::Host(host));
     loop {
         let Some(own) = etcd.read_one(keys.single(EtcdKey::Host(host))).await? else { return Ok(()) };
         let lease = (own.lease != 0).then_some(own.lease);
         let put = EtcdOperation::put(&key, &own.value, lease);
-        if etcd.transact(&[TransactionCondition::Changed(key.clone(), own.mod_revision)], &[put]).await?.succeeded {
+        if etcd
+            .transact(&[TransactionCondition::Changed(key.clone(), own.mod_revision)], &[put])
+            .await?
+            .succeeded
+        {
             return Ok(());
         }
     }
@@ -260,7 +296,11 @@ pub(super) async fn moved_disks(
                 listed: Some(true),
                 settled: true,
             };
-            then.push(EtcdOperation::put(&keys.key(EtcdKey::Moved(by, disk)), &etcd_values::write(&answer), None));
+            then.push(EtcdOperation::put(
+                &keys.key(EtcdKey::Moved(by, disk)),
+                &etcd_values::write(&answer),
+                None,
+            ));
             // If that host returned since the read above, it keeps the disk.
             compare.push(TransactionCondition::Absent(keys.key(EtcdKey::Host(by))));
         }
@@ -287,7 +327,8 @@ async fn delete_moved_records(
 ) -> Result<(), EtcdError> {
     let (mut settled, mut came) = (Vec::new(), BTreeSet::new());
     for value in of_hosts {
-        let (Some(EtcdKey::Moved(from, disk)), Some(answer)) = (keys.parse(&value.key), parse_taken(&value.value))
+        let (Some(EtcdKey::Moved(from, disk)), Some(answer)) =
+            (keys.parse(&value.key), parse_taken(&value.value))
         else {
             continue;
         };
@@ -299,21 +340,28 @@ async fn delete_moved_records(
     }
     for (_, value) in settled.iter().filter(|(disk, _)| !came.contains(disk)) {
         let gone = EtcdOperation::Delete(KeyRange::Key(value.key.clone()));
-        etcd.transact(&[TransactionCondition::Changed(value.key.clone(), value.mod_revision)], &[gone]).await?;
+        etcd.transact(&[TransactionCondition::Changed(value.key.clone(), value.mod_revision)], &[gone])
+            .await?;
     }
     Ok(())
 }
 
 /// Marks a claim as known to the host that made it. Best effort: otherwise the record stays longer.
-async fn settle(known: &SessionState, etcd: &mut EtcdClient, offered: &ReceivedOffer) -> Result<StepOutcome, EtcdError> {
+async fn settle(
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+    offered: &ReceivedOffer,
+) -> Result<StepOutcome, EtcdError> {
     let key = known.keys.key(EtcdKey::Moved(&offered.offer.from, &offered.disk));
     let there = etcd.read_one(KeyRange::Key(key.clone())).await?;
-    let Some((revision, answer)) = there.and_then(|value| Some((value.mod_revision, parse_taken(&value.value)?)))
+    let Some((revision, answer)) =
+        there.and_then(|value| Some((value.mod_revision, parse_taken(&value.value)?)))
     else {
         return Ok(StepOutcome::Done(0));
     };
     if answer.number == offered.offer.number {
-        let put = EtcdOperation::put(&key, &etcd_values::write(&MigrationAnswer { settled: true, ..answer }), None);
+        let put =
+            EtcdOperation::put(&key, &etcd_values::write(&MigrationAnswer { settled: true, ..answer }), None);
         etcd.transact(&[TransactionCondition::Changed(key, revision)], &[put]).await?;
     }
     Ok(StepOutcome::Done(0))
@@ -347,7 +395,11 @@ async fn claim(
         EtcdOperation::Delete(known.keys.single(EtcdKey::Move(&known.cluster.host, disk))),
         EtcdOperation::put(
             &known.keys.key(EtcdKey::Moved(&offer.from, disk)),
-            &etcd_values::write(&MigrationAnswer { image, listed, ..answer(known, offer, MigrationReply::Taken) }),
+            &etcd_values::write(&MigrationAnswer {
+                image,
+                listed,
+                ..answer(known, offer, MigrationReply::Taken)
+            }),
             None,
         ),
     ];

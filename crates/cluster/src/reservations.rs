@@ -10,7 +10,7 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use policy::throttle::{ReservationBound, LimitKind, Limits};
+use policy::throttle::{LimitKind, Limits, ReservationBound};
 
 use super::etcd_values::HostReservations;
 
@@ -90,9 +90,11 @@ pub(super) fn reservable(
         let of_group = others().filter_map(|promises| promises.groups.get(group)).fold(0, sum);
         let own_others = own.groups.iter().filter(|(name, _)| *name != group).map(|(_, promised)| promised);
         let of_all = others().flat_map(|promises| promises.groups.values()).chain(own_others).fold(0, sum);
-        let of_limit = limits.and_then(|limits| max_reservable(limits, unit)).map(|most| most.saturating_sub(of_group));
+        let of_limit =
+            limits.and_then(|limits| max_reservable(limits, unit)).map(|most| most.saturating_sub(of_group));
         let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
-        let all_of_them = [of_limit.zip(Some(ReservationBound::Cluster)), of_pool.zip(Some(ReservationBound::Pool))];
+        let all_of_them =
+            [of_limit.zip(Some(ReservationBound::Cluster)), of_pool.zip(Some(ReservationBound::Pool))];
         let (left, bound) = all_of_them.into_iter().flatten().min_by_key(|(left, _)| *left)?;
         // A stored reservation is never refused to its owner, or a restart could lose it.
         let stands = all.get(host).and_then(|before| before.groups.get(group)).map_or(0, |had| had[unit]);
@@ -125,7 +127,11 @@ pub(super) fn check(
 }
 
 /// ` of the 2000 that `weir probe` measured below a`: names the host with the lowest capacity.
-fn measured_capacity_note(all: &BTreeMap<String, HostReservations>, (host, own): (&str, &HostReservations), unit: usize) -> String {
+fn measured_capacity_note(
+    all: &BTreeMap<String, HostReservations>,
+    (host, own): (&str, &HostReservations),
+    unit: usize,
+) -> String {
     let others =
         all.iter().filter(|(name, _)| *name != host).map(|(name, promises)| (name.as_str(), promises));
     let known = others.chain([(host, own)]).map(|(name, promises)| (promises.capacity[unit], name));
@@ -137,7 +143,11 @@ fn measured_capacity_note(all: &BTreeMap<String, HostReservations>, (host, own):
 
 /// `; reserved in group gold on other hosts: a 2000 IOPS, b 900 IOPS`, without this host; empty
 /// without reservations of others.
-pub(super) fn reservations_elsewhere(all: &BTreeMap<String, HostReservations>, host: &str, group: &str) -> String {
+pub(super) fn reservations_elsewhere(
+    all: &BTreeMap<String, HostReservations>,
+    host: &str,
+    group: &str,
+) -> String {
     let others = all.iter().filter(|(name, _)| *name != host);
     let promised = |(name, promises): (&String, &HostReservations)| {
         let [iops, bps] = *promises.groups.get(group)?;
@@ -259,7 +269,12 @@ mod tests {
 
     impl EtcdModel {
         /// True if the reservation was written, judged by the state at the revision in `seen`.
-        fn ask(&mut self, host: &str, iops: u64, seen: &mut (BTreeMap<String, HostReservations>, u64)) -> bool {
+        fn ask(
+            &mut self,
+            host: &str,
+            iops: u64,
+            seen: &mut (BTreeMap<String, HostReservations>, u64),
+        ) -> bool {
             let own = of(&[("gold", iops)]);
             loop {
                 if check(&seen.0, (host, &own), |_| Some(limits(LIMIT))).is_some() {

@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use async_channel::Sender;
 use policy::cluster::{Term, Timing};
 
-use super::{etcd::EtcdKeyValue, keys::EtcdKeys, limit_file::StoredGroup, etcd_values::HostReservations, messages::AgentInput};
+use super::{
+    etcd::EtcdKeyValue, etcd_values::HostReservations, keys::EtcdKeys, limit_file::StoredGroup,
+    messages::AgentInput,
+};
 
 /// Leases of a host's keys.
 #[derive(Clone, Copy, Debug)]

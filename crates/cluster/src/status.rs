@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 
 use api::{
-    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, DemandValue, LimitValues, ReservedRates, AllDemand,
-    UnreadableGroup,
+    AllDemand, ClusterGroup, ClusterHost, ClusterMember, ClusterReport, DemandValue, LimitValues,
+    ReservedRates, UnreadableGroup,
 };
 use policy::{
     throttle::{LimitKind, LimitPart, LimitSetting},
@@ -15,13 +15,13 @@ use policy::{
 };
 
 use super::{
-    etcd::{EtcdError, EtcdClient, EtcdKeyValue},
-    keys::EtcdKey,
-    session_state::SessionState,
-    leader::LeaderTerm,
     environment::now,
+    etcd::{EtcdClient, EtcdError, EtcdKeyValue},
+    etcd_values::{self, HostGrants, HostIdentity, HostReports, ReportValue},
+    keys::EtcdKey,
+    leader::LeaderTerm,
     reservations::{capacity, max_reservable},
-    etcd_values::{self, HostGrants, HostIdentity, ReportValue, HostReports},
+    session_state::SessionState,
 };
 
 /// Report without any data, if the agent does not answer.
@@ -52,12 +52,18 @@ pub(super) async fn current(
 }
 
 /// Assembles the report. `found` are the keys of hosts and their reports.
-fn assemble(known: &SessionState, leading: Option<&LeaderTerm>, found: &[Vec<EtcdKeyValue>]) -> ClusterReport {
+fn assemble(
+    known: &SessionState,
+    leading: Option<&LeaderTerm>,
+    found: &[Vec<EtcdKeyValue>],
+) -> ClusterReport {
     let keys = &known.keys;
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for value in found.iter().flatten() {
         match keys.parse(&value.key) {
-            Some(EtcdKey::Host(host)) => drop(hosts.insert(host, etcd_values::read::<HostIdentity>(&value.value).ok())),
+            Some(EtcdKey::Host(host)) => {
+                drop(hosts.insert(host, etcd_values::read::<HostIdentity>(&value.value).ok()))
+            }
             Some(EtcdKey::Report(host)) => {
                 drop(etcd_values::read(&value.value).map(|read: HostReports| reports.insert(host, read)));
             }
@@ -123,7 +129,9 @@ fn assemble(known: &SessionState, leading: Option<&LeaderTerm>, found: &[Vec<Etc
             promised_by: by.into_iter().map(|(host, promised)| (host, promised.into())).collect(),
             promisable: [0, 1].map(|unit| max_reservable(&limits, unit).unwrap_or(0)).into(),
             overpromised: [0, 1]
-                .map(|unit| max_reservable(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there)))
+                .map(|unit| {
+                    max_reservable(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there))
+                })
                 .into(),
             hosts: names.iter().filter_map(member).collect(),
         }

@@ -7,13 +7,13 @@ use policy::cluster::Term;
 
 use super::{
     agent::EtcdSession,
-    etcd::{EtcdError, EtcdClient, EtcdEvent, EtcdKeyValue},
+    etcd::{EtcdClient, EtcdError, EtcdEvent, EtcdKeyValue},
+    etcd_values::{self, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations},
     identity,
     keys::EtcdKey,
-    migration_offer::{MigrationAnswer, MigrationOffer, ReceivedOffer},
     limit_file::StoredGroup,
-    etcd_values::{self, HostGrants, GroupValue, HostIdentity, HostReservations, HostReports},
     messages::AgentMessage,
+    migration_offer::{MigrationAnswer, MigrationOffer, ReceivedOffer},
 };
 use crate::actor::ChangeOrigin;
 
@@ -21,7 +21,11 @@ use crate::actor::ChangeOrigin;
 const MAX_LOGGED_KEYS: usize = 64;
 
 impl EtcdSession<'_> {
-    pub(super) async fn on_event(&mut self, etcd: &mut EtcdClient, event: EtcdEvent) -> Result<(), EtcdError> {
+    pub(super) async fn on_event(
+        &mut self,
+        etcd: &mut EtcdClient,
+        event: EtcdEvent,
+    ) -> Result<(), EtcdError> {
         match event {
             EtcdEvent::Put(value) => {
                 self.silence.note_value(&value);
@@ -110,14 +114,16 @@ impl EtcdSession<'_> {
                 }
                 _ => {
                     tracing::warn!(key = %value.key, "cluster: the value in etcd is not a leader's: it is deleted");
-                    (self.known.leader, self.known.foreign_leader_revision) = (None, Some(value.mod_revision));
+                    (self.known.leader, self.known.foreign_leader_revision) =
+                        (None, Some(value.mod_revision));
                 }
             },
             // The watch may lag behind a direct read, or behind this host's own write.
             Some(EtcdKey::Group(name))
                 if self.known.groups.get(name).is_some_and(|known| known.changed > value.mod_revision) => {}
             Some(EtcdKey::Group(name)) => {
-                let read = etcd_values::read::<GroupValue>(&value.value).and_then(|group| Ok((group.spec()?, group)));
+                let read = etcd_values::read::<GroupValue>(&value.value)
+                    .and_then(|group| Ok((group.spec()?, group)));
                 match read {
                     Ok((spec, group)) => {
                         self.known.unreadable_groups.remove(name);
@@ -179,14 +185,16 @@ impl EtcdSession<'_> {
                 let named = |offer: MigrationOffer| settings::parse_cluster_name(&offer.from).map(|_| offer);
                 match etcd_values::read::<MigrationOffer>(&value.value).and_then(named) {
                     Ok(offer) => {
-                        let offered = ReceivedOffer { disk: disk.to_owned(), offer, revision: value.mod_revision };
+                        let offered =
+                            ReceivedOffer { disk: disk.to_owned(), offer, revision: value.mod_revision };
                         self.send(AgentMessage::Offered(Box::new(offered))).await?;
                     }
                     Err(why) => self.log_skipped(value, &why),
                 }
             }
             Some(EtcdKey::Moved(host, disk)) if host == self.agent.cluster.host => {
-                let named = |answer: MigrationAnswer| settings::parse_cluster_name(&answer.by).map(|_| answer);
+                let named =
+                    |answer: MigrationAnswer| settings::parse_cluster_name(&answer.by).map(|_| answer);
                 match etcd_values::read::<MigrationAnswer>(&value.value).and_then(named) {
                     Ok(answer) => self.send(AgentMessage::Answered { disk: disk.to_owned(), answer }).await?,
                     Err(why) => self.log_skipped(value, &why),
@@ -226,12 +234,17 @@ impl EtcdSession<'_> {
         self.send(AgentMessage::Group { name, spec, by }).await
     }
 
-    async fn on_own_host(&mut self, etcd: &mut EtcdClient, value: Option<&EtcdKeyValue>) -> Result<(), EtcdError> {
+    async fn on_own_host(
+        &mut self,
+        etcd: &mut EtcdClient,
+        value: Option<&EtcdKeyValue>,
+    ) -> Result<(), EtcdError> {
         let read = value.and_then(|value| etcd_values::read::<HostIdentity>(&value.value).ok());
         let is_own = read.is_some_and(|identity| {
             let own = identity::own_identity(&self.agent.machine_id, identity.instance);
             self.known.joined.is_some()
-                && (identity.pid, identity.start_ticks, &identity.machine) == (own.pid, own.start_ticks, &own.machine)
+                && (identity.pid, identity.start_ticks, &identity.machine)
+                    == (own.pid, own.start_ticks, &own.machine)
         });
         // Deleted or replaced: joins again, or reports that another process has the name.
         if !is_own {

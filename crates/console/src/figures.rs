@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use policy::{
-    throttle::{RateLimit, LimitKind, LimitPart, LimitSetting},
+    throttle::{LimitKind, LimitPart, LimitSetting, RateLimit},
     time::Date,
 };
 

@@ -8,12 +8,12 @@ use std::time::Duration;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 // Below it, the load of drawing would distort the measured values.
-const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
+const MIN_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Parses an interval between two drawings of a list, the value of an option.
 pub fn interval(text: &str) -> Result<Duration, String> {
     let interval = settings::duration(text)?;
-    if interval < SHORTEST_INTERVAL {
+    if interval < MIN_INTERVAL {
         return Err("is too short; the minimum is 100ms".to_owned());
     }
     Ok(interval)

@@ -23,9 +23,9 @@ pub mod keys;
 pub mod logging;
 pub mod progress;
 pub mod screen;
+pub mod signal_cleanup;
 pub mod signals;
 pub mod table;
-pub mod signal_cleanup;
 
 use std::io::{self, ErrorKind, Write as _, stderr, stdout};
 
@@ -67,7 +67,7 @@ pub fn print_error_as(program: &str, error: &anyhow::Error) {
 }
 
 /// Text of an error, as [`print_error`] prints it.
-pub fn message(error: &anyhow::Error) -> String {
+pub fn error_text(error: &anyhow::Error) -> String {
     error_line(error)
 }
 
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_says_everything_once_and_what_to_do() {
+    fn error_text_has_each_cause_once_and_a_remedy() {
         let missing = || io::Error::from_raw_os_error(2);
         for (error, expect) in [
             (anyhow!("vm1: locked (stop it)").context("vm1"), "vm1: locked (stop it)"),

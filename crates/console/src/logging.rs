@@ -61,9 +61,13 @@ pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
     // A second start, as in tests, fails and leaves the first log in place.
     let started = match (format, !is_file && is_journal()) {
         (LogFormat::Text, false) => log.finish().with(WarningCounter).with(targets).try_init(),
-        (LogFormat::Text, true) => {
-            log.without_time().map_event_format(PriorityFormat).finish().with(WarningCounter).with(targets).try_init()
-        }
+        (LogFormat::Text, true) => log
+            .without_time()
+            .map_event_format(PriorityFormat)
+            .finish()
+            .with(WarningCounter)
+            .with(targets)
+            .try_init(),
         (LogFormat::Json, false) => {
             log.json().flatten_event(true).finish().with(WarningCounter).with(targets).try_init()
         }
@@ -122,13 +126,13 @@ pub fn warnings() -> usize {
 static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 
 /// Bound of the kept warnings.
-const MOST_KEPT: usize = 1000;
+const MAX_KEPT_WARNINGS: usize = 1000;
 
 /// Texts of the warnings since [`keep_warnings`]; `None` before that.
 static KEPT: Mutex<Option<Vec<String>>> = Mutex::new(None);
 
 /// Keeps the texts of the first 1,000 warnings from now on, for [`kept_warnings`].
-pub fn keep_warnings() {
+pub fn start_keeping_warnings() {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
 }
 
@@ -162,7 +166,7 @@ impl<S: Subscriber> Layer<S> for WarningCounter {
         if *event.metadata().level() == Level::WARN {
             WARNINGS.fetch_add(1, Relaxed);
             let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < MOST_KEPT) {
+            if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < MAX_KEPT_WARNINGS) {
                 let mut text = WarningText::default();
                 event.record(&mut text);
                 kept.push(text.message + &text.fields);

@@ -25,7 +25,10 @@ pub fn bar(template: &str, length: u64) -> ProgressBar {
 }
 
 fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
-    bar.set_draw_target(ProgressDrawTarget::term_like_with_hz(Box::new(ForegroundTerminal), DRAWINGS_A_SECOND));
+    bar.set_draw_target(ProgressDrawTarget::term_like_with_hz(
+        Box::new(ForegroundTerminal),
+        DRAWINGS_A_SECOND,
+    ));
     bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
     bar
 }

@@ -104,7 +104,11 @@ impl BlockedSignals {
     pub fn stream(self) -> io::Result<SignalStream> {
         let signals = SignalFd::with_flags(&self.set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         let readable = Fd::from(signals.as_fd().try_clone_to_owned()?);
-        Ok(SignalStream { signals, readable, wishes: SignalInterpreter { is_daemon: self.is_daemon, first: None } })
+        Ok(SignalStream {
+            signals,
+            readable,
+            wishes: SignalInterpreter { is_daemon: self.is_daemon, first: None },
+        })
     }
 }
 

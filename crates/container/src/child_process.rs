@@ -70,7 +70,8 @@ fn exits_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
 
 fn read(said: &mut File) -> String {
     let mut bytes = Vec::new();
-    let read = said.seek(SeekFrom::Start(0)).and_then(|_| said.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
+    let read =
+        said.seek(SeekFrom::Start(0)).and_then(|_| said.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 

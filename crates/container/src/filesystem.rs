@@ -52,11 +52,13 @@ impl VolumeFileSystem {
             Self::Btrfs => (114 << 20, "114M"),
         };
         // The largest file on ext4 with blocks of 4 KiB, where the image may be stored.
-        const MOST: u64 = 16 << 40;
+        const MAX_FILE_BYTES: u64 = 16 << 40;
         match bytes {
             bytes if bytes < least => Err(format!("is too small; {} needs at least {text}", self.name())),
             // Not equal either: the image has metadata besides the data.
-            bytes if bytes >= MOST => Err("is too large; a volume must be smaller than 16T".to_owned()),
+            bytes if bytes >= MAX_FILE_BYTES => {
+                Err("is too large; a volume must be smaller than 16T".to_owned())
+            }
             _ => Ok(()),
         }
     }

@@ -11,7 +11,7 @@ use std::{fs, path::Path, process::Command};
 use anyhow::Context as _;
 use storage::ImageFormat;
 
-use crate::{options::VolumeOptions, child_process};
+use crate::{child_process, options::VolumeOptions};
 
 /// Creates `image`, which must not exist; temporary files are created beside it. `weir` is this
 /// program's path.

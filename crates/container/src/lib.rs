@@ -20,15 +20,15 @@
 //!
 //! Never keeps state in memory that has to survive a restart.
 
-mod mounter;
-mod filesystem;
-mod plugin_http;
-mod image;
-mod options;
 mod child_process;
+mod filesystem;
+mod image;
+mod mounter;
+mod options;
+mod plugin_http;
 mod protocol;
-mod volume_store;
 mod server;
+mod volume_store;
 mod volumes;
 
 use std::{env, fs, path::PathBuf, sync::mpsc};
@@ -37,13 +37,13 @@ use anyhow::Context as _;
 use clap::Args;
 use console::{
     CommandFailure, logging,
-    signals::{SignalRequest, BlockedSignals},
+    signals::{BlockedSignals, SignalRequest},
 };
 use nix::sys::stat::{Mode, umask};
 use sd_notify::NotifyState;
 use settings::{LogFormat, LogSettings};
 
-use self::{mounter::CommandMounter, volume_store::VolumeStore, server::PluginServer, volumes::Volumes};
+use self::{mounter::CommandMounter, server::PluginServer, volume_store::VolumeStore, volumes::Volumes};
 
 /// Text below the options in the help.
 pub const EXAMPLES: &str = concat!(
@@ -135,7 +135,9 @@ fn until_ended(signals: BlockedSignals) -> anyhow::Result<&'static str> {
     let (sender, requests) = mpsc::channel();
     let hear = move |request| match request {
         SignalRequest::EndAtOnce(signal) => {
-            console::print_notice(&format!("{signal} again: ending at once; requests in progress are abandoned"));
+            console::print_notice(&format!(
+                "{signal} again: ending at once; requests in progress are abandoned"
+            ));
             logging::exit(1)
         }
         request => sender.send(request).is_ok(),

@@ -7,7 +7,7 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use settings::{DiskConfig, ConfigKey, KeyTable as _, Origin, ConfigWithOrigins, suggest};
+use settings::{ConfigKey, ConfigWithOrigins, DiskConfig, KeyTable as _, Origin, suggest};
 use storage::ImageFormat;
 
 use crate::filesystem::VolumeFileSystem;
@@ -159,7 +159,9 @@ mod tests {
     use super::*;
 
     fn read(options: &[(&str, &str)]) -> Result<VolumeOptions, String> {
-        VolumeOptions::read(options.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
+        VolumeOptions::read(
+            options.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
+        )
     }
 
     #[track_caller]
@@ -241,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_is_known_by_its_own_name() {
+    fn options_are_found_by_name() {
         for key in VOLUME_KEYS.into_iter().chain([GROUP, L2_CACHE_SIZE, "weight", "iops-total"]) {
             let said = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
             assert!(!said.contains("not a volume option"), "{said}");

@@ -59,7 +59,10 @@ impl ReadTimeout for UnixStream {
 }
 
 /// Reads a request, which has to be complete before `deadline`.
-pub(crate) fn read(stream: &mut impl ReadTimeout, deadline: Instant) -> Result<PluginRequest, PluginRequestError> {
+pub(crate) fn read(
+    stream: &mut impl ReadTimeout,
+    deadline: Instant,
+) -> Result<PluginRequest, PluginRequestError> {
     let mut bytes = Vec::new();
     loop {
         if let Some(head) = head(&bytes)? {
@@ -79,8 +82,13 @@ pub(crate) fn read(stream: &mut impl ReadTimeout, deadline: Instant) -> Result<P
 }
 
 /// Waits for more bytes and appends a bounded number.
-fn read_more(stream: &mut impl ReadTimeout, bytes: &mut Vec<u8>, deadline: Instant) -> Result<(), PluginRequestError> {
-    const TOO_SLOW: PluginRequestError = PluginRequestError::Answer(408, "the request did not arrive in time");
+fn read_more(
+    stream: &mut impl ReadTimeout,
+    bytes: &mut Vec<u8>,
+    deadline: Instant,
+) -> Result<(), PluginRequestError> {
+    const TOO_SLOW: PluginRequestError =
+        PluginRequestError::Answer(408, "the request did not arrive in time");
     let left = deadline.saturating_duration_since(Instant::now());
     // A zero timeout would mean none to the kernel.
     if left.is_zero() {
@@ -129,7 +137,10 @@ fn head(bytes: &[u8]) -> Result<Option<RequestHead>, PluginRequestError> {
     };
     // Chunked bodies are not supported; neither Docker nor Podman sends them.
     if named("transfer-encoding").next().is_some() {
-        return Err(PluginRequestError::Answer(411, "the length of the request is unknown (send Content-Length)"));
+        return Err(PluginRequestError::Answer(
+            411,
+            "the length of the request is unknown (send Content-Length)",
+        ));
     }
     let mut lengths = named("content-length");
     let body_bytes = match (lengths.next(), lengths.next()) {

@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 
 use crate::{
     mounter::ImageMounter,
-    plugin_http::{PluginResponse, PluginRequest},
     options::OptionValues,
+    plugin_http::{PluginRequest, PluginResponse},
     volume_store::VolumeName,
     volumes::{self, VolumeLock, VolumeState, Volumes},
 };

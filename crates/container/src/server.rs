@@ -208,7 +208,11 @@ impl ConnectionGate {
     }
 }
 
-fn serve<D: ImageMounter + 'static>(stream: UnixStream, door: &Arc<ConnectionGate>, volumes: &Arc<Volumes<D>>) {
+fn serve<D: ImageMounter + 'static>(
+    stream: UnixStream,
+    door: &Arc<ConnectionGate>,
+    volumes: &Arc<Volumes<D>>,
+) {
     let (keeper, volumes) = (Arc::clone(door), Arc::clone(volumes));
     let number = match stream.try_clone() {
         // A second descriptor, by which another thread can shut the stream down.
@@ -232,7 +236,12 @@ fn serve<D: ImageMounter + 'static>(stream: UnixStream, door: &Arc<ConnectionGat
 }
 
 /// Serves one client; false if its slot was reassigned before its request arrived.
-fn serve_client<D: ImageMounter>(mut stream: UnixStream, number: u64, door: &ConnectionGate, volumes: &Volumes<D>) -> bool {
+fn serve_client<D: ImageMounter>(
+    mut stream: UnixStream,
+    number: u64,
+    door: &ConnectionGate,
+    volumes: &Volumes<D>,
+) -> bool {
     let request = plugin_http::read(&mut stream, Instant::now() + REQUEST_TIMEOUT);
     if !door.unregister_arriving(number) {
         if request.is_err() {
@@ -253,7 +262,9 @@ fn serve_client<D: ImageMounter>(mut stream: UnixStream, number: u64, door: &Con
             door.change(|state| state.in_progress -= 1);
             sent
         }
-        Err(PluginRequestError::Answer(status, what)) => Some(plugin_http::send(&mut stream, &protocol::error_response(status, what))),
+        Err(PluginRequestError::Answer(status, what)) => {
+            Some(plugin_http::send(&mut stream, &protocol::error_response(status, what)))
+        }
         Err(PluginRequestError::Gone) => None,
     };
     if let Some(Err(error)) = answer {

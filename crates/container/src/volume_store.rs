@@ -231,7 +231,10 @@ mod tests {
     }
 
     fn record() -> VolumeRecord {
-        VolumeRecord { options: [("size".to_owned(), "8M".to_owned())].into(), users: ["a".to_owned()].into() }
+        VolumeRecord {
+            options: [("size".to_owned(), "8M".to_owned())].into(),
+            users: ["a".to_owned()].into(),
+        }
     }
 
     #[test]
@@ -274,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn one_process_uses_a_directory() {
+    fn directory_is_locked_by_one_process() {
         let directory = tempfile::tempdir().unwrap();
         let _store = VolumeStore::open(directory.path()).unwrap();
         let error = VolumeStore::open(directory.path()).unwrap_err().to_string();

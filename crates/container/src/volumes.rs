@@ -27,8 +27,8 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 
 use crate::{
-    mounter::ImageMounter,
     image,
+    mounter::ImageMounter,
     options::{OptionValues, VolumeOptions},
     volume_store::{MAX_USER_BYTES, MAX_USERS, VolumeName, VolumeRecord, VolumeStore},
 };
@@ -219,7 +219,11 @@ impl<D: ImageMounter> Volumes<D> {
     }
 
     /// Corrects the record by the kernel's mounts; returns it, and true if the volume is mounted.
-    fn reconcile_record(&self, held: &VolumeLock<'_>, mut record: VolumeRecord) -> anyhow::Result<(VolumeRecord, bool)> {
+    fn reconcile_record(
+        &self,
+        held: &VolumeLock<'_>,
+        mut record: VolumeRecord,
+    ) -> anyhow::Result<(VolumeRecord, bool)> {
         let is_mounted = self.devices.is_mounted(&self.store.mount_point(&held.name))?;
         if !is_mounted && !record.users.is_empty() {
             record.users.clear();

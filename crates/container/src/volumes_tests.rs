@@ -155,7 +155,7 @@ fn failures_change_nothing() {
 }
 
 #[test]
-fn an_image_that_cannot_be_made_leaves_nothing() {
+fn failed_image_creation_leaves_no_files() {
     let (directory, _, volumes) = one();
     // Converting to qcow2 needs the program, which is missing here.
     let given: OptionValues = [("size".to_owned(), "8M".to_owned())].into();

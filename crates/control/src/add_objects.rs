@@ -10,18 +10,20 @@
 use std::{os::fd::OwnedFd, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{anyhow, bail, ensure};
-use block::layer::throttle::{ThrottleGroup, GroupSettings};
+use block::layer::throttle::{GroupSettings, ThrottleGroup};
 use image::{Image, Secret};
 use reactor::regular_file;
 use serde_json::{Map, Value};
-use settings::{ExportConfig, Diagnostics, PlacedDisk, CheckedDisk, SecretSource, TlsConfig, ConfigError, config};
+use settings::{
+    CheckedDisk, ConfigError, Diagnostics, ExportConfig, PlacedDisk, SecretSource, TlsConfig, config,
+};
 use storage::PassedFiles;
 
 use super::{
     assemble::{self, DiskAssembly},
-    image_opening::{UnavailableImage, UnavailableImageState, ImageOpenAttempt},
-    registry::{RegistryError, Registry, RunningExport},
+    image_opening::{ImageOpenAttempt, UnavailableImage, UnavailableImageState},
     planned_export::{self, PlannedExport},
+    registry::{Registry, RegistryError, RunningExport},
 };
 
 /// Maximum number of groups that contain a group; every request is charged at each level.
@@ -57,7 +59,7 @@ impl NewDisk {
         let _arrival = registry.begin_adding(&name)?;
         // Without the lock: the answer of a storage server may take any time.
         let image = open_image(registry, &planned.disk, None).await?;
-        let _turn = registry.change().await?;
+        let _turn = registry.lock_structure().await?;
         list_disk(registry, &planned.disk, image)?;
         match book_and_export(registry, &planned, sockets).await {
             Ok(exports) => export_uris(registry, &exports),
@@ -79,7 +81,11 @@ impl NewDisk {
     ///
     /// # Errors
     /// As for [`NewDisk::add`].
-    pub(crate) async fn add_transferred(self, registry: &Rc<Registry>, passed: PassedFiles) -> anyhow::Result<()> {
+    pub(crate) async fn add_transferred(
+        self,
+        registry: &Rc<Registry>,
+        passed: PassedFiles,
+    ) -> anyhow::Result<()> {
         registry.check_name(&self.name)?;
         let planned = self.checked(registry)?;
         let image = open_image(registry, &planned.disk, Some(passed)).await?;
@@ -153,7 +159,11 @@ fn resolve_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagno
 }
 
 /// Opens the image of a disk that is not in the config file.
-async fn open_image(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles>) -> anyhow::Result<Image> {
+async fn open_image(
+    registry: &Registry,
+    disk: &PlacedDisk,
+    passed: Option<PassedFiles>,
+) -> anyhow::Result<Image> {
     registry.check_image(&disk.image).await?;
     let mut secrets = Vec::new();
     for source in &disk.qcow2.secrets {
@@ -161,7 +171,8 @@ async fn open_image(registry: &Registry, disk: &PlacedDisk, passed: Option<Passe
             secrets.push(passphrase(registry, path).await.map_err(|why| disk.error("secret-file", why))?);
         }
     }
-    let mut opening = DiskAssembly::for_registry(registry).with_passed_files(passed).open_request_with(disk, secrets)?;
+    let mut opening =
+        DiskAssembly::for_registry(registry).with_passed_files(passed).open_request_with(disk, secrets)?;
     if let Some(path) = disk.image.path() {
         // A path in `/dev/fdset` is opened by its passed descriptor, not by name.
         let descriptor = registry.objects.descriptors.descriptor_at(path, disk.read_only);
@@ -171,7 +182,9 @@ async fn open_image(registry: &Registry, disk: &PlacedDisk, passed: Option<Passe
     let trial = ImageOpenAttempt::begin(opening, disk.image.path().is_none());
     match trial.outcome().await {
         Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
-        Err(UnavailableImage { state: UnavailableImageState::Failed(error), .. }) => Err(registry.with_holder_if_lock_error(error, [])),
+        Err(UnavailableImage { state: UnavailableImageState::Failed(error), .. }) => {
+            Err(registry.with_holder_if_lock_error(error, []))
+        }
         Err(silent) => bail!("{}: {silent} (restore its file system, and add the disk again)", disk.image),
     }
 }
@@ -230,7 +243,12 @@ async fn book_and_export(
         exports.push(export);
     }
     for export in &exports {
-        tracing::info!(export = export.id, disk = name, at = export.endpoint.address(), "an export was added");
+        tracing::info!(
+            export = export.id,
+            disk = name,
+            at = export.endpoint.address(),
+            "an export was added"
+        );
     }
     Ok(exports)
 }
@@ -329,7 +347,9 @@ mod tests {
     fn added_disk_has_the_config_of_its_keys() {
         with_registry(async |registry| {
             let keys = json!({ "iops-total": 1000, "group": "g" });
-            add_group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys")).await.expect("a group");
+            add_group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys"))
+                .await
+                .expect("a group");
             let refused = add_group(&registry, "h", keys.as_object().expect("keys")).await;
             refused.expect("a group in a group");
             assert_eq!(
@@ -384,7 +404,8 @@ mod tests {
                     "is for disks of the config file",
                 ),
             ] {
-                let error = new_disk("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
+                let error =
+                    new_disk("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
                 assert!(error.contains(expect), "{error}");
                 assert!(registry.disks.all().is_empty() && registry.check_name("d").is_ok());
                 assert!(registry.disks.unlisted_operation().is_none());

@@ -6,7 +6,10 @@ use anyhow::{Context as _, anyhow};
 use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use export::nbd;
 use image::{Image, Secret, open::ImageOptions};
-use settings::{TlsCredentialFiles, DesiredState, SecretSource, ProcessSpec, ThrottleConfig, TlsConfig, secret::SecretReader};
+use settings::{
+    DesiredState, ProcessSpec, SecretSource, ThrottleConfig, TlsConfig, TlsCredentialFiles,
+    secret::SecretReader,
+};
 use storage::{OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
 
 use super::{
@@ -50,7 +53,10 @@ impl DiskAssembly {
     }
 
     /// Returns everything that opening the image of a disk needs, including its passphrases.
-    pub(crate) async fn open_request(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<ImageOpenRequest> {
+    pub(crate) async fn open_request(
+        &mut self,
+        planned: &settings::PlacedDisk,
+    ) -> anyhow::Result<ImageOpenRequest> {
         let own = match &*planned.qcow2.secrets {
             [] => Vec::new(),
             sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
@@ -128,7 +134,11 @@ pub(crate) fn without_disk_reservations(planned: &settings::PlacedDisk) -> setti
 }
 
 /// Books the reservations of a group or disk of a cluster's limits, as far as capacity allows.
-pub(crate) fn book_reservations(registry: &Registry, name: &str, settings: &ThrottleConfig) -> anyhow::Result<()> {
+pub(crate) fn book_reservations(
+    registry: &Registry,
+    name: &str,
+    settings: &ThrottleConfig,
+) -> anyhow::Result<()> {
     match [settings.iops_reservation, settings.bps_reservation] {
         [0, 0] => Ok(()),
         wanted => registry.book_at_start(name, wanted),

@@ -12,7 +12,10 @@ use image::{
 use super::registry::RunningDisk;
 
 /// Returns the bitmaps with these names, in this order.
-pub(crate) async fn find_bitmaps(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
+pub(crate) async fn find_bitmaps(
+    running: &RunningDisk,
+    names: &[String],
+) -> anyhow::Result<Arc<[BitmapView]>> {
     if names.len() > MAX_BITMAPS {
         anyhow::bail!("{} bitmaps for one export; {MAX_BITMAPS} is the most", names.len());
     }

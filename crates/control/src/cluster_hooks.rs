@@ -2,12 +2,12 @@
 
 use std::iter;
 
-use cluster::{ReservationRefusal, ClusterHooks, actor::ChangeOrigin};
+use cluster::{ClusterHooks, ReservationRefusal, actor::ChangeOrigin};
 use policy::throttle::Limits;
 
 use super::{
     registry::Registry,
-    watch::settings::{SettingChange, MemberSettingValues},
+    watch::settings::{MemberSettingValues, SettingChange},
 };
 use crate::events::{Kind, NewEvent};
 
@@ -77,7 +77,8 @@ impl ClusterHooks for Registry {
     }
 
     fn report_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &ChangeOrigin) {
-        let changes = MemberSettingValues::of_limits(after).changes_since(&MemberSettingValues::of_limits(before));
+        let changes =
+            MemberSettingValues::of_limits(after).changes_since(&MemberSettingValues::of_limits(before));
         let what = format!("group {group} was changed on all hosts by {}", by.shown());
         let news = SettingChange::changed_event(&what, &changes).of_group(group).with("cluster", cluster);
         self.events.record(news.with("by", by.to_json()));

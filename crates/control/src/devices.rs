@@ -23,7 +23,7 @@ use std::{
 
 use anyhow::Context as _;
 use block::{
-    device::{Device, DeviceId, SysfsRoots, Sampler, SampledTarget, SamplerTarget, id_of},
+    device::{Device, DeviceId, SampledTarget, Sampler, SamplerTarget, SysfsRoots, id_of},
     disk::Disk,
     layer::throttle::ThrottleGroup,
 };
@@ -65,7 +65,12 @@ struct DiskPlacement {
 
 impl DevicePlacements {
     /// Counts a disk; adds the groups that gained a device to `changed`.
-    fn count_disk(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<ThrottleGroup>>) {
+    fn count_disk(
+        &mut self,
+        disk: &Disk,
+        device: Option<Arc<Device>>,
+        changed: &mut Vec<Weak<ThrottleGroup>>,
+    ) {
         let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
         let groups: Vec<_> = above.map(|group| Arc::downgrade(&group)).collect();
         if let Some(device) = &device {

@@ -164,7 +164,10 @@ pub struct ExportEndpoint {
 
 /// Opens an endpoint. Creating a device waits for the kernel. Clients are accepted only after
 /// [`Entrance::accept`].
-pub(crate) async fn open_endpoint(door: &ExportTarget, terms: &EndpointOptions<'_>) -> anyhow::Result<Rc<ExportEndpoint>> {
+pub(crate) async fn open_endpoint(
+    door: &ExportTarget,
+    terms: &EndpointOptions<'_>,
+) -> anyhow::Result<Rc<ExportEndpoint>> {
     let is_device = !matches!(door, ExportTarget::VhostUserBlk(_));
     ensure!(
         !(is_device && terms.disk.disk.has_handover()),
@@ -370,14 +373,16 @@ fn data_identity(running: &RunningDisk) -> anyhow::Result<String> {
 }
 
 /// Fails if this host lacks the driver, device or file of an endpoint. Changes nothing. Blocking.
-pub fn check_host(door: &ExportTarget) -> anyhow::Result<()> {
+pub fn check_host_support(door: &ExportTarget) -> anyhow::Result<()> {
     let there = |path: &Path, remedy: &str| match path.exists() {
         true => Ok(()),
         false => Err(anyhow!("{}: does not exist ({remedy})", path.display())),
     };
     match door {
         ExportTarget::VhostUserBlk(_) => Ok(()),
-        ExportTarget::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
+        ExportTarget::Ublk(_) => {
+            there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1")
+        }
         ExportTarget::NbdDevice(device) => {
             let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
             there(&path, "`modprobe nbd`")

@@ -13,12 +13,12 @@
 //!
 //! Never on the path of a request: a client causes two events, at its connection and at its end.
 
-mod deliveries;
-mod rate_limit;
-pub(crate) mod hysteresis;
-mod event_type;
-mod log;
 mod client_events;
+mod deliveries;
+mod event_type;
+pub(crate) mod hysteresis;
+mod log;
+mod rate_limit;
 
 use std::{
     collections::VecDeque,
@@ -31,11 +31,11 @@ use event_listener::EventListener;
 use policy::time::Instant;
 
 pub use deliveries::DeliveryCounters;
-use rate_limit::SharedEventRateLimit;
-pub use event_type::RecordedEvent;
 pub use event_type::Kind;
 pub use event_type::NewEvent;
+pub use event_type::RecordedEvent;
 pub use log::log_events;
+use rate_limit::SharedEventRateLimit;
 
 /// Capacity of the ring: less than two megabytes with messages of maximum length.
 const RING_CAPACITY: usize = 1024;
@@ -114,7 +114,11 @@ impl EventLog {
 
     /// Inserts the old process's events that are older than the first own event, and adds its
     /// counters. Listeners are not woken.
-    pub(crate) fn merge_transferred(&self, events: Vec<RecordedEvent>, counts: impl Iterator<Item = (Kind, [u64; 2])>) {
+    pub(crate) fn merge_transferred(
+        &self,
+        events: Vec<RecordedEvent>,
+        counts: impl Iterator<Item = (Kind, [u64; 2])>,
+    ) {
         let mut ring = self.lock_ring();
         // Ids stay sorted in the ring, which `since` relies on for its binary search.
         let first = ring.kept.front().map_or(ring.next, |event| event.id);
@@ -183,7 +187,10 @@ impl EventLog {
     }
 
     /// Calls `take` for each later event, on this thread. Ends when the handle is dropped.
-    pub(crate) fn for_each_later(&self, take: impl Fn(&Arc<RecordedEvent>) + 'static) -> reactor::JoinHandle<()> {
+    pub(crate) fn for_each_later(
+        &self,
+        take: impl Fn(&Arc<RecordedEvent>) + 'static,
+    ) -> reactor::JoinHandle<()> {
         let (events, mut last) = (self.clone(), self.last());
         reactor::spawn_joinable(async move {
             loop {
@@ -224,11 +231,15 @@ mod tests {
         let events = EventLog::starting_at(1500);
         events.continue_after(before.last());
         events.record_at(at(0), UNIX_EPOCH, news(Kind::DiskStopped));
-        let told = before.since(0).iter().filter_map(|event| RecordedEvent::from_json(&event.to_json())).collect();
+        let told =
+            before.since(0).iter().filter_map(|event| RecordedEvent::from_json(&event.to_json())).collect();
         events.merge_transferred(told, before.counts().into_iter());
         let known: Vec<_> = events.since(0).iter().map(|event| event.id).collect();
         assert!(known.is_sorted() && known.len() == RING_CAPACITY, "{known:?}");
-        assert_eq!(known[..RING_CAPACITY - 1], before.since(0).iter().map(|event| event.id).collect::<Vec<_>>()[1..]);
+        assert_eq!(
+            known[..RING_CAPACITY - 1],
+            before.since(0).iter().map(|event| event.id).collect::<Vec<_>>()[1..]
+        );
         let count = |kind| events.counts().into_iter().find(|(other, _)| *other == kind).expect("a kind").1;
         assert_eq!((count(Kind::DiskAdded), count(Kind::DiskStopped)), ([2000, 0], [1, 0]));
     }

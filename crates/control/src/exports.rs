@@ -152,7 +152,9 @@ impl RunningExport {
         };
         // On another thread: reads /proc of all processes, and opens the device, which this process
         // serves.
-        let users = reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims()).await;
+        let users =
+            reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims())
+                .await;
         ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (disconnect it first)");
         Ok(())
     }

@@ -87,10 +87,15 @@ impl DescriptorSets {
     /// descriptor with the exact access mode is preferred over one with more rights. A writable
     /// descriptor serves one disk only: OFD locks belong to the open file description, so two disks
     /// on it would not exclude each other.
-    pub(crate) fn descriptor_at(&self, path: &Path, read_only: bool) -> Result<Option<Arc<PassedFd>>, String> {
+    pub(crate) fn descriptor_at(
+        &self,
+        path: &Path,
+        read_only: bool,
+    ) -> Result<Option<Arc<PassedFd>>, String> {
         let Ok(number) = path.strip_prefix(FDSET_DIRECTORY) else { return Ok(None) };
         let number = number.to_str().and_then(|text| text.parse::<u64>().ok());
-        let shown = number.map_or_else(|| FDSET_DIRECTORY.to_owned(), |number| format!("{FDSET_DIRECTORY}/{number}"));
+        let shown =
+            number.map_or_else(|| FDSET_DIRECTORY.to_owned(), |number| format!("{FDSET_DIRECTORY}/{number}"));
         let sets = self.0.borrow();
         let members = number.and_then(|number| sets.get(&number));
         let members = members.ok_or_else(|| {

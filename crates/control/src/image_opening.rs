@@ -100,7 +100,9 @@ impl ImageOpenAttempt {
             }
             // The attempt continues in the background; the retry uses its result.
             Err(_) => UnavailableImageState::Opening(self.opened),
-            Ok(Err(error)) if !self.has_no_deadline && is_transient(&error) => UnavailableImageState::Failed(error),
+            Ok(Err(error)) if !self.has_no_deadline && is_transient(&error) => {
+                UnavailableImageState::Failed(error)
+            }
             Ok(opened) => return Ok(opened),
         };
         Err(UnavailableImage { opening: self.opening.without_passed_files(), since: self.began_at, state })

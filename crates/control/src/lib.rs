@@ -27,37 +27,37 @@
 //! thread. Never used by the data path.
 
 mod add_objects;
-mod cluster_hooks;
 pub mod assemble;
 mod bitmaps;
 pub mod change;
-mod retry_queue;
+mod cluster_hooks;
 pub mod devices;
 pub mod endpoints;
 pub mod events;
 pub mod exports;
 pub mod fdsets;
-mod throttle_log;
-mod unmet_reservation;
+mod image_opening;
 pub mod listen;
 pub mod loaded_config;
-mod trial_open;
 pub mod migration;
 pub mod notify;
-mod image_opening;
-mod unmet_reservations;
+pub mod openers;
+pub mod planned_export;
 pub mod qmp;
 pub mod reconcile;
 pub mod recording;
 pub mod registry;
 pub mod reload;
+mod reload_lock;
+mod retry_queue;
 pub mod running_disk;
 pub mod running_server;
-pub mod upgrade;
-mod reload_lock;
+mod throttle_log;
+mod trial_open;
 mod unavailable_disk;
-pub mod openers;
-pub mod planned_export;
+mod unmet_reservation;
+mod unmet_reservations;
+pub mod upgrade;
 pub mod watch;
 
 #[doc(hidden)]

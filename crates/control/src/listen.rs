@@ -29,10 +29,10 @@ use nix::sys::socket::{
 };
 use reactor::operation::Fd;
 use sandbox::directory_of;
-use settings::{ListenAddress, ListenEndpoint, FileOwner, SocketAccess, control::ControlSocketLocation};
+use settings::{FileOwner, ListenAddress, ListenEndpoint, SocketAccess, control::ControlSocketLocation};
 use storage::PassedFiles;
 
-pub use conflicts::conflicts;
+pub use conflicts::find_address_conflicts;
 pub use inherited::InheritedSockets;
 pub use unix::SocketFile;
 pub use uri::UriAuthority;
@@ -140,7 +140,10 @@ pub(crate) fn private_listener(path: &Path, owner: Option<&FileOwner>) -> anyhow
 }
 
 /// Creates a control socket, as [`private`] does, and its directory if that is weir's own.
-pub fn control_listener(place: &ControlSocketLocation, owner: Option<&FileOwner>) -> anyhow::Result<BoundListener> {
+pub fn control_listener(
+    place: &ControlSocketLocation,
+    owner: Option<&FileOwner>,
+) -> anyhow::Result<BoundListener> {
     if let (Some(mode), Some(directory)) = (place.directory_mode, place.path.parent()) {
         create_directory(directory, mode).with_context(|| {
             format!("{}: the directory cannot be made", ListenAddress::Unix(place.path.clone()))
@@ -208,7 +211,9 @@ pub enum AddressConflictRule {
 pub fn check(address: &ListenAddress, others: AddressConflictRule) -> anyhow::Result<()> {
     match address {
         ListenAddress::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
-        ListenAddress::Tcp { host, port } if others == AddressConflictRule::Tolerated => resolve(address, host, *port).map(drop),
+        ListenAddress::Tcp { host, port } if others == AddressConflictRule::Tolerated => {
+            resolve(address, host, *port).map(drop)
+        }
         ListenAddress::Tcp { host, port } => for_each_address(address, host, *port, |one| {
             bind_without_listening(one)?;
             Ok((one.port(), ()))
@@ -406,8 +411,12 @@ mod tests {
         drop(listener);
         drop(control_listener(&place, None).unwrap());
         assert_eq!(mode(path.parent().unwrap()), 0o750);
-        let nowhere = ControlSocketLocation { directory_mode: None, path: root.path().join("other/qmp.sock") };
-        assert!(format!("{:#}", control_listener(&nowhere, None).unwrap_err()).contains("does not exist (create it)"));
+        let nowhere =
+            ControlSocketLocation { directory_mode: None, path: root.path().join("other/qmp.sock") };
+        assert!(
+            format!("{:#}", control_listener(&nowhere, None).unwrap_err())
+                .contains("does not exist (create it)")
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@
 use std::{path::PathBuf, rc::Rc};
 
 use export::nbd;
-use settings::{DaemonConfig, ConfigWithOrigins, DesiredState};
+use settings::{ConfigWithOrigins, DaemonConfig, DesiredState};
 use storage::rate::RateBudgets;
 
 /// Config in force.

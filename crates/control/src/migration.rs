@@ -11,15 +11,15 @@
 //!
 //! Never changes a config file.
 
-mod target;
-mod source;
 mod migrated_disk;
+mod source;
+mod target;
 
-pub use target::receive_disks;
-pub(crate) use source::{MigrationRequest, migrate};
 pub(crate) use migrated_disk::MigratedDisk;
 use policy::time::Duration;
 use settings::config;
+pub(crate) use source::{MigrationRequest, migrate};
+pub use target::receive_disks;
 
 use super::registry::Registry;
 

@@ -437,7 +437,9 @@ mod tests {
         let number = nix::sys::stat::stat(host.path()).unwrap().st_dev;
         let number = format!("{}:{}", nix::sys::stat::major(number), nix::sys::stat::minor(number));
         fs::write(host.path().join("sys/class/block/loop4/dev"), number).unwrap();
-        let users = |name: &str| DeviceOpeners::of_device_in(host.path(), Path::new(name)).with_file_system_users().processes;
+        let users = |name: &str| {
+            DeviceOpeners::of_device_in(host.path(), Path::new(name)).with_file_system_users().processes
+        };
         assert_eq!(users("/dev/loop4"), []);
         symlink(host.path(), host.path().join("proc/12/cwd")).unwrap();
         assert_eq!(users("/dev/loop4"), [OpenerProcess { pid: 12, name: "dd".to_owned() }]);

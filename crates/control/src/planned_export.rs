@@ -8,12 +8,13 @@ use std::{
 use anyhow::{Context as _, bail};
 use policy::access::AccessRules;
 use settings::{
-    ExportTarget, ExportSpec, ListenEndpoint, PlacedDisk, DesiredState, CheckedDisk, NbdServerSpec, VhostUserSocket, TlsConfig, VhostUserBlkConfig,
+    CheckedDisk, DesiredState, ExportSpec, ExportTarget, ListenEndpoint, NbdServerSpec, PlacedDisk,
+    TlsConfig, VhostUserBlkConfig, VhostUserSocket,
 };
 
 use super::{
     bitmaps,
-    endpoints::{VhostUserEndpoint, TransferredEndpoint},
+    endpoints::{TransferredEndpoint, VhostUserEndpoint},
     registry::{self, NewNbdExport, Registry, RunningExport},
     running_server::RunningServer,
 };
@@ -30,7 +31,13 @@ pub struct PlannedExport {
 /// Planned endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PlannedEndpoint {
-    Nbd { endpoint: ListenEndpoint, name: String, description: String, access: AccessRules, bitmaps: Vec<String> },
+    Nbd {
+        endpoint: ListenEndpoint,
+        name: String,
+        description: String,
+        access: AccessRules,
+        bitmaps: Vec<String>,
+    },
     Separate(ExportTarget),
 }
 
@@ -48,7 +55,7 @@ impl PlannedExport {
 
     /// Exports of a disk that is added.
     pub(crate) fn of_new_disk(planned: &CheckedDisk) -> Vec<Self> {
-        let CheckedDisk { disk, servers, doors } = planned;
+        let CheckedDisk { disk, servers, exports: doors } = planned;
         Self::of(std::slice::from_ref(disk), servers, doors, |_| true)
     }
 
@@ -83,7 +90,9 @@ impl PlannedExport {
             })
         });
         let own = doors.iter().filter(|export| is_wanted(export.disk));
-        let own = own.map(|ExportSpec { door, disk }| of_disk(*disk, false, PlannedEndpoint::Separate(door.clone())));
+        let own = own.map(|ExportSpec { target: door, disk }| {
+            of_disk(*disk, false, PlannedEndpoint::Separate(door.clone()))
+        });
         nbd.chain(own).collect()
     }
 
@@ -93,7 +102,9 @@ impl PlannedExport {
             (PlannedEndpoint::Nbd { endpoint, name, .. }, registry::RunningEndpoint::Nbd(serving, _)) => {
                 serving.endpoint == *endpoint && export.name == *name
             }
-            (PlannedEndpoint::Separate(door), registry::RunningEndpoint::Separate(..)) => export.endpoint_config.as_ref() == Some(door),
+            (PlannedEndpoint::Separate(door), registry::RunningEndpoint::Separate(..)) => {
+                export.endpoint_config.as_ref() == Some(door)
+            }
             _ => false,
         };
         is_there && !export.is_ending()
@@ -125,7 +136,10 @@ impl PlannedExport {
             (
                 PlannedEndpoint::Nbd { description, access, bitmaps, .. },
                 PlannedEndpoint::Nbd {
-                    description: other_description, access: other_access, bitmaps: other_bitmaps, ..
+                    description: other_description,
+                    access: other_access,
+                    bitmaps: other_bitmaps,
+                    ..
                 },
             ) => {
                 add("description", description != other_description);
@@ -135,7 +149,8 @@ impl PlannedExport {
             (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
                 // Compared in the syntax of the command line: the address, then each non-default
                 // key.
-                let said = |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let said =
+                    |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
                 let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
                 for word in one.symmetric_difference(&other) {
                     let key = word.split('=').next().unwrap_or_default().to_owned();
@@ -260,10 +275,12 @@ pub fn export_uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
             address.replacen("unix:", "vhost-user:", 1)
         }
         // The path of a passed socket is known to the kernel only.
-        Some(ExportTarget::VhostUserBlk(_)) => match entrance.vhost_user().and_then(VhostUserEndpoint::listening_path) {
-            Some(path) => format!("vhost-user:{}", path.display()),
-            None => address.to_owned(),
-        },
+        Some(ExportTarget::VhostUserBlk(_)) => {
+            match entrance.vhost_user().and_then(VhostUserEndpoint::listening_path) {
+                Some(path) => format!("vhost-user:{}", path.display()),
+                None => address.to_owned(),
+            }
+        }
         _ => address.to_owned(),
     }]
 }

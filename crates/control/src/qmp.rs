@@ -43,10 +43,10 @@ use block::layer::throttle::GroupSettings;
 pub use control::ControlSockets;
 pub use json::whole_number;
 use serde_json::{Map, Value};
-pub use server::ShutdownCause;
 use server::CommandExecutor as _;
+pub use server::ShutdownCause;
 pub use session::qemu_release;
-use settings::{SettingChanges, LimitChanges, SettingNaming};
+use settings::{LimitChanges, SettingChanges, SettingNaming};
 use storage::PassedFiles;
 
 use super::registry::Registry;

@@ -15,13 +15,13 @@
 pub(crate) mod change_report;
 pub(crate) mod difference;
 mod dry_run;
-mod images;
 mod image_checks;
+mod images;
 pub(crate) mod placements;
+mod roll_back;
 pub mod source;
 #[cfg(test)]
 mod tests;
-mod roll_back;
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -30,27 +30,27 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::layer::throttle::{ThrottleGroup, GroupSettings};
+use block::layer::throttle::{GroupSettings, ThrottleGroup};
 pub use difference::PlanDifference;
 use export::nbd::{self, Removal};
 use image::Image;
 pub(crate) use images::check_secret_files;
-use policy::throttle::NodeShare;
 use placements::{GroupOrDisk, MemberPlacement, without_reservation};
-use serde_json::Value;
-use settings::{DiskConfig, ListenEndpoint, PlacedDisk, DesiredState};
-use source::StartSource;
-use storage::rate::RateBudgets;
+use policy::throttle::NodeShare;
 pub(crate) use roll_back::CompletedStep;
 use roll_back::apply_config;
+use serde_json::Value;
+use settings::{DesiredState, DiskConfig, ListenEndpoint, PlacedDisk};
+use source::StartSource;
+use storage::rate::RateBudgets;
 
 use super::{
     assemble::{self, DiskAssembly},
-    listen,
     image_opening::UnavailableImage,
-    registry::{EndpointParameters, RegistryError, Registry, RunningDisk},
+    listen,
+    planned_export::{self, PlannedEndpoint, PlannedExport, RunningExportIndex},
+    registry::{EndpointParameters, Registry, RegistryError, RunningDisk},
     running_server::RunningServer,
-    planned_export::{self, RunningExportIndex, PlannedExport, PlannedEndpoint},
 };
 
 /// Reason for a reconciliation. It determines which steps may wait without a time limit, and which
@@ -98,7 +98,18 @@ impl<'a> Reconciliation<'a> {
     ) -> Self {
         let assembly = DiskAssembly::new(registry.image_root().cloned(), budgets);
         let (done, set, told, silent, uris) = Default::default();
-        Self { registry, occasion, plan, tls, assembly, completed: done, changed_names: set, reports: told, unavailable: silent, uris }
+        Self {
+            registry,
+            occasion,
+            plan,
+            tls,
+            assembly,
+            completed: done,
+            changed_names: set,
+            reports: told,
+            unavailable: silent,
+            uris,
+        }
     }
 
     /// Uses images that the old process of an upgrade has open.
@@ -138,7 +149,9 @@ impl Reconciliation<'_> {
             // that another host booked at the same time.
             self.apply(difference, images, source).await?;
             match self.registry.cluster() {
-                Some(cluster) => cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg),
+                Some(cluster) => {
+                    cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg)
+                }
                 None => Ok(()),
             }
         };
@@ -203,7 +216,11 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    async fn add_exports(&mut self, difference: &PlanDifference, source: &dyn StartSource) -> anyhow::Result<()> {
+    async fn add_exports(
+        &mut self,
+        difference: &PlanDifference,
+        source: &dyn StartSource,
+    ) -> anyhow::Result<()> {
         let silent: HashSet<_> = self.unavailable.iter().map(|(disk, _)| disk.as_str()).collect();
         for wanted in difference.new_exports.iter().filter(|wanted| !silent.contains(&*wanted.disk)) {
             let told = wanted.name_and_address(self.registry);
@@ -212,7 +229,8 @@ impl Reconciliation<'_> {
                 self.uris.push(told.1);
                 continue;
             }
-            let export = wanted.add(self.registry).await.map_err(|error| self.with_export_place(wanted, error))?;
+            let export =
+                wanted.add(self.registry).await.map_err(|error| self.with_export_place(wanted, error))?;
             self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
             self.completed.push(CompletedStep::ExportAdded(export.id.clone()));
             self.reports.push(change_report::export_report(told, &wanted.disk, "added"));
@@ -264,7 +282,9 @@ impl Reconciliation<'_> {
         }
         let address = match &server.endpoint {
             ListenEndpoint::Address(address) => address.to_string(),
-            ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => "the sockets that were passed".to_owned(),
+            ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => {
+                "the sockets that were passed".to_owned()
+            }
         };
         format!(
             "{}: has no export, and [daemon] no nbd, so it is for NBD at {address} (write its export, such as {{ type = \"nbd\", listen = \"unix:PATH\" }})",
@@ -273,7 +293,11 @@ impl Reconciliation<'_> {
     }
 
     /// Binds the new servers. All addresses are bound before one of them accepts a client.
-    fn bind(&self, difference: &PlanDifference, source: &mut dyn StartSource) -> anyhow::Result<Vec<Rc<RunningServer>>> {
+    fn bind(
+        &self,
+        difference: &PlanDifference,
+        source: &mut dyn StartSource,
+    ) -> anyhow::Result<Vec<Rc<RunningServer>>> {
         if difference.new_servers.is_empty() {
             return Ok(Vec::new());
         }
@@ -297,7 +321,10 @@ impl Reconciliation<'_> {
                 ReconcileReason::Start => listeners?,
                 _ => listeners.with_context(|| self.first_export_place(planned))?,
             };
-            let server = nbd::NbdServer::new(self.tls.clone(), assemble::nbd_server_terms(service, &self.registry.events));
+            let server = nbd::NbdServer::new(
+                self.tls.clone(),
+                assemble::nbd_server_terms(service, &self.registry.events),
+            );
             // Reserves their numbers: the first export is the server's default even before it is
             // added.
             server.reserve(planned.exports.iter().map(|export| export.name.clone()));
@@ -311,7 +338,8 @@ impl Reconciliation<'_> {
     /// Applies the settings of a disk that can change at run time, except limits, shares and group.
     async fn configure(&mut self, running: &Rc<RunningDisk>, planned: &DiskConfig) -> anyhow::Result<()> {
         let before = running.current_config();
-        let (now, wanted) = (change_report::disk_only_values(&before), change_report::disk_only_values(planned));
+        let (now, wanted) =
+            (change_report::disk_only_values(&before), change_report::disk_only_values(planned));
         if now == wanted {
             return Ok(());
         }
@@ -326,7 +354,11 @@ impl Reconciliation<'_> {
 
     /// Applies limits, shares, reservations, groups and disks in one step without `await`, so that
     /// no command sees or changes an intermediate state.
-    fn place_members(&mut self, difference: &PlanDifference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
+    fn place_members(
+        &mut self,
+        difference: &PlanDifference,
+        images: Vec<(usize, Image)>,
+    ) -> anyhow::Result<()> {
         let groups = self.add_groups(difference)?;
         let mut seats = Vec::new();
         for (index, group) in groups {
@@ -341,7 +373,11 @@ impl Reconciliation<'_> {
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let node = GroupOrDisk::Disk(Arc::clone(&self.registry.disks.get(&planned.name)?.disk));
-            seats.push(MemberPlacement { node, settings: self.disk_settings(planned), group: self.group_of(planned)? });
+            seats.push(MemberPlacement {
+                node,
+                settings: self.disk_settings(planned),
+                group: self.group_of(planned)?,
+            });
         }
         self.apply_placements(difference, seats)?;
         for (index, image) in images {
@@ -403,7 +439,10 @@ impl Reconciliation<'_> {
     }
 
     /// Groups to configure, with their indices in the plan. New groups have no reservation yet.
-    fn add_groups(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<(usize, Arc<ThrottleGroup>)>> {
+    fn add_groups(
+        &mut self,
+        difference: &PlanDifference,
+    ) -> anyhow::Result<Vec<(usize, Arc<ThrottleGroup>)>> {
         let kept = difference.kept_groups.iter();
         let kept = kept.map(|&index| Ok((index, self.registry.groups.get(&self.plan.groups[index].name)?)));
         let mut groups = kept.collect::<Result<Vec<_>, RegistryError>>()?;
@@ -430,14 +469,19 @@ impl Reconciliation<'_> {
 
     /// Applies the seats that differ from the running state, and records the changes of existing
     /// ones.
-    fn apply_placements(&mut self, difference: &PlanDifference, seats: Vec<MemberPlacement>) -> anyhow::Result<()> {
+    fn apply_placements(
+        &mut self,
+        difference: &PlanDifference,
+        seats: Vec<MemberPlacement>,
+    ) -> anyhow::Result<()> {
         let new_groups = difference.new_groups.iter().map(|&index| self.plan.groups[index].name.as_str());
         let new_groups: HashSet<_> = new_groups.collect();
         let (mut before, mut after, mut told) = (Vec::new(), Vec::new(), Vec::new());
         for seat in seats {
             let (kind, name) = seat.kind_and_name();
             let now = MemberPlacement::current(&seat.node);
-            let differences: Vec<_> = change_report::setting_reports(kind, &name, now.values(), seat.values()).collect();
+            let differences: Vec<_> =
+                change_report::setting_reports(kind, &name, now.values(), seat.values()).collect();
             if !differences.is_empty() {
                 told.extend(differences.into_iter().filter(|_| !new_groups.contains(&*name)));
                 before.push(now);
@@ -480,9 +524,12 @@ impl Reconciliation<'_> {
     /// Closes objects that the plan no longer contains and no client uses: disks and groups of the
     /// difference, and servers of `before`, the previous plan.
     pub(crate) async fn remove_old(&mut self, difference: &PlanDifference, before: &DesiredState) {
-        let endpoints: HashSet<&ListenEndpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
+        let endpoints: HashSet<&ListenEndpoint> =
+            self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &before.servers {
-            let Some(serving) = planned_export::find_server(self.registry, &server.endpoint) else { continue };
+            let Some(serving) = planned_export::find_server(self.registry, &server.endpoint) else {
+                continue;
+            };
             // A server of the file stays while exports that clients added are at it.
             if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_export_at(&serving) {
                 self.registry.exports.remove_server(&serving);

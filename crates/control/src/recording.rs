@@ -266,7 +266,9 @@ impl Recordings {
 
     /// Updates names, numbers and limits after a change of disks or groups.
     pub(crate) fn handle_change(&self, change: &RegistryChange) {
-        let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else { return };
+        let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else {
+            return;
+        };
         if self.engine.borrow().is_none() {
             return;
         }
@@ -275,7 +277,8 @@ impl Recordings {
             // A group may have moved, together with its descendants.
             None => {
                 let now = reactor::now();
-                let remove = |owner| self.with_engine(|engine| engine.remove((owner, name.as_str().into()), now));
+                let remove =
+                    |owner| self.with_engine(|engine| engine.remove((owner, name.as_str().into()), now));
                 remove(LimitOwner::Disk);
                 if !(self.has_group)(name) {
                     remove(LimitOwner::Group);

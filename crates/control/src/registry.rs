@@ -15,8 +15,7 @@
 //!                                                 notify listeners
 //! ```
 
-mod incomplete_disks;
-mod name_map;
+mod disk_watches;
 mod disks;
 mod export_changes;
 #[cfg(test)]
@@ -24,10 +23,11 @@ mod exported_tests;
 mod exports;
 mod groups;
 pub(crate) mod image_holder;
+mod incomplete_disks;
 mod lifecycle;
+mod name_map;
 mod objects;
 mod registry_error;
-mod disk_watches;
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -39,31 +39,31 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
-use name_map::NameMap;
-#[cfg(test)]
-pub(crate) use name_map::visits;
 use cluster::ClusterMembership;
+use disk_watches::{watch_failures, watch_image_changes, watch_size};
 pub use disks::DiskRegistry;
 pub(crate) use exports::EndpointParameters;
 pub use exports::ExportRegistry;
 pub use groups::GroupRegistry;
 pub use lifecycle::Lifecycle;
+use name_map::NameMap;
+#[cfg(test)]
+pub(crate) use name_map::visits;
 pub(crate) use objects::{NamedObject, ObjectRegistry};
 use policy::throttle;
 pub use registry_error::RegistryError;
 use sandbox::{self, EnteredSandbox};
 use settings::ImageLocation;
 use storage::Root;
-use disk_watches::{watch_image_changes, watch_failures, watch_size};
 
-pub use super::exports::{RunningEndpoint, NewNbdExport, RunningExport};
+pub use super::exports::{NewNbdExport, RunningEndpoint, RunningExport};
 pub use super::running_disk::RunningDisk;
 pub(crate) use super::running_disk::{LowerNode, ProtocolNode};
 use super::{
-    change::{RegistryChange, ChangeListener},
-    devices::{DiskDevices, DeviceWithDisks},
+    change::{ChangeListener, RegistryChange},
+    devices::{DeviceWithDisks, DiskDevices},
     loaded_config::LoadedConfig,
     recording::Recordings,
     reload_lock::ReloadGuard,
@@ -231,7 +231,9 @@ impl Registry {
     pub fn follow_devices(self: &Rc<Self>) {
         let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
-            let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else { return };
+            let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else {
+                return;
+            };
             // A nonempty set means that a task for this turn is already spawned.
             let is_due = !changed.borrow().is_empty();
             changed.borrow_mut().insert(name.clone());
@@ -426,11 +428,11 @@ impl Registry {
     ///
     /// # Errors
     /// An upgrade is in progress.
-    pub(crate) async fn change(&self) -> Result<Option<ReloadGuard<'_>>, RegistryError> {
+    pub(crate) async fn lock_structure(&self) -> Result<Option<ReloadGuard<'_>>, RegistryError> {
         if self.lifecycle.delays_clients.get() {
             return Ok(None);
         }
-        let turn = self.lifecycle.reload_lock.share().await;
+        let turn = self.lifecycle.reload_lock.lock_shared().await;
         if self.lifecycle.is_upgrading.get() {
             return Err(RegistryError::TakenOver);
         }

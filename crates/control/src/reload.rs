@@ -23,16 +23,18 @@ use anyhow::{Context as _, ensure};
 use cluster::actor::ChangeOrigin;
 use credentials::RenewedCredentials;
 use serde_json::{Value, json};
-use settings::{ParsedConfig, Diagnostics, DesiredState, RecordingConfig, config};
+use settings::{DesiredState, Diagnostics, ParsedConfig, RecordingConfig, config};
 
 use super::{
     assemble,
     change::RegistryChange,
     loaded_config::LoadedConfig,
-    reconcile::{PlanDifference, CompletedStep, ReconcileReason, Reconciliation, change_report, source::FreshStart},
+    planned_export,
+    reconcile::{
+        CompletedStep, PlanDifference, ReconcileReason, Reconciliation, change_report, source::FreshStart,
+    },
     recording,
     registry::Registry,
-    planned_export,
 };
 
 /// Reads the config file again and applies it. Returns the changes in their order.
@@ -54,7 +56,7 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 /// # Errors
 /// Reason for which a reload would fail, as far as that is visible before its effects.
 pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
-    let _turn = registry.change().await?;
+    let _turn = registry.lock_structure().await?;
     let loaded = loaded_config(registry)?;
     let (draft, plan, moved, unopened) = read_plan(registry, &loaded, true).await?;
     let difference = PlanDifference::find(registry, &loaded.plan, (&draft, &plan)).await?;
@@ -68,7 +70,11 @@ pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value
     Ok(told)
 }
 
-fn new_reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &LoadedConfig, plan: &'a DesiredState) -> Reconciliation<'a> {
+fn new_reconciliation<'a>(
+    registry: &'a Rc<Registry>,
+    loaded: &LoadedConfig,
+    plan: &'a DesiredState,
+) -> Reconciliation<'a> {
     let (tls, budgets) = (loaded.tls.clone(), loaded.budgets.clone());
     Reconciliation::new(ReconcileReason::Reload, registry, plan, tls, budgets)
 }
@@ -89,7 +95,10 @@ fn loaded_config(registry: &Registry) -> anyhow::Result<Rc<LoadedConfig>> {
 ///
 /// # Errors
 /// The new directory is unusable.
-async fn recording_changes(before: &DesiredState, (draft, after): (&ParsedConfig, &DesiredState)) -> anyhow::Result<Vec<Value>> {
+async fn recording_changes(
+    before: &DesiredState,
+    (draft, after): (&ParsedConfig, &DesiredState),
+) -> anyhow::Result<Vec<Value>> {
     let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
         let place = draft.daemon.origin_of_given("record").map(ToString::to_string);
@@ -97,7 +106,8 @@ async fn recording_changes(before: &DesiredState, (draft, after): (&ParsedConfig
         let checked = reactor::run_blocking(move || recording::check_directory(&wanted, own.as_ref())).await;
         checked.with_context(|| place.unwrap_or_default())?;
     }
-    let values = |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
+    let values =
+        |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
     Ok(change_report::setting_reports("daemon", "", values(before), values(after)).collect())
 }
 
@@ -152,7 +162,9 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     assemble::log_remarks(&whole);
     // Includes servers without a config entry that only exports of clients keep open.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
-    for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.default_read_only))) {
+    for (endpoint, standard) in
+        old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.default_read_only)))
+    {
         if let Some(serving) = planned_export::find_server(registry, endpoint) {
             serving.default_for_disks.set(standard);
         }
@@ -160,7 +172,14 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let LoadedConfig { file, options, inherited, tls, budgets, .. } = &*loaded;
     let (file, options, inherited) = (file.clone(), options.clone(), *inherited);
     let (tls, budgets) = (tls.clone(), budgets.clone());
-    registry.loaded.replace(Some(Rc::new(LoadedConfig { file, options, inherited, plan: whole, tls, budgets })));
+    registry.loaded.replace(Some(Rc::new(LoadedConfig {
+        file,
+        options,
+        inherited,
+        plan: whole,
+        tls,
+        budgets,
+    })));
     Ok(told)
 }
 

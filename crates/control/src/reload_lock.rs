@@ -19,23 +19,23 @@ pub struct ReloadMutex {
     is_alone: Cell<bool>,
     shared: Cell<usize>,
     /// Number of tasks that wait for the exclusive lock.
-    waiting: Cell<usize>,
+    exclusive_waiters: Cell<usize>,
     freed: Event,
 }
 
 /// Guard; releases the lock when dropped.
 #[derive(Debug)]
 pub struct ReloadGuard<'a> {
-    turns: &'a ReloadMutex,
+    lock: &'a ReloadMutex,
     is_alone: bool,
 }
 
 /// Entry in the count of waiting tasks; removed also if the task is cancelled.
-struct Waiting<'a>(&'a ReloadMutex);
+struct ExclusiveWaiter<'a>(&'a ReloadMutex);
 
 impl ReloadMutex {
     /// True during a start, a reload or the listing of an unavailable disk.
-    pub(crate) fn is_taken_alone(&self) -> bool {
+    pub(crate) fn is_exclusively_locked(&self) -> bool {
         self.is_alone.get()
     }
 
@@ -44,14 +44,14 @@ impl ReloadMutex {
         let is_free = !self.is_alone.get() && self.shared.get() == 0;
         is_free.then(|| {
             self.is_alone.set(true);
-            ReloadGuard { turns: self, is_alone: true }
+            ReloadGuard { lock: self, is_alone: true }
         })
     }
 
     /// Waits for the exclusive lock.
     pub(crate) async fn lock(&self) -> ReloadGuard<'_> {
-        self.waiting.set(self.waiting.get() + 1);
-        let _waiting = Waiting(self);
+        self.exclusive_waiters.set(self.exclusive_waiters.get() + 1);
+        let _waiting = ExclusiveWaiter(self);
         loop {
             // Registered before the attempt, or a release in between would be missed.
             let freed = self.freed.listen();
@@ -63,12 +63,12 @@ impl ReloadMutex {
     }
 
     /// Waits for a shared lock: until no task holds the exclusive lock or waits for it.
-    pub(crate) async fn share(&self) -> ReloadGuard<'_> {
+    pub(crate) async fn lock_shared(&self) -> ReloadGuard<'_> {
         loop {
             let freed = self.freed.listen();
-            if !self.is_alone.get() && self.waiting.get() == 0 {
+            if !self.is_alone.get() && self.exclusive_waiters.get() == 0 {
                 self.shared.set(self.shared.get() + 1);
-                return ReloadGuard { turns: self, is_alone: false };
+                return ReloadGuard { lock: self, is_alone: false };
             }
             freed.await;
         }
@@ -78,16 +78,16 @@ impl ReloadMutex {
 impl Drop for ReloadGuard<'_> {
     fn drop(&mut self) {
         match self.is_alone {
-            true => self.turns.is_alone.set(false),
-            false => self.turns.shared.set(self.turns.shared.get() - 1),
+            true => self.lock.is_alone.set(false),
+            false => self.lock.shared.set(self.lock.shared.get() - 1),
         }
-        self.turns.freed.notify(usize::MAX);
+        self.lock.freed.notify(usize::MAX);
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for ExclusiveWaiter<'_> {
     fn drop(&mut self) {
-        self.0.waiting.set(self.0.waiting.get() - 1);
+        self.0.exclusive_waiters.set(self.0.exclusive_waiters.get() - 1);
         self.0.freed.notify(usize::MAX);
     }
 }
@@ -101,11 +101,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reload_excludes_commands_and_goes_before_later_ones() {
+    fn exclusive_lock_precedes_later_shared_locks() {
         sim::run(1, async {
             let turns = Rc::new(ReloadMutex::default());
-            let (first, second) = (turns.share().await, turns.share().await);
-            assert!(turns.try_lock().is_none() && !turns.is_taken_alone());
+            let (first, second) = (turns.lock_shared().await, turns.lock_shared().await);
+            assert!(turns.try_lock().is_none() && !turns.is_exclusively_locked());
             let waiting = Rc::clone(&turns);
             let reload = reactor::spawn_joinable(async move {
                 let turn = waiting.lock().await;
@@ -116,7 +116,7 @@ mod tests {
             reactor::yield_now().await;
             // The reload has run, and is blocked by both guards.
             let waiting = Rc::clone(&turns);
-            let command = reactor::spawn_joinable(async move { drop(waiting.share().await) });
+            let command = reactor::spawn_joinable(async move { drop(waiting.lock_shared().await) });
             reactor::yield_now().await;
             drop(first);
             reactor::yield_now().await;
@@ -129,15 +129,15 @@ mod tests {
     }
 
     #[test]
-    fn a_waiter_that_is_dropped_keeps_no_command_waiting() {
+    fn cancelled_exclusive_waiter_does_not_block_shared_locks() {
         sim::run(1, async {
             let turns = Rc::new(ReloadMutex::default());
-            let turn = turns.share().await;
+            let turn = turns.lock_shared().await;
             let waiting = Rc::clone(&turns);
             let reload = reactor::spawn_joinable(async move { drop(waiting.lock().await) });
             reactor::yield_now().await;
             reload.cancel().await;
-            drop(turns.share().await);
+            drop(turns.lock_shared().await);
             drop(turn);
             assert!(turns.try_lock().is_some());
         });

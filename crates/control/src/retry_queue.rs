@@ -22,15 +22,15 @@ use anyhow::{anyhow, ensure};
 use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
-use settings::{PlacedDisk, DesiredState};
+use settings::{DesiredState, PlacedDisk};
 use storage::rate::RateBudgets;
 
 use super::{
-    image_opening::{ImageOpenTask, ImageOpenRequest, UnavailableImage, UnavailableImageState},
+    image_opening::{ImageOpenRequest, ImageOpenTask, UnavailableImage, UnavailableImageState},
+    planned_export::{self, PlannedEndpoint, PlannedExport},
     reconcile::{PlanDifference, ReconcileReason, Reconciliation, source::FreshStart},
-    registry::{RunningEndpoint, Registry, RunningExport},
+    registry::{Registry, RunningEndpoint, RunningExport},
     unavailable_disk::UnavailableDiskEntry,
-    planned_export::{self, PlannedExport, PlannedEndpoint},
 };
 use crate::events::{Kind, NewEvent};
 
@@ -39,7 +39,11 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Registry {
     /// Continues without a disk of the plan and retries it in the background.
-    pub(crate) fn retry_later(self: &Rc<Self>, (name, plan): (&str, Rc<DesiredState>), silent: UnavailableImage) {
+    pub(crate) fn retry_later(
+        self: &Rc<Self>,
+        (name, plan): (&str, Rc<DesiredState>),
+        silent: UnavailableImage,
+    ) {
         let UnavailableImage { opening, since, state } = silent;
         let one = Rc::new(UnavailableDiskEntry::new(name, since, plan));
         let first = match state {
@@ -52,7 +56,12 @@ impl Registry {
         self.start_retry(name, one, (opening, first));
     }
 
-    fn start_retry(self: &Rc<Self>, name: &str, one: Rc<UnavailableDiskEntry>, way: (ImageOpenRequest, Option<ImageOpenTask>)) {
+    fn start_retry(
+        self: &Rc<Self>,
+        name: &str,
+        one: Rc<UnavailableDiskEntry>,
+        way: (ImageOpenRequest, Option<ImageOpenTask>),
+    ) {
         let task = bring_up(Rc::downgrade(self), name.to_owned(), Rc::clone(&one), way);
         one.task.replace(Some(reactor::spawn_joinable(task)));
         if let Some(before) = self.disks.unavailable.borrow_mut().insert(name.to_owned(), one) {
@@ -118,7 +127,12 @@ impl Registry {
 
     /// Rolls back the steps of a failed retry, and returns the disk to the retry queue. No event
     /// reports these steps: to watchers the disk is still arriving.
-    async fn requeue_unavailable(self: &Rc<Self>, name: &str, one: &Rc<UnavailableDiskEntry>, work: &mut Reconciliation<'_>) {
+    async fn requeue_unavailable(
+        self: &Rc<Self>,
+        name: &str,
+        one: &Rc<UnavailableDiskEntry>,
+        work: &mut Reconciliation<'_>,
+    ) {
         let place = |export: Rc<RunningExport>| match &export.endpoint {
             RunningEndpoint::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
             RunningEndpoint::Separate(..) => None,
@@ -128,7 +142,9 @@ impl Registry {
         places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
         work.roll_back().await;
         if self.disks.get(name).is_ok() {
-            tracing::error!("disk {name}: could not be added completely, and its remains could not be removed");
+            tracing::error!(
+                "disk {name}: could not be added completely, and its remains could not be removed"
+            );
             places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
             return;
         }
@@ -153,8 +169,10 @@ impl Registry {
         let wanted = PlannedExport::of_disk(&plan, name);
         self.release_reserved_names(name, &one, |old| !wanted.contains(old));
         match way {
-            None => one.plan_anew(plan),
-            Some(way) => self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way),
+            None => one.replace_config(plan),
+            Some(way) => {
+                self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way)
+            }
         }
     }
 
@@ -167,7 +185,12 @@ impl Registry {
     }
 
     /// Releases the positions that NBD servers hold for exports which are no longer planned.
-    fn release_reserved_names(&self, name: &str, one: &UnavailableDiskEntry, is_gone: impl Fn(&PlannedExport) -> bool) {
+    fn release_reserved_names(
+        &self,
+        name: &str,
+        one: &UnavailableDiskEntry,
+        is_gone: impl Fn(&PlannedExport) -> bool,
+    ) {
         for export in PlannedExport::of_disk(&one.plan(), name).iter().filter(|export| is_gone(export)) {
             if let PlannedEndpoint::Nbd { endpoint, name, .. } = &export.way
                 && let Some(serving) = planned_export::find_server(self, endpoint)

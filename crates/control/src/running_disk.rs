@@ -6,12 +6,12 @@ use std::{cell::Cell, path::absolute, rc::Rc, sync::Arc};
 
 use block::{
     disk::{DetectZeroes, Discards, Disk},
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::qcow2::CacheSettings;
 use policy::time::Duration;
 use serde_json::{Map, Value};
-use settings::{DiskConfig, ImageLocation, ConfigKey, KeyTable as _, ThrottleConfig};
+use settings::{ConfigKey, DiskConfig, ImageLocation, KeyTable as _, ThrottleConfig};
 use storage::CacheMode;
 
 /// Time that the removal of a disk waits for its files to be closed.

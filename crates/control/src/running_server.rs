@@ -14,7 +14,7 @@ use export::nbd;
 use reactor::{JoinHandle, ReactorWorker, operation::Fd};
 use settings::{ListenEndpoint, TlsConfig};
 
-use crate::listen::{self, UriAuthority, BoundListener, ListeningSocket, SocketFile};
+use crate::listen::{self, BoundListener, ListeningSocket, SocketFile, UriAuthority};
 
 /// NBD server with its sockets.
 pub struct RunningServer {

@@ -104,8 +104,12 @@ impl ThrottleLogCounters {
 
     fn log_growth(&mut self, registry: &Registry, elapsed: Duration) {
         let (disks, groups) = (registry.disks.all(), registry.groups.all());
-        let of_disk = |disk: &Disk| CurrentThrottleStats::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
-        let of_group = |group: &Arc<ThrottleGroup>| CurrentThrottleStats::new(group.name(), group.stats(), group.parent().cloned());
+        let of_disk = |disk: &Disk| {
+            CurrentThrottleStats::new(disk.name(), disk.throttle().stats(), disk.throttle().group())
+        };
+        let of_group = |group: &Arc<ThrottleGroup>| {
+            CurrentThrottleStats::new(group.name(), group.stats(), group.parent().cloned())
+        };
         let disks = disks.iter().map(|running| of_disk(&running.disk));
         let now: HashMap<_, _> =
             disks.chain(groups.iter().map(of_group)).map(|now| (now.name.clone(), now)).collect();
@@ -125,8 +129,15 @@ impl ThrottleLogCounters {
     }
 
     /// Time limited, with the share of the groups, by the same rule as `weir status`.
-    fn limited_by(&self, seen: ThrottleGrowth, still_waits: bool, above: &[(&str, &ThrottleStats)]) -> ThrottleGrowth {
-        let of_groups = above.iter().map(|(name, stats)| ThrottleGrowth::of(stats).growth_since(self.previous(name)).limited_ns);
+    fn limited_by(
+        &self,
+        seen: ThrottleGrowth,
+        still_waits: bool,
+        above: &[(&str, &ThrottleStats)],
+    ) -> ThrottleGrowth {
+        let of_groups = above
+            .iter()
+            .map(|(name, stats)| ThrottleGrowth::of(stats).growth_since(self.previous(name)).limited_ns);
         // A disk waits for its group's limit too, but the group alone counts that time.
         let limited_ns = throttled_with_groups_ns(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
         ThrottleGrowth { limited_ns, ..seen }
@@ -141,12 +152,20 @@ fn throttle_growth(stats: &ThrottleStats, before: ThrottleGrowth) -> Option<Thro
 
 /// The limit that requests wait for, its own or the nearest ancestor's: `tenant: iops-total`.
 fn throttle_cause(stats: &ThrottleStats, above: &[(&str, &ThrottleStats)]) -> Option<String> {
-    let limit = |stats: &ThrottleStats| stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name());
+    let limit = |stats: &ThrottleStats| {
+        stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name())
+    };
     let of_group = || above.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
     limit(stats).map(str::to_owned).or_else(of_group)
 }
 
-fn log_throttling(name: &str, stats: &ThrottleStats, seen: ThrottleGrowth, elapsed: Duration, above: &[(&str, &ThrottleStats)]) {
+fn log_throttling(
+    name: &str,
+    stats: &ThrottleStats,
+    seen: ThrottleGrowth,
+    elapsed: Duration,
+    above: &[(&str, &ThrottleStats)],
+) {
     let [waiting_reads, waiting_writes] = stats.waiting;
     tracing::debug!(
         target: TARGET,
@@ -177,7 +196,8 @@ mod tests {
     use super::*;
 
     fn stats(throttled: u64, waiting: [usize; 2]) -> ThrottleStats {
-        let reads = AdmissionCounters { throttled, waited_ns: 10 * throttled, ..AdmissionCounters::default() };
+        let reads =
+            AdmissionCounters { throttled, waited_ns: 10 * throttled, ..AdmissionCounters::default() };
         ThrottleStats {
             reads,
             writes: AdmissionCounters::default(),
@@ -203,17 +223,24 @@ mod tests {
 
     #[test]
     fn waiting_request_counts_as_throttled() {
-        assert_eq!(throttle_growth(&stats(3, [0, 1]), ThrottleGrowth::of(&stats(3, [0, 0]))), Some(ThrottleGrowth::default()));
+        assert_eq!(
+            throttle_growth(&stats(3, [0, 1]), ThrottleGrowth::of(&stats(3, [0, 0]))),
+            Some(ThrottleGrowth::default())
+        );
     }
 
     #[test]
     fn disk_waiting_for_its_group_counts_the_groups_time() {
-        let group = ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
+        let group =
+            ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
         let above = [("tenant", &group)];
         // Unlimited itself, with a request that waits for the group's limit.
         let disk = ThrottleStats { throttled_ns: 0, ..stats(2, [0, 1]) };
         let seen = throttle_growth(&disk, ThrottleGrowth::default()).unwrap();
-        let last = ThrottleLogCounters(HashMap::from([("tenant".to_owned(), ThrottleGrowth { limited_ns: 3, ..ThrottleGrowth::default() })]));
+        let last = ThrottleLogCounters(HashMap::from([(
+            "tenant".to_owned(),
+            ThrottleGrowth { limited_ns: 3, ..ThrottleGrowth::default() },
+        )]));
         assert_eq!(last.limited_by(seen, true, &above).limited_ns, 4);
         assert_eq!(last.limited_by(ThrottleGrowth { waited_ns: 3, ..seen }, false, &above).limited_ns, 3);
         assert_eq!(throttle_cause(&disk, &above).as_deref(), Some("tenant: iops-total"));

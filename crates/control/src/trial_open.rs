@@ -4,7 +4,7 @@
 
 use block::disk::Disk;
 use image::Image;
-use storage::{StorageIdentity, OpenError};
+use storage::{OpenError, StorageIdentity};
 
 use super::registry::{Registry, image_holder::held_error};
 
@@ -63,7 +63,8 @@ impl TrialFiles {
         let own = image_files(&planned.name, image, !planned.read_only);
         for (file, path) in &own {
             // Readers may share a file, as their locks do.
-            let is_same = |other: &&TrialFile| other.what == file.what && (file.is_written || other.is_written);
+            let is_same =
+                |other: &&TrialFile| other.what == file.what && (file.is_written || other.is_written);
             if let Some(other) = self.0.iter().find(is_same) {
                 return Err(held_error(&other.disk, path.clone()));
             }

@@ -11,7 +11,7 @@ use std::{
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use settings::{ListenEndpoint, PlacedDisk, DesiredState};
+use settings::{DesiredState, ListenEndpoint, PlacedDisk};
 
 pub struct UnavailableDiskEntry {
     name: String,
@@ -20,7 +20,7 @@ pub struct UnavailableDiskEntry {
     /// Current config, with the disk, its group and its exports.
     plan: RefCell<Rc<DesiredState>>,
     /// Names and endpoints of the disk's exports in `plan`.
-    reserved: RefCell<Rc<[Reserved]>>,
+    reserved: RefCell<Rc<[ReservedEndpoint]>>,
     /// Last reported reason; another reason is reported again.
     pub(super) reported_reason: RefCell<Option<String>>,
     /// Task that opens it.
@@ -30,7 +30,7 @@ pub struct UnavailableDiskEntry {
 impl UnavailableDiskEntry {
     /// `name` must be a disk of the plan.
     pub(super) fn new(name: &str, since: Instant, plan: Rc<DesiredState>) -> Self {
-        let reserved = RefCell::new(Reserved::of(&plan, name).into());
+        let reserved = RefCell::new(ReservedEndpoint::of_disk_exports(&plan, name).into());
         Self {
             name: name.to_owned(),
             since,
@@ -50,13 +50,13 @@ impl UnavailableDiskEntry {
         Rc::clone(&self.plan.borrow())
     }
 
-    pub(super) fn reserved(&self) -> Rc<[Reserved]> {
+    pub(super) fn reserved_endpoints(&self) -> Rc<[ReservedEndpoint]> {
         Rc::clone(&self.reserved.borrow())
     }
 
     /// Replaces the config after a reload; the disk must be in it.
-    pub(super) fn plan_anew(&self, plan: Rc<DesiredState>) {
-        self.reserved.replace(Reserved::of(&plan, &self.name).into());
+    pub(super) fn replace_config(&self, plan: Rc<DesiredState>) {
+        self.reserved.replace(ReservedEndpoint::of_disk_exports(&plan, &self.name).into());
         self.plan.replace(plan);
     }
 
@@ -86,23 +86,23 @@ impl UnavailableDiskEntry {
 
 /// Name or endpoint that no export of another disk may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Reserved {
+pub(super) enum ReservedEndpoint {
     /// Name of an export at an NBD server.
-    Name(ListenEndpoint, String),
+    NbdExportName(ListenEndpoint, String),
     /// Absolute path of an endpoint of a single export.
-    Path(PathBuf),
+    EndpointPath(PathBuf),
 }
 
-impl Reserved {
+impl ReservedEndpoint {
     /// Names and endpoints of the disk's exports in a plan.
-    fn of(plan: &DesiredState, disk: &str) -> Vec<Self> {
+    fn of_disk_exports(plan: &DesiredState, disk: &str) -> Vec<Self> {
         let index = plan.disks.iter().position(|planned| planned.name == disk);
         let names = plan.servers.iter().flat_map(|server| {
             let own = server.exports.iter().filter(|export| Some(export.disk) == index);
-            own.map(|export| Self::Name(server.endpoint.clone(), export.name.clone()))
+            own.map(|export| Self::NbdExportName(server.endpoint.clone(), export.name.clone()))
         });
         let doors = plan.exports.iter().filter(|export| Some(export.disk) == index);
-        let paths = doors.filter_map(|export| path::absolute(export.door.path()?).ok());
-        names.chain(paths.map(Self::Path)).collect()
+        let paths = doors.filter_map(|export| path::absolute(export.target.path()?).ok());
+        names.chain(paths.map(Self::EndpointPath)).collect()
     }
 }

@@ -10,13 +10,13 @@ use std::{iter, rc::Rc, sync::Arc};
 use anyhow::Context as _;
 use block::layer::throttle::ThrottleGroup;
 use cluster::ReservationRefusal;
-use policy::throttle::{ThrottleError, NodeShare};
+use policy::throttle::{NodeShare, ThrottleError};
 
 use super::{
     change::RegistryChange,
-    unmet_reservation::{UnmetReservationEntry, UnmetReservationState, named_reservations, reservation_of},
     reconcile::placements::{GroupOrDisk, MemberPlacement},
     registry::Registry,
+    unmet_reservation::{UnmetReservationEntry, UnmetReservationState, named_reservations, reservation_of},
 };
 use crate::events::{Kind, NewEvent};
 
@@ -35,7 +35,9 @@ impl Registry {
     pub(crate) fn book_at_start(&self, name: &str, wanted: [u64; 2]) -> anyhow::Result<()> {
         let node = self.group_or_disk(name).context("what is not listed")?;
         let promised = placement_with_reservation(&node, wanted).apply();
-        let Err(ThrottleError::Overbooked(overbooked)) = &promised else { return promised.context(kind_and_name(&node)) };
+        let Err(ThrottleError::Overbooked(overbooked)) = &promised else {
+            return promised.context(kind_and_name(&node));
+        };
         // Only a bound of the cluster can change by actions of other hosts.
         if !overbooked.bound.is_shared() {
             return promised.context(kind_and_name(&node));
@@ -61,7 +63,8 @@ impl Registry {
     pub fn book_when_possible(self: &Rc<Self>) {
         let registry = Rc::downgrade(self);
         self.listen(move |change| {
-            let may_leave_room = matches!(change, RegistryChange::Listed { .. } | RegistryChange::SettingsChanged { .. });
+            let may_leave_room =
+                matches!(change, RegistryChange::Listed { .. } | RegistryChange::SettingsChanged { .. });
             if let Some(registry) = registry.upgrade()
                 && may_leave_room
                 && registry.cluster().is_none()
@@ -88,9 +91,15 @@ impl Registry {
 
     fn record_unmet(&self, name: &str, wanted: [u64; 2], why: String) {
         let mut left_out = self.groups.unmet.borrow_mut();
-        let was_told =
-            matches!(left_out.get(name), Some(UnmetReservationEntry { state: UnmetReservationState::Reported | UnmetReservationState::BookedAgain(true), .. }));
-        let state = if was_told { UnmetReservationState::Reported } else { UnmetReservationState::Unreported };
+        let was_told = matches!(
+            left_out.get(name),
+            Some(UnmetReservationEntry {
+                state: UnmetReservationState::Reported | UnmetReservationState::BookedAgain(true),
+                ..
+            })
+        );
+        let state =
+            if was_told { UnmetReservationState::Reported } else { UnmetReservationState::Unreported };
         left_out.insert(name.to_owned(), UnmetReservationEntry { wanted, why, state });
     }
 
@@ -132,7 +141,9 @@ impl Registry {
         // The sort below is stable, so among equals the last name comes first.
         nodes.reverse();
         // Reservations that were unmet before are removed first; established ones stay longest.
-        nodes.sort_by_key(|node| !self.groups.unmet.borrow().contains_key(&MemberPlacement::current(node).kind_and_name().1));
+        nodes.sort_by_key(|node| {
+            !self.groups.unmet.borrow().contains_key(&MemberPlacement::current(node).kind_and_name().1)
+        });
         for node in &nodes {
             // Read again for each member: the previous removal has changed it.
             let promised = shared.reserved();

@@ -21,25 +21,25 @@
 //! Never decides what runs: the new process has its own config, and takes over the objects in it
 //! and those that clients of the control socket added.
 
-mod added_objects;
 mod add_transferred;
+mod added_objects;
 mod channel;
 mod counters;
 mod devices;
 pub mod given_up;
 mod identity;
-pub(crate) mod old_process;
-pub mod new_process;
 mod messages;
+pub mod new_process;
+pub(crate) mod old_process;
 mod transferred_settings;
 
 use std::sync::Arc;
 
 use block::disk::Disk;
-use policy::time::Duration;
-use settings::{ListenAddress, ListenEndpoint};
 use messages::ObjectOrigin;
 pub(crate) use messages::{BucketLevelsState, UPGRADE_FORMAT};
+use policy::time::Duration;
+use settings::{ListenAddress, ListenEndpoint};
 
 use super::registry::Registry;
 
@@ -98,7 +98,8 @@ mod tests {
 
     #[test]
     fn endpoint_name_is_independent_of_the_directory() {
-        let called = |path: std::path::PathBuf| endpoint_name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
+        let called =
+            |path: std::path::PathBuf| endpoint_name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
         let here = std::env::current_dir().unwrap();
         let whole = called(here.join("w.sock"));
         assert_eq!(called("w.sock".into()), whole);

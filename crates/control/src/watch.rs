@@ -32,12 +32,12 @@ use policy::{
 };
 use reactor::JoinHandle;
 use serde_json::json;
-use settings::{SettingChange, MemberSettingValues};
+use settings::{MemberSettingValues, SettingChange};
 
 use super::{
     change::RegistryChange,
+    registry::{Registry, RunningEndpoint},
     throttle_log::ThrottleLog,
-    registry::{RunningEndpoint, Registry},
 };
 use crate::events::{Kind, NewEvent};
 
@@ -49,8 +49,11 @@ const UNANSWERED_TIMEOUT: Duration = Duration::from_secs(10);
 /// registry is dropped. The exports `in_use` have openers from before an upgrade, which are not
 /// reported.
 pub fn watch_registry(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> JoinHandle<()> {
-    let watch =
-        Rc::new(RefCell::new(EventWatch { in_use_before: in_use, throttle_log: ThrottleLog::starting_now(registry), ..EventWatch::default() }));
+    let watch = Rc::new(RefCell::new(EventWatch {
+        in_use_before: in_use,
+        throttle_log: ThrottleLog::starting_now(registry),
+        ..EventWatch::default()
+    }));
     // The first sample of a limit, reservation or watermark is only a baseline.
     watch.borrow_mut().sample(registry);
     watch.borrow_mut().record_existing(registry);
@@ -160,7 +163,8 @@ impl EventWatch {
             self.known.insert(running.disk.name().to_string(), (MemberKind::Disk, settings));
         }
         for group in registry.groups.all() {
-            self.known.insert(group.name().to_owned(), (MemberKind::Group, MemberSettingValues::of_group(&group)));
+            self.known
+                .insert(group.name().to_owned(), (MemberKind::Group, MemberSettingValues::of_group(&group)));
         }
     }
 
@@ -203,7 +207,8 @@ impl EventWatch {
                 let seconds = age.as_secs();
                 let message =
                     format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
-                let news = NewEvent::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
+                let news =
+                    NewEvent::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
                 let connected = storage.remote_status().map(|remote| remote.is_connected);
                 registry.events.record(news.with("connected", connected));
             } else if was_told && !is_late {
@@ -229,10 +234,13 @@ impl EventWatch {
                 continue;
             }
             let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
-            let seen = before.remove(&export.id).unwrap_or(DeviceInUse { disk, kind, clients: 0, since: now });
+            let seen =
+                before.remove(&export.id).unwrap_or(DeviceInUse { disk, kind, clients: 0, since: now });
             // The flag is consumed even if no event follows.
             if clients > seen.clients && !self.in_use_before.remove(&export.id) {
-                registry.events.record(seen.use_event(Kind::ClientIn, &export.id).with("connections", clients));
+                registry
+                    .events
+                    .record(seen.use_event(Kind::ClientIn, &export.id).with("connections", clients));
             } else if clients < seen.clients {
                 registry.events.record(seen.end_event(&export.id, clients, now));
             }

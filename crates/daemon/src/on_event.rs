@@ -32,7 +32,7 @@ use anyhow::{Context as _, bail};
 use console::{CommandFailure, IN_BACKGROUND};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use settings::{EventCommand, FileOwner, SandboxMode, ProcessSpec};
+use settings::{EventCommand, FileOwner, ProcessSpec, SandboxMode};
 
 /// Time for a target to process one event.
 const TARGET_TIMEOUT: Duration = Duration::from_secs(10);
@@ -95,7 +95,8 @@ impl EventRunner {
             .spawn()
             .context("its process cannot be started")?;
         let user = service.user.as_ref().map(FileOwner::to_string);
-        let orders = RunnerOrders { target: target.to_string(), user, sandboxed: service.sandbox != SandboxMode::Off };
+        let orders =
+            RunnerOrders { target: target.to_string(), user, sandboxed: service.sandbox != SandboxMode::Off };
         ours.set_read_timeout(Some(READY_TIMEOUT))?;
         send_line(&ours, &serde_json::to_string(&orders)?).context("its process has ended")?;
         let answer = receive_line(&mut BufReader::new(&ours)).context("its process does not answer")?;
@@ -136,7 +137,10 @@ pub fn run() -> Result<(), CommandFailure> {
     let stdin = std::os::fd::AsFd::as_fd(&io::stdin()).try_clone_to_owned().context("standard input")?;
     let socket = UnixStream::from(stdin);
     let mut lines = BufReader::new(&socket);
-    let orders = receive_line(&mut lines).ok().flatten().and_then(|line| serde_json::from_str::<RunnerOrders>(&line).ok());
+    let orders = receive_line(&mut lines)
+        .ok()
+        .flatten()
+        .and_then(|line| serde_json::from_str::<RunnerOrders>(&line).ok());
     let orders = orders.context("this command is internal to `weir serve --on-event`")?;
     let mut command = match prepare(&orders) {
         Ok(command) => command,

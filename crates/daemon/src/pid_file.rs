@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_a_process_left_behind_is_taken_over() {
+    fn only_stale_pid_files_are_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("pid");
         for (content, is_taken) in [
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_s_file_stays() {
+    fn pid_file_of_another_process_stays() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("pid");
         let file = PidFile::write(&path).unwrap();
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_is_not_followed_and_nobody_else_may_write() {
+    fn links_are_not_followed_and_the_mode_is_0644() {
         let directory = tempfile::tempdir().unwrap();
         let (target, link) = (directory.path().join("precious"), directory.path().join("pid"));
         fs::write(&target, "precious").unwrap();

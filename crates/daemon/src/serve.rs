@@ -11,14 +11,14 @@
 //!
 //! This file reads the command line; `starting` and `ending` follow.
 
-mod bind;
-mod ready;
 mod arguments;
+mod bind;
 mod check;
-mod shutdown;
 mod memory;
-mod start;
 mod qemu_options;
+mod ready;
+mod shutdown;
+mod start;
 mod watchdog;
 
 use reactor::operation;
@@ -33,18 +33,21 @@ pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use cluster;
 use console::{
     CommandFailure, descriptors, logging, on_reactor,
-    signals::{SignalRequest, BlockedSignals},
+    signals::{BlockedSignals, SignalRequest},
 };
 use control::{
-    listen::{InheritedSockets, AddressConflictRule},
+    listen::{AddressConflictRule, InheritedSockets},
     notify,
     qmp::ControlSockets,
     reconcile::source::StartSource,
     registry::{DaemonEnd, Registry},
     upgrade::new_process::NewProcess,
 };
-use settings::{DaemonConfig, ParsedConfig, Diagnostics, Origin, ConfigWithOrigins, DesiredState, config, control::ControlSocketLocation};
 pub use qemu_options::QEMU_HEADING;
+use settings::{
+    ConfigWithOrigins, DaemonConfig, DesiredState, Diagnostics, Origin, ParsedConfig, config,
+    control::ControlSocketLocation,
+};
 
 use crate::{on_event::EventRunner, pid_file::PidFile};
 
@@ -73,7 +76,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let draft = mistakes.finish_first(draft)?;
     let before = takeover.map(|control| connect_to_old(control, &draft)).transpose()?;
     let regrets = before.as_ref().map(NewProcess::failure_reporter).transpose()?;
-    let passed = before.as_ref().and_then(StartSource::inherited_sockets).unwrap_or_else(|| inherited.unused());
+    let passed =
+        before.as_ref().and_then(StartSource::inherited_sockets).unwrap_or_else(|| inherited.unused());
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.process.log)?;
     operation::set_close_on_exec().context("inherited descriptors cannot be closed for child processes")?;
@@ -162,7 +166,9 @@ fn plan(draft: &ParsedConfig, is_of_a_file: bool, inherited: usize) -> Result<De
         true => DesiredState::without_disks(draft.clone()),
         false => DesiredState::new(draft.clone(), inherited),
     };
-    plan.map_err(|wrong| if is_of_a_file { CommandFailure::from(wrong) } else { CommandFailure::Usage(wrong.into()) })
+    plan.map_err(
+        |wrong| if is_of_a_file { CommandFailure::from(wrong) } else { CommandFailure::Usage(wrong.into()) },
+    )
 }
 
 enum DaemonEvent {

@@ -30,7 +30,12 @@ pub(crate) struct MergeBatch<R> {
 
 impl<R> Default for MergeBatch<R> {
     fn default() -> Self {
-        Self { batch: Vec::new(), taken: Vec::new(), candidates: Vec::new(), planner: MergePlanner::default() }
+        Self {
+            batch: Vec::new(),
+            taken: Vec::new(),
+            candidates: Vec::new(),
+            planner: MergePlanner::default(),
+        }
     }
 }
 

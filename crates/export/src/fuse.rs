@@ -17,21 +17,21 @@
 
 mod channel;
 mod device;
+mod encode;
 mod execute;
+mod file_end;
 pub mod fuzzing;
+mod incoming;
 mod interrupts;
-mod receive_buffer;
 pub mod message;
 mod mount;
 pub mod negotiate;
 mod queue;
+mod receive_buffer;
 mod server;
 #[cfg(test)]
 mod simulation;
-mod file_end;
-mod encode;
-mod incoming;
 
 pub use device::{FuseExport, FuseFileOwner, FuseFileState};
-pub use mount::{FuseMount, NotMounted, FuseMountOptions, TransferredMount, served_at};
-pub use server::{QuiescedFuseFile, FuseExportServer, FuseStatistics};
+pub use mount::{FuseMount, FuseMountOptions, NotMounted, TransferredMount, served_at};
+pub use server::{FuseExportServer, FuseStatistics, QuiescedFuseFile};

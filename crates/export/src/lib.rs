@@ -23,17 +23,15 @@
 
 #![forbid(unsafe_code)]
 
-mod trim;
-pub mod fuse;
 mod batch;
+pub mod fuse;
 pub mod nbd;
 mod peer_process;
 mod select;
+mod trim;
 pub mod ublk;
 pub mod vhost_user_blk;
 
-#[cfg(test)]
-mod random;
 #[cfg(test)]
 #[allow(dead_code, reason = "others need more of it")]
 #[path = "../../block/tests/simulation/model.rs"]
@@ -41,6 +39,8 @@ mod model;
 #[cfg(test)]
 #[path = "../../block/tests/simulation/group_samples.rs"]
 mod passed;
+#[cfg(test)]
+mod random;
 #[cfg(test)]
 #[path = "../../block/tests/simulation/seeds.rs"]
 mod seeds;

@@ -33,36 +33,37 @@
 
 mod admission;
 pub mod catalog;
+mod client_observer;
 #[cfg(test)]
 mod client_tests;
 mod connection;
 pub mod context;
 pub mod errno;
 mod execute;
+mod exports;
 #[cfg(test)]
 mod extents_tests;
-mod transfers;
 mod incoming;
 pub mod kernel_client;
-mod exports;
 pub mod negotiate;
 mod option;
 mod outbox;
+mod quiesce;
 pub mod reply;
 pub mod request;
-mod quiesce;
 pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
+mod stalled_readers;
 mod stop_signal;
 #[cfg(test)]
 mod storage_simulation;
-mod stalled_readers;
-mod client_observer;
+mod transfers;
 
 pub use admission::RejectedClientCounts;
-pub use catalog::{BlockSizes, ExportInfo, ExportTable, ExportCatalog, Features};
+pub use catalog::{BlockSizes, ExportCatalog, ExportInfo, ExportTable, Features};
+pub use client_observer::{ClientObserver, NbdClientInfo};
 pub use context::{MAX_BITMAPS, MetaContext, MetaContexts};
 pub use errno::Errno;
 pub use exports::NbdServerExport;
@@ -70,10 +71,9 @@ pub use exports::NbdServerExport;
 use nbd::pipe;
 pub use nbd::{client, proto};
 use nbd::{receive_buffer, stream, wire};
-pub use negotiate::{HandshakeClose, HandshakeEvent, Handshake, HandshakeStep, TlsPolicy};
-pub use reply::{NbdExtent, NbdReplyEncoder, ReplyHeader};
-pub use request::{NbdCommand, Parsed, NbdRequest};
+pub use negotiate::{Handshake, HandshakeClose, HandshakeEvent, HandshakeStep, TlsPolicy};
 pub use quiesce::QuiescedNbdConnection;
-pub use server::{NotRemoved, Removal, NbdServer, NbdServerTerms, NbdServerTls};
-pub use session::{ReplyStyle, NbdSession, RequestTag};
-pub use client_observer::{NbdClientInfo, ClientObserver};
+pub use reply::{NbdExtent, NbdReplyEncoder, ReplyHeader};
+pub use request::{NbdCommand, NbdRequest, Parsed};
+pub use server::{NbdServer, NbdServerTerms, NbdServerTls, NotRemoved, Removal};
+pub use session::{NbdSession, ReplyStyle, RequestTag};

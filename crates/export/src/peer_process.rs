@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_known_by_its_number_and_its_name() {
+    fn peer_process_has_pid_and_name() {
         let (here, _there) = UnixStream::pair().unwrap();
         let process = PeerProcess::of_peer(&here).expect("it is ours");
         let name = fs::read_to_string("/proc/self/comm").unwrap();

@@ -1,7 +1,7 @@
 //! Random choices that the simulations of exports share; all come from the simulation's seed.
 
 use policy::{
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     time::Duration,
 };
 use reactor::{now, sim, sleep_until};

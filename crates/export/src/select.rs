@@ -13,7 +13,10 @@ pub(crate) enum FirstReady<A, B> {
 }
 
 /// Waits for either future and drops the rest. If both are ready, `one` wins.
-pub(crate) async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B>) -> FirstReady<A, B> {
+pub(crate) async fn first<A, B>(
+    one: impl Future<Output = A>,
+    other: impl Future<Output = B>,
+) -> FirstReady<A, B> {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|context| {
         if let Poll::Ready(one) = one.as_mut().poll(context) {

@@ -27,9 +27,9 @@
 
 mod channel;
 mod device;
+mod devices;
 mod execute;
 pub mod guard;
-mod devices;
 pub mod mark;
 pub mod node;
 mod queue;

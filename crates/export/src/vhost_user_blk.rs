@@ -30,37 +30,37 @@
 //!
 //! Never reads rings or requests, and never uses a disk.
 
-mod vring_event;
 mod back_end_channel;
+mod backoff;
+mod busy_polling;
 pub mod client;
 pub mod config_space;
 pub mod connection;
 mod device;
+mod events;
 mod execute;
 pub mod features;
 pub mod front_ends;
+mod futile_attempts;
 pub mod fuzzing;
-mod migration;
-mod events;
-mod backoff;
-pub mod inflight;
 mod immediate;
+pub mod inflight;
 pub mod message;
-mod busy_polling;
+mod migration;
 mod pieces;
 mod queue;
 pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
-mod futile_attempts;
 pub mod vring;
+mod vring_event;
 
-pub use connection::{VhostUserConnection, FrontEndEnd, QuiescedFrontEnd};
+pub use connection::{FrontEndEnd, QuiescedFrontEnd, VhostUserConnection};
 pub use device::VhostUserExport;
+pub use events::{ExportObserver, FrontEndEvent, PeerProcess};
 pub use features::VhostUserOffer;
 pub use front_ends::FrontEnds;
-pub use events::{FrontEndEvent, PeerProcess, ExportObserver};
-pub use server::{VhostUserServer, VhostUserStatistics, Threads};
-pub use session::{Effect, EventKind, SessionOutput, RequestRejection, SessionMessage, VhostUserSession};
-pub use vring::{VringFault, RingPlaces, RingSettings};
+pub use server::{Threads, VhostUserServer, VhostUserStatistics};
+pub use session::{Effect, EventKind, RequestRejection, SessionMessage, SessionOutput, VhostUserSession};
+pub use vring::{RingPlaces, RingSettings, VringFault};

@@ -32,7 +32,7 @@ use axum::{
 };
 use openssl::sha::sha256;
 
-use super::{responses::error_response, peer::HttpPeer};
+use super::{peer::HttpPeer, responses::error_response};
 
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                       connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
@@ -145,7 +145,12 @@ impl AccessGuard {
         Some(answer)
     }
 
-    fn check_bearer(&self, peer: HttpPeer, headers: &HeaderMap, now: Instant) -> Result<(), (StatusCode, &'static str)> {
+    fn check_bearer(
+        &self,
+        peer: HttpPeer,
+        headers: &HeaderMap,
+        now: Instant,
+    ) -> Result<(), (StatusCode, &'static str)> {
         let Some(token) = &self.token else {
             let why = "changes are disabled (start weir with --http-token-file)";
             return Err((StatusCode::FORBIDDEN, why));

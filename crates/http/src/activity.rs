@@ -26,20 +26,20 @@ use tokio::{
 };
 
 use super::{
-    main_thread::{MainThread, ObjectKind, NoAnswer},
     history::ObjectHistory,
     limit_lines::drawn_limits,
-    objects::{PreviousReadings, ActivityObjects, milliseconds, sample},
+    main_thread::{MainThread, NoAnswer, ObjectKind},
+    objects::{ActivityObjects, PreviousReadings, milliseconds, sample},
     peer::HttpPeer,
-    stream::{self, StreamListeners, StreamRejection, EventStream},
+    stream::{self, EventStream, StreamListeners, StreamRejection},
 };
 
 /// Shortest interval between two collections.
-pub(super) const SHORTEST: Duration = Duration::from_millis(100);
+pub(super) const MIN_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval without listeners, and of the history.
 const SECOND: Duration = Duration::from_secs(1);
 /// Longest interval, however much is sent.
-pub(super) const LONGEST: Duration = Duration::from_secs(5);
+pub(super) const MAX_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum number of bytes per second to all listeners together: this thread serializes them, and
 /// has to leave the processor to the workers.
 const MAX_SENT_BYTES_PER_SECOND: f64 = (16 << 20) as f64;
@@ -111,7 +111,7 @@ impl ActivityWatch {
     pub(super) async fn run(self: Arc<Self>) {
         loop {
             let pause = {
-                let looked = self.refresh(SHORTEST).await;
+                let looked = self.refresh(MIN_INTERVAL).await;
                 looked.ok().filter(|state| !state.listeners.is_empty()).map(|state| state.pause)
             };
             match pause {
@@ -135,7 +135,7 @@ impl ActivityWatch {
         let mut state = self.state.lock().await;
         if state.looked.is_none_or(|looked| looked.elapsed() >= age) {
             let began = Instant::now();
-            let snapshot = self.desk.figures(SHORTEST.min(age)).await?;
+            let snapshot = self.desk.figures(MIN_INTERVAL.min(age)).await?;
             let counted = self.monotonic_time();
             let second = self.began_ms / 1000 + counted.as_secs();
             let counted_ms =
@@ -154,8 +154,10 @@ impl ActivityWatch {
             // `MAX_SENT_BYTES_PER_SECOND`.
             let sent = bytes as f64 * state.listeners.len() as f64;
             let rest = began.elapsed() * INVERSE_LOAD;
-            state.pause = Duration::from_secs_f64(sent / MAX_SENT_BYTES_PER_SECOND).max(rest).clamp(SHORTEST, LONGEST);
-            state.age = rest.clamp(SHORTEST, SECOND);
+            state.pause = Duration::from_secs_f64(sent / MAX_SENT_BYTES_PER_SECOND)
+                .max(rest)
+                .clamp(MIN_INTERVAL, MAX_INTERVAL);
+            state.age = rest.clamp(MIN_INTERVAL, SECOND);
         }
         Ok(state)
     }
@@ -194,8 +196,11 @@ impl ActivityWatch {
     ///
     /// # Errors
     /// Fails if the main thread does not answer, or if there are too many listeners.
-    pub(super) async fn listen(&self, peer: HttpPeer) -> Result<Result<EventStream, StreamRejection>, NoAnswer> {
-        let mut state = self.refresh(LONGEST).await?;
+    pub(super) async fn listen(
+        &self,
+        peer: HttpPeer,
+    ) -> Result<Result<EventStream, StreamRejection>, NoAnswer> {
+        let mut state = self.refresh(MAX_INTERVAL).await?;
         if state.base_state.is_none() {
             let id = state.id;
             state.base_state = Some(stream::message("overview", id, &self.overview(&state.objects)));
@@ -212,7 +217,8 @@ impl WatchState {
     /// Adds a second to all histories. Histories of removed objects are dropped.
     fn add_to_histories(&mut self, objects: &ActivityObjects) {
         let Self { before, disks, groups, second, .. } = self;
-        for (of, all, histories) in [(ObjectKind::Disk, &objects.disks, disks), (ObjectKind::Group, &objects.groups, groups)]
+        for (of, all, histories) in
+            [(ObjectKind::Disk, &objects.disks, disks), (ObjectKind::Group, &objects.groups, groups)]
         {
             histories.retain(|name, _| all.contains_key(name));
             for (name, object) in all {
@@ -330,7 +336,10 @@ mod tests {
     #[test]
     fn deltas_have_changes_and_removals() {
         let mut state = WatchState::default();
-        state.send_changes(objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]));
+        state.send_changes(objects(&[
+            ("a", json!({"name": "a", "x": 1, "y": 2})),
+            ("b", json!({"name": "b"})),
+        ]));
         let same = objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]);
         assert!(state.delta(&same).is_empty());
         let after =
@@ -372,7 +381,7 @@ mod tests {
     #[test]
     fn a_hundred_disks_take_less_than_4_and_a_half_mib() {
         // Includes all lines of limits, and the readings of the previous second.
-        let all = 100 * (ObjectHistory::new().size_bytes() + LimitLines::MOST_BYTES + MAX_BYTES_PER_DISK);
+        let all = 100 * (ObjectHistory::new().size_bytes() + LimitLines::MAX_BYTES + MAX_BYTES_PER_DISK);
         assert!(all <= 9 << 19, "{all} bytes");
     }
 }

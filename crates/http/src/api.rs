@@ -20,16 +20,16 @@ use axum::{
 
 use super::{
     access::{self, AccessGuard},
-    responses::{json_response, error_response, unify_errors, unavailable_response, serialized_response},
+    activity::MAX_INTERVAL,
     assets, change,
     connections::ConnectionHandle,
-    main_thread::ObjectKind,
     history::HistorySpan,
+    main_thread::ObjectKind,
+    page_state::PageState,
     peer::HttpPeer,
     preview,
-    page_state::PageState,
+    responses::{error_response, json_response, serialized_response, unavailable_response, unify_errors},
     stream::{MAX_STREAMS_PER_PEER, StreamRejection},
-    activity::LONGEST,
 };
 
 pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
@@ -59,12 +59,17 @@ pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
         .route("/api/v1/stream", get(stream))
         .route("/api/v1/events", get(events))
         .route("/api/v1/openapi.json", get(openapi))
-        .route("/api/v1/disks/{name}/history", get(async |at, of, uri| history(at, ObjectKind::Disk, of, uri).await))
+        .route(
+            "/api/v1/disks/{name}/history",
+            get(async |at, of, uri| history(at, ObjectKind::Disk, of, uri).await),
+        )
         .route(
             "/api/v1/groups/{name}/history",
             get(async |at, of, uri| history(at, ObjectKind::Group, of, uri).await),
         )
-        .fallback(async || error_response(StatusCode::NOT_FOUND, "there is no such path (see /api/v1/openapi.json)"))
+        .fallback(async || {
+            error_response(StatusCode::NOT_FOUND, "there is no such path (see /api/v1/openapi.json)")
+        })
         .method_not_allowed_fallback(async || {
             error_response(StatusCode::METHOD_NOT_ALLOWED, "this method is not supported")
         })
@@ -83,7 +88,9 @@ async fn openapi() -> Response {
 /// Recent events.
 async fn events(State(site): State<Arc<PageState>>, uri: Uri) -> Response {
     match query_value(&uri, "since").map_or(Ok(0), str::parse) {
-        Ok(id) => json_response(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>()),
+        Ok(id) => {
+            json_response(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>())
+        }
         Err(_) => error_response(StatusCode::BAD_REQUEST, "since: is not the number of an event"),
     }
 }
@@ -107,21 +114,29 @@ async fn stream(
             let kind = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
             (kind, Body::new(streamed)).into_response()
         }
-        Ok(Err(StreamRejection::TooManyListeners)) => unavailable_response("too many pages are open (close some)"),
+        Ok(Err(StreamRejection::TooManyListeners)) => {
+            unavailable_response("too many pages are open (close some)")
+        }
         Ok(Err(StreamRejection::TooManyOfPeer)) => {
             let from = match peer {
                 HttpPeer::Address(_) => "your address",
                 HttpPeer::User(_) => "your user",
             };
-            let why =
-                format!("{MAX_STREAMS_PER_PEER} pages are open from {from}, and no more are allowed (close some)");
+            let why = format!(
+                "{MAX_STREAMS_PER_PEER} pages are open from {from}, and no more are allowed (close some)"
+            );
             ([(RETRY_AFTER, "5")], error_response(StatusCode::TOO_MANY_REQUESTS, &why)).into_response()
         }
         Err(why) => unavailable_response(why),
     }
 }
 
-async fn history(State(site): State<Arc<PageState>>, of: ObjectKind, Path(name): Path<String>, uri: Uri) -> Response {
+async fn history(
+    State(site): State<Arc<PageState>>,
+    of: ObjectKind,
+    Path(name): Path<String>,
+    uri: Uri,
+) -> Response {
     let asked = query_value(&uri, "span");
     let span = match asked {
         None => Some(HistorySpan::TenMinutes),
@@ -133,7 +148,7 @@ async fn history(State(site): State<Arc<PageState>>, of: ObjectKind, Path(name):
     let Ok(since_ms) = query_value(&uri, "since").map_or(Ok(0), str::parse::<u64>) else {
         return error_response(StatusCode::BAD_REQUEST, "since: is not a time in milliseconds since 1970");
     };
-    match site.watch.refresh(LONGEST).await {
+    match site.watch.refresh(MAX_INTERVAL).await {
         Ok(state) => {
             let histories = match of {
                 ObjectKind::Disk => &state.disks,
@@ -192,6 +207,9 @@ mod tests {
     #[test]
     fn queries_are_read_as_they_are_written() {
         let uri = Uri::from_static("/x?a=1&span=2h&b&span=2d");
-        assert_eq!((query_value(&uri, "span"), query_value(&uri, "b"), query_value(&uri, "c")), (Some("2h"), None, None));
+        assert_eq!(
+            (query_value(&uri, "span"), query_value(&uri, "b"), query_value(&uri, "c")),
+            (Some("2h"), None, None)
+        );
     }
 }

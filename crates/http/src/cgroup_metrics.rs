@@ -5,15 +5,15 @@
 
 use std::{fmt, time::Duration};
 
-use cgroup::cgroup_counters::{CgroupIoCounters, CgroupFigures, CgroupPressure};
+use cgroup::cgroup_counters::{CgroupFigures, CgroupIoCounters, CgroupPressure};
 use policy::{
     request::Direction,
     throttle::{Enforcement, LimitKind},
 };
 
 use super::{
+    family_writer::{FamilyWriter, SampleLabels},
     labels::{direction_label, limit_label},
-    family_writer::{SampleLabels, FamilyWriter},
 };
 
 #[derive(Debug, Default)]
@@ -126,7 +126,7 @@ impl CgroupMetrics {
 mod tests {
     use policy::{
         steering::IoMaxRates,
-        throttle::{Limits, LimitPart, LimitScale, LimitSetting},
+        throttle::{LimitPart, LimitScale, LimitSetting, Limits},
     };
     use prometheus_client::{
         collector::Collector,

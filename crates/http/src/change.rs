@@ -15,12 +15,12 @@ use control::{qmp, registry::Registry};
 use serde_json::{Value, json};
 
 use super::{
-    responses::{json_response, error_response, unavailable_response},
-    settings_body,
-    main_thread::{ObjectKind, ChangeError, SettingsRequest},
+    main_thread::{ChangeError, ObjectKind, SettingsRequest},
     objects::ActivityObjects,
-    peer::HttpPeer,
     page_state::PageState,
+    peer::HttpPeer,
+    responses::{error_response, json_response, unavailable_response},
+    settings_body,
 };
 
 pub(super) async fn change(

@@ -8,7 +8,7 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use block::measures::{HistogramSnapshot, OperationClass, CauseLevel};
+use block::measures::{CauseLevel, HistogramSnapshot, OperationClass};
 use policy::{
     prefetch,
     request::Direction,
@@ -19,10 +19,10 @@ use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 
 use super::{
     cgroup_metrics::CgroupMetrics,
-    process_metrics::ProcessMetrics,
-    snapshot::{DiskFigures, ExportFigures, RecordingFigures, DaemonSnapshot, ThrottleFigures},
+    family_writer::{FamilyWriter, SampleLabels},
     labels::{direction_label, limit_label, owner_label},
-    family_writer::{SampleLabels, FamilyWriter},
+    process_metrics::ProcessMetrics,
+    snapshot::{DaemonSnapshot, DiskFigures, ExportFigures, RecordingFigures, ThrottleFigures},
 };
 
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl MetricFamilies {
         to.gauges("process_resident_memory_bytes", help, gauge(process.resident_bytes))?;
         to.gauges("process_virtual_memory_bytes", "Virtual memory.", gauge(process.virtual_bytes))?;
         to.gauges("process_open_fds", "Open file descriptors.", gauge(process.open_descriptors))?;
-        let unopened = [([], snapshot.unopened as u64)];
+        let unopened = [([], snapshot.unavailable_disks as u64)];
         to.gauges("weir_unavailable_disks", "Disks of the config whose images are not open yet.", unopened)?;
         let threads = process.threads.iter().map(|(name, cpu)| ([("thread", &**name)], cpu.as_secs_f64()));
         to.counters("weir_thread_cpu_seconds", "CPU time of a permanent thread.", threads)?;
@@ -176,8 +176,11 @@ impl MetricFamilies {
             rows,
         )?;
         for (bytes, unit) in [(false, "operations"), (true, "bytes")] {
-            let lent =
-                self.snapshot.groups.iter().filter_map(|group| Some((&*group.name, &group.cluster_limits.as_ref()?.0)));
+            let lent = self
+                .snapshot
+                .groups
+                .iter()
+                .filter_map(|group| Some((&*group.name, &group.cluster_limits.as_ref()?.0)));
             let rows = lent.flat_map(|(group, limits)| {
                 let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == bytes);
                 let set = kinds.map(|kind| (kind, limits.limit(kind).rate)).filter(|(_, rate)| *rate > 0);
@@ -195,7 +198,7 @@ impl MetricFamilies {
         let rows = servers.iter().map(|server| ([("address", &*server.address)], server.connections as u64));
         to.gauges("weir_server_connections", "NBD clients at an address.", rows)?;
         let rows = servers.iter().flat_map(|server| {
-            let refused = &server.refused;
+            let refused = &server.rejected;
             let reasons = [
                 ("network", refused.networks),
                 ("connections", refused.connections),
@@ -297,7 +300,7 @@ fn of_disks(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let help = "1 while a disk is stopped by an error and waits for `weir resume`.";
     to.gauges("weir_disk_stopped", help, each(|disk| disk.is_stopped.into()))?;
     let help = "1 if another program changed a file of the backing chain.";
-    to.gauges("weir_disk_backing_changed", help, each(|disk| disk.has_changed_below.into()))?;
+    to.gauges("weir_disk_backing_changed", help, each(|disk| disk.backing_changed.into()))?;
     remote_storage(to, disks)?;
     let memory = disks.iter().flat_map(|disk| {
         [("reserved", disk.reserved_bytes), ("requests", disk.requests_bytes)]
@@ -343,7 +346,10 @@ fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.histograms("weir_disk_request_duration_seconds", help, latencies.filter(is_used))?;
     let waits = disks.iter().flat_map(|disk| {
         Direction::ALL.map(|direction| {
-            ([("disk", &*disk.name), ("operation", direction_label(direction))], disk.measures.waits(direction))
+            (
+                [("disk", &*disk.name), ("operation", direction_label(direction))],
+                disk.measures.waits(direction),
+            )
         })
     });
     let help = "Time for which a request was throttled by limits and shares.";
@@ -383,7 +389,11 @@ fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
 }
 
 /// Families that disks and groups share.
-fn throttle_families(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
+fn throttle_families(
+    to: &mut FamilyWriter<'_>,
+    key: &'static str,
+    all: &[(&str, &ThrottleFigures)],
+) -> fmt::Result {
     let name = |rest: &str| format!("weir_{key}_{rest}");
     let each = |get: fn(&ThrottleFigures) -> u64| {
         all.iter().map(move |&(name, throttle)| ([(key, name)], get(throttle)))

@@ -5,7 +5,7 @@
 
 use std::{fmt, time::Duration};
 
-use block::measures::{ROUND_BOUNDS_NS, SCHEMA, HistogramSnapshot};
+use block::measures::{HistogramSnapshot, ROUND_BOUNDS_NS, SCHEMA};
 use prometheus_client::{
     encoding::{
         DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, MetricEncoder, NativeHistogram,

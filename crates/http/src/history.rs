@@ -16,7 +16,7 @@ use serde_json::Number;
 
 use super::{
     limit_lines::{DrawnLimit, LimitLines},
-    sample::{BOUNDS, Latencies, PackedSample, ROWS, ActivitySample, rounded},
+    sample::{ActivitySample, BOUNDS, Latencies, PackedSample, ROWS, rounded},
 };
 
 /// Seconds of a step, and number of steps, of each level.
@@ -177,7 +177,8 @@ impl ObjectHistory {
         let wanted = newest.saturating_sub(since_ms.div_ceil(1000)) / step + 1;
         let wanted = if newest * 1000 < since_ms { 0 } else { wanted };
         let most = most.min(usize::try_from(wanted).unwrap_or(most));
-        let steps: Vec<_> = steps[steps.len().saturating_sub(most)..].iter().map(ActivitySample::unpack).collect();
+        let steps: Vec<_> =
+            steps[steps.len().saturating_sub(most)..].iter().map(ActivitySample::unpack).collect();
         let start = (newest + step).saturating_sub(step * steps.len() as u64);
         let series = |get: &dyn Fn(&ActivitySample) -> Option<f64>| -> Vec<Option<Number>> {
             steps.iter().map(|sample| get(sample).map(rounded)).collect()
@@ -208,8 +209,10 @@ impl ObjectHistory {
 impl ObjectHistory {
     /// Size in bytes, empty or full, without its lines.
     pub(super) fn size_bytes(&self) -> usize {
-        let levels: usize = self.levels.iter().map(|ring| ring.values.capacity() * size_of::<PackedSample>()).sum();
-        let leaving: usize = self.leaving.iter().map(|steps| steps.capacity() * size_of::<PackedSample>()).sum();
+        let levels: usize =
+            self.levels.iter().map(|ring| ring.values.capacity() * size_of::<PackedSample>()).sum();
+        let leaving: usize =
+            self.leaving.iter().map(|steps| steps.capacity() * size_of::<PackedSample>()).sum();
         let heat: usize = self.heat.iter().map(|heat| heat.columns.values.capacity() * COLUMN_BYTES).sum();
         size_of_val(self) + levels + leaving + heat
     }

@@ -15,36 +15,36 @@
 //! a command of the control socket.
 
 mod access;
-mod responses;
+mod activity;
 mod api;
 mod assets;
-mod settings_body;
 mod cgroup_metrics;
 mod change;
 mod connections;
-mod main_thread;
 mod families;
+mod family_writer;
 mod history;
-mod recent_counters;
+mod json_members;
+mod labels;
 mod limit_lines;
+mod main_thread;
 mod metrics;
 mod objects;
-mod stall_timeout;
+mod page_state;
 mod peer;
-mod streamed_response;
 mod preview;
 mod preview_thread;
 mod process_metrics;
-mod json_members;
+mod recent_counters;
+mod responses;
 mod sample;
 mod server;
-mod page_state;
+mod settings_body;
 mod snapshot;
+mod stall_timeout;
 mod stream;
+mod streamed_response;
 mod token;
-mod activity;
-mod labels;
-mod family_writer;
 
 use std::{rc::Rc, sync::Arc, thread};
 
@@ -52,7 +52,7 @@ use anyhow::Context as _;
 use control::{
     change::RegistryChange,
     events::EventLog,
-    listen::{self, InheritedSockets, BoundListener},
+    listen::{self, BoundListener, InheritedSockets},
     recording::RecentRequests,
     registry::Registry,
 };
@@ -64,11 +64,11 @@ pub use token::ChangeToken;
 
 use self::{
     access::AccessGuard,
+    activity::{ActivityWatch, DaemonDescription},
     main_thread::{MainRequest, MainThread},
     preview_thread::Previews,
-    server::{HttpServiceKind, HttpListeners},
+    server::{HttpListeners, HttpServiceKind},
     snapshot::DaemonSnapshot,
-    activity::{DaemonDescription, ActivityWatch},
 };
 
 /// The HTTP thread. Dropping it stops the thread.
@@ -103,7 +103,11 @@ pub struct PageEndpoint {
 
 /// Binds an address; `what` is the option's name in errors. Requests are accepted after
 /// [`HttpServer::start`].
-pub fn bind(what: &'static str, address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<BoundListener>> {
+pub fn bind(
+    what: &'static str,
+    address: &ListenAddress,
+    access: &SocketAccess,
+) -> anyhow::Result<Vec<BoundListener>> {
     let endpoint = ListenEndpoint::Address(address.clone());
     listen::open_listeners(&endpoint, access, &mut InheritedSockets::empty()).context(what)
 }
@@ -133,8 +137,12 @@ impl HttpServer {
             while let Ok(asked) = asked.recv().await {
                 // Sends fail if the requesting task timed out.
                 match asked {
-                    MainRequest::Figures(answer) => drop(answer.send(DaemonSnapshot::take(&registry, &workers))),
-                    MainRequest::PreviewInput(wanted, answer) => drop(answer.send(preview::preview_input(&registry, wanted))),
+                    MainRequest::Figures(answer) => {
+                        drop(answer.send(DaemonSnapshot::take(&registry, &workers)))
+                    }
+                    MainRequest::PreviewInput(wanted, answer) => {
+                        drop(answer.send(preview::preview_input(&registry, wanted)))
+                    }
                     MainRequest::Change(wanted, answer) => {
                         drop(answer.send(change::apply(&registry, wanted).await));
                     }
@@ -171,7 +179,12 @@ impl HttpServer {
 }
 
 impl PageEndpoint {
-    fn into_listeners(self, desk: Arc<MainThread>, recent: Arc<RecentRequests>, events: EventLog) -> (HttpListeners, Arc<ActivityWatch>) {
+    fn into_listeners(
+        self,
+        desk: Arc<MainThread>,
+        recent: Arc<RecentRequests>,
+        events: EventLog,
+    ) -> (HttpListeners, Arc<ActivityWatch>) {
         let Self { listeners, names, token, tls: keys } = self;
         let scheme = if keys.is_some() { "https" } else { "http" };
         let may = if token.is_some() { "change" } else { "read" };
@@ -180,9 +193,16 @@ impl PageEndpoint {
         let guard = AccessGuard::new(names, token.as_ref().map(ChangeToken::bytes));
         let about = DaemonDescription { name, has_token: guard.has_token() };
         let watch = ActivityWatch::new(Arc::clone(&desk), about, events.clone());
-        let site =
-            Arc::new(page_state::PageState { desk, previews: Previews::new(recent), watch: Arc::clone(&watch), events });
-        (HttpListeners { listeners, router: api::router(site, guard), kind: HttpServiceKind::Page(keys) }, watch)
+        let site = Arc::new(page_state::PageState {
+            desk,
+            previews: Previews::new(recent),
+            watch: Arc::clone(&watch),
+            events,
+        });
+        (
+            HttpListeners { listeners, router: api::router(site, guard), kind: HttpServiceKind::Page(keys) },
+            watch,
+        )
     }
 }
 

@@ -40,7 +40,10 @@ struct LimitLine {
 pub(super) struct LimitLines(Vec<LimitLine>);
 
 /// Limits to draw for a disk or a group now.
-pub(super) fn drawn_limits(object: &ActivityObject, groups: &BTreeMap<Arc<str>, ActivityObject>) -> Vec<DrawnLimit> {
+pub(super) fn drawn_limits(
+    object: &ActivityObject,
+    groups: &BTreeMap<Arc<str>, ActivityObject>,
+) -> Vec<DrawnLimit> {
     let above = |object: &ActivityObject| {
         let name = object.get("group")?.as_str()?;
         groups.get_key_value(name)
@@ -127,7 +130,7 @@ impl LimitLines {
 
     /// Maximum of the allocation of all lines, in bytes.
     #[cfg(test)]
-    pub(super) const MOST_BYTES: usize = MAX_LINES * size_of::<LimitLine>();
+    pub(super) const MAX_BYTES: usize = MAX_LINES * size_of::<LimitLine>();
 
     #[cfg(test)]
     pub(super) fn size_bytes(&self) -> usize {
@@ -209,7 +212,7 @@ mod tests {
         let mut lines = LimitLines::default();
         for second in 100..10_000 {
             lines.add(second, of(json!({ "iops-total": second, "bps-total": 5 })));
-            assert!(lines.0.len() <= MAX_LINES && lines.size_bytes() <= LimitLines::MOST_BYTES);
+            assert!(lines.0.len() <= MAX_LINES && lines.size_bytes() <= LimitLines::MAX_BYTES);
         }
         let told = told(&lines);
         assert_eq!(told.len(), MAX_LINES);

@@ -17,7 +17,7 @@ use super::snapshot::DaemonSnapshot;
 /// Maximum age of figures, unless the caller chooses another.
 pub(super) const FRESH: Duration = Duration::from_millis(250);
 /// Timeout of a request: half of Prometheus's scrape timeout.
-const PATIENCE: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reason for a missing answer; follows `weir: ` in messages.
 pub(crate) type NoAnswer = &'static str;
@@ -99,7 +99,10 @@ impl MainThread {
     }
 
     /// Settings after that change, without making it.
-    pub(super) async fn preview_input(&self, wanted: SettingsRequest) -> Result<Result<PreviewInput, ChangeError>, NoAnswer> {
+    pub(super) async fn preview_input(
+        &self,
+        wanted: SettingsRequest,
+    ) -> Result<Result<PreviewInput, ChangeError>, NoAnswer> {
         self.request(|answer| MainRequest::PreviewInput(wanted, answer)).await
     }
 
@@ -110,7 +113,7 @@ impl MainThread {
             self.ask.send(asked(answer)).await.ok()?;
             answered.await.ok()
         };
-        let answered = timeout(PATIENCE, answer).await.map_err(|_| "the daemon is busy (try again)")?;
+        let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| "the daemon is busy (try again)")?;
         answered.ok_or("the daemon is ending")
     }
 }

@@ -31,11 +31,11 @@ use prometheus_client::{
 use tokio::{sync::Mutex, task::spawn_blocking};
 
 use super::{
-    main_thread::{MainThread, FRESH, NoAnswer},
     families::MetricFamilies,
-    streamed_response::{self, ResponsePieces, ResponseBuffer},
+    main_thread::{FRESH, MainThread, NoAnswer},
     process_metrics::ProcessMetrics,
     snapshot::DaemonSnapshot,
+    streamed_response::{self, ResponseBuffer, ResponsePieces},
 };
 
 /// Maximum number of responses in memory for each format, including the cached one.
@@ -170,7 +170,12 @@ impl MetricsFormat {
     }
 
     /// Writes all metrics. `None` if the format cannot express them.
-    fn write(self, snapshot: Arc<DaemonSnapshot>, cgroups: Option<&CgroupFiguresReader>, to: &mut ResponseBuffer) -> Option<()> {
+    fn write(
+        self,
+        snapshot: Arc<DaemonSnapshot>,
+        cgroups: Option<&CgroupFiguresReader>,
+        to: &mut ResponseBuffer,
+    ) -> Option<()> {
         let cgroups = cgroups.map(CgroupFiguresReader::read).unwrap_or_default().into();
         let families = MetricFamilies { snapshot, process: ProcessMetrics::now(), cgroups };
         let mut registry = Registry::default();
@@ -280,7 +285,10 @@ mod tests {
         let messages = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited,application/openmetrics-text;version=1.0.0;q=0.8,*/*;q=0.1";
         assert_eq!(form(messages), MetricsFormat::Protobuf);
         assert_eq!(form("application/openmetrics-text;q=0.2,text/plain;q=0.5"), MetricsFormat::Text);
-        assert_eq!(form("application/vnd.google.protobuf;proto=other;encoding=delimited"), MetricsFormat::Text);
+        assert_eq!(
+            form("application/vnd.google.protobuf;proto=other;encoding=delimited"),
+            MetricsFormat::Text
+        );
         assert_eq!(form("application/openmetrics-text;q=lots"), MetricsFormat::Text);
     }
 

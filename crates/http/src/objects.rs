@@ -19,12 +19,14 @@ use api::{
 use block::{
     device::DeviceStatistics,
     disk::DiskTotals,
-    measures::{HistogramSnapshot, OperationClass, CauseLevel},
+    measures::{CauseLevel, HistogramSnapshot, OperationClass},
 };
 use policy::{
     counter::{self, CounterGrowth},
     request::Direction,
-    throttle::{AdmissionCounters, Enforcement, LimitLevel, LimitKind, Limits, LimitPart, LimitSetting, ThrottleStats},
+    throttle::{
+        AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, Limits, ThrottleStats,
+    },
 };
 use serde::Serialize;
 use serde_json::{Number, Value};
@@ -32,8 +34,8 @@ use serde_json::{Number, Value};
 use super::{
     main_thread::ObjectKind,
     recent_counters::RecentCounters,
-    sample::{Latencies, ActivitySample, rounded},
-    snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, DaemonSnapshot, ThrottleFigures},
+    sample::{ActivitySample, Latencies, rounded},
+    snapshot::{DaemonSnapshot, DeviceFigures, DiskFigures, ExportFigures, GroupFigures, ThrottleFigures},
 };
 
 /// Members of an activity, by name.
@@ -284,7 +286,7 @@ fn disk(
         cache: figures.cache,
         size: figures.size_bytes,
         stopped: figures.is_stopped,
-        backing_changed: figures.has_changed_below,
+        backing_changed: figures.backing_changed,
         errors: ErrorCounts {
             reads: errors.reads,
             writes: errors.writes,
@@ -312,7 +314,12 @@ fn export(figures: &ExportFigures) -> ExportActivity {
     ExportActivity { id: id.clone(), kind, connections: *connections, counters: counters.clone() }
 }
 
-fn group(figures: &GroupFigures, passed: &ServedRequests, before: &mut GroupReadings, now: Instant) -> GroupActivity {
+fn group(
+    figures: &GroupFigures,
+    passed: &ServedRequests,
+    before: &mut GroupReadings,
+    now: Instant,
+) -> GroupActivity {
     let growth = before.limited.add_reading(now, [figures.throttle.stats.throttled_ns]);
     let throttled = growth.map_or(0.0, |growth| growth.share_of_time(0));
     let passed = ServedRequests { held: passed.held.max(throttled), ..*passed };
@@ -478,7 +485,8 @@ fn throttle_cause(
     if let Some((whose, kind)) = longest {
         return Some(tell(whose, kind));
     }
-    let waits = |stats: &ThrottleStats| stats.throttle_cause.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
+    let waits =
+        |stats: &ThrottleStats| stats.throttle_cause.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
     if figures.throttle.stats.waiting == [0, 0] {
         return None;
     }
@@ -497,8 +505,12 @@ impl SecondReadings {
     /// Growth since the previous call; `None` for the first.
     fn update(&mut self, figures: &DiskFigures) -> Option<LastSecondCounts> {
         let measures = &figures.measures;
-        let took = growth_of_both(&mut self.counts, [OperationClass::Read, OperationClass::Write].map(|of| measures.latency(of)));
-        let waited = growth_of_both(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
+        let took = growth_of_both(
+            &mut self.counts,
+            [OperationClass::Read, OperationClass::Write].map(|of| measures.latency(of)),
+        );
+        let waited =
+            growth_of_both(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
         self.took = SecondLatencies::of(took.as_deref());
         self.wait_p99_ns = waited.as_deref().and_then(wait_p99_ns);
         let now = throttled_ns(figures);
@@ -507,7 +519,10 @@ impl SecondReadings {
             let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
             // The index counts directions fastest, then limits, then owners.
             let place = (ns > 0).then_some(place / Direction::ALL.len())?;
-            Some((CauseLevel::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
+            Some((
+                CauseLevel::ALL[place / LimitKind::ALL.len()],
+                LimitKind::ALL[place % LimitKind::ALL.len()],
+            ))
         });
         Some(LastSecondCounts { took: took?, waited: waited? })
     }
@@ -620,12 +635,21 @@ mod tests {
         };
         let (short, long) = (40, 80);
         let mut before = Vec::new();
-        assert_eq!(growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[])]), None, "the first look");
+        assert_eq!(
+            growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[])]),
+            None,
+            "the first look"
+        );
         let last = growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[(short, 50)])]).unwrap();
         assert_eq!(wait_p99_ns(&last), HistogramSnapshot::quantile_ns(spread(&[(short, 1)]).counts(), 0.5));
-        let last = growth_of_both(&mut before, [spread(&[(long, 100), (0, 900)]), spread(&[(short, 50)])]).unwrap();
+        let last =
+            growth_of_both(&mut before, [spread(&[(long, 100), (0, 900)]), spread(&[(short, 50)])]).unwrap();
         assert_eq!(wait_p99_ns(&last), Some(0), "none waited");
-        assert_eq!(growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]), None, "another disk counts");
+        assert_eq!(
+            growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]),
+            None,
+            "another disk counts"
+        );
         let last = growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]).unwrap();
         assert_eq!(wait_p99_ns(&last), None, "no request was answered");
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use control::events::EventLog;
 
-use super::{main_thread::MainThread, preview_thread::Previews, activity::ActivityWatch};
+use super::{activity::ActivityWatch, main_thread::MainThread, preview_thread::Previews};
 
 pub(super) struct PageState {
     pub(super) desk: Arc<MainThread>,

@@ -17,26 +17,26 @@ use axum::{
     http::StatusCode,
     response::Response,
 };
-use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings};
+use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup};
 use control::{
     qmp,
     registry::{Registry, RunningDisk},
 };
-use simulator::limit_preview::{PreviewDisk, PreviewResult, PreviewGroup};
+use simulator::limit_preview::{PreviewDisk, PreviewGroup, PreviewResult};
 use tokio::time::timeout;
 
 use super::{
-    responses::{json_response, error_response, unavailable_response},
-    settings_body,
-    main_thread::{ObjectKind, ChangeError, PreviewInput, SettingsRequest},
+    main_thread::{ChangeError, ObjectKind, PreviewInput, SettingsRequest},
+    page_state::PageState,
     peer::HttpPeer,
     preview_thread::PreviewOutcome,
+    responses::{error_response, json_response, unavailable_response},
     sample::rounded,
-    page_state::PageState,
+    settings_body,
 };
 
 /// Time that a client waits for the result.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PREVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) async fn preview(
     State(site): State<Arc<PageState>>,
@@ -59,12 +59,19 @@ pub(super) async fn preview(
         Ok(asked) => asked,
         Err(error) => return error_response(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
     };
-    let PreviewOutcome { past, recorded: was, simulated: would } = match timeout(PATIENCE, asked.result()).await {
-        Err(_) => return unavailable_response("the preview takes too long (try again when the host is less busy)"),
-        Ok(Some(Ok(outcome))) => outcome,
-        Ok(Some(Err(error))) => return error_response(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
-        Ok(None) => return error_response(StatusCode::CONFLICT, "another preview has replaced this one"),
-    };
+    let PreviewOutcome { past, recorded: was, simulated: would } =
+        match timeout(PREVIEW_TIMEOUT, asked.result()).await {
+            Err(_) => {
+                return unavailable_response(
+                    "the preview takes too long (try again when the host is less busy)",
+                );
+            }
+            Ok(Some(Ok(outcome))) => outcome,
+            Ok(Some(Err(error))) => {
+                return error_response(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}"));
+            }
+            Ok(None) => return error_response(StatusCode::CONFLICT, "another preview has replaced this one"),
+        };
     json_response(&Preview {
         seconds: rounded(past.as_secs_f64()),
         requests: was.requests(),
@@ -90,7 +97,10 @@ fn figures(felt: &PreviewResult) -> Option<PreviewFigures> {
 ///
 /// # Errors
 /// Returns the errors of the change itself.
-pub(super) fn preview_input(registry: &Registry, wanted: SettingsRequest) -> Result<PreviewInput, ChangeError> {
+pub(super) fn preview_input(
+    registry: &Registry,
+    wanted: SettingsRequest,
+) -> Result<PreviewInput, ChangeError> {
     let SettingsRequest { of, name, settings, .. } = wanted;
     let unknown = |refused: control::registry::RegistryError| ChangeError::Unknown(refused.to_string());
     let changed = |before| qmp::settings_after(before, settings).map_err(ChangeError::Rejected);
@@ -165,7 +175,8 @@ impl GroupTree {
 
     /// Adds the groups' disks; without groups, the disks that belong to none.
     fn with_disks(self, disks: &[Rc<RunningDisk>]) -> PreviewInput {
-        let place = |group: &Arc<ThrottleGroup>| self.0.iter().position(|(known, _)| Arc::ptr_eq(known, group));
+        let place =
+            |group: &Arc<ThrottleGroup>| self.0.iter().position(|(known, _)| Arc::ptr_eq(known, group));
         let then = |running: &Rc<RunningDisk>| {
             let disk = &running.disk;
             let group = match disk.throttle().group() {

@@ -41,10 +41,9 @@ impl<const N: usize> RecentCounters<N> {
         {
             self.looks.pop_front();
         }
-        let growth = self
-            .looks
-            .front()
-            .and_then(|(then, before)| CounterGrowth::between(before, &counts, at.saturating_duration_since(*then)));
+        let growth = self.looks.front().and_then(|(then, before)| {
+            CounterGrowth::between(before, &counts, at.saturating_duration_since(*then))
+        });
         self.looks.push_back((at, counts));
         growth
     }

@@ -19,7 +19,7 @@ struct ErrorAnswer {
 }
 
 /// Maximum length of an error message in bytes.
-const MOST_REASON: usize = 4096;
+const MAX_REASON_BYTES: usize = 4096;
 
 /// JSON response that must not be cached.
 pub(super) fn json_response(value: &impl Serialize) -> Response {
@@ -50,6 +50,6 @@ pub(super) async fn unify_errors(answer: Response) -> Response {
         return answer;
     }
     let (head, body) = answer.into_parts();
-    let why = to_bytes(body, MOST_REASON).await.unwrap_or_default();
+    let why = to_bytes(body, MAX_REASON_BYTES).await.unwrap_or_default();
     error_response(head.status, &String::from_utf8_lossy(&why))
 }

@@ -230,19 +230,31 @@ mod tests {
 
     #[test]
     fn values_are_clamped_to_the_scale() {
-        let sample = ActivitySample { rates: [Some(1e30); 4], waiting: Some(f64::INFINITY), ..ActivitySample::default() };
+        let sample = ActivitySample {
+            rates: [Some(1e30); 4],
+            waiting: Some(f64::INFINITY),
+            ..ActivitySample::default()
+        };
         let back = again(sample);
         assert!(
             (back.rates[0].unwrap() / 2e7 - 1.0).abs() < 1e-6
                 && (back.waiting.unwrap() / 1e6 - 1.0).abs() < 1e-6
         );
-        assert_eq!(again(ActivitySample { waiting: Some(f64::NAN), ..ActivitySample::default() }).waiting, Some(1.0));
+        assert_eq!(
+            again(ActivitySample { waiting: Some(f64::NAN), ..ActivitySample::default() }).waiting,
+            Some(1.0)
+        );
     }
 
     #[test]
     fn seconds_together_are_their_mean_and_the_highest_99th_percentile() {
         let second = |rate, high| {
-            ActivitySample { rates: [Some(rate); 4], latency_ns: [Some(1e6), Some(high)], ..ActivitySample::default() }.pack()
+            ActivitySample {
+                rates: [Some(rate); 4],
+                latency_ns: [Some(1e6), Some(high)],
+                ..ActivitySample::default()
+            }
+            .pack()
         };
         let all = [second(1000.0, 1e6), second(3000.0, 8e6), ActivitySample::default().pack()];
         let together = ActivitySample::merge(all.iter());

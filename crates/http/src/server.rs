@@ -15,7 +15,7 @@
 use std::{io, pin::Pin, sync::Arc, time::Duration};
 
 use axum::Router;
-use control::listen::{UriAuthority, BoundListener};
+use control::listen::{BoundListener, UriAuthority};
 use hyper::{
     Request,
     body::Incoming,
@@ -37,8 +37,8 @@ use tokio_openssl::SslStream;
 
 use super::{
     connections::{ConnectionHandle, ConnectionSlots, HttpStream},
-    stall_timeout::StallTimeout,
     peer::HttpPeer,
+    stall_timeout::StallTimeout,
 };
 
 /// Prometheus's default scrape timeout.
@@ -173,7 +173,10 @@ async fn accept(socket: HttpSocket, door: Arc<HttpService>) {
 }
 
 /// Performs a TLS handshake.
-async fn encrypted(stream: Box<dyn HttpStream>, keys: &TlsServer) -> io::Result<SslStream<Box<dyn HttpStream>>> {
+async fn encrypted(
+    stream: Box<dyn HttpStream>,
+    keys: &TlsServer,
+) -> io::Result<SslStream<Box<dyn HttpStream>>> {
     let mut stream = SslStream::new(keys.ssl()?, stream)?;
     Pin::new(&mut stream).accept().await.map_err(io::Error::other)?;
     Ok(stream)
@@ -197,7 +200,13 @@ impl HttpService {
         }
     }
 
-    async fn serve_http(&self, stream: Box<dyn HttpStream>, has_more: bool, peer: HttpPeer, connection: ConnectionHandle) {
+    async fn serve_http(
+        &self,
+        stream: Box<dyn HttpStream>,
+        has_more: bool,
+        peer: HttpPeer,
+        connection: ConnectionHandle,
+    ) {
         let mut protocol = http1::Builder::new();
         protocol.timer(TokioTimer::new()).header_read_timeout(SCRAPE_TIMEOUT);
         // Bounds the time and size of a head, against slow clients.

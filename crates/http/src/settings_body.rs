@@ -17,10 +17,10 @@ use settings::suggest;
 use tokio::time::timeout;
 
 use super::{
-    responses::error_response,
+    json_members::{self, JsonMembers},
     main_thread::{ObjectKind, SettingsRequest},
     peer::HttpPeer,
-    json_members::{self, JsonMembers},
+    responses::error_response,
 };
 
 /// Largest body in bytes; all settings together take less than 1 KiB.
@@ -34,7 +34,12 @@ const OTHER_SETTINGS: [&str; 4] = ["weight", "iops-reservation", "bps-reservatio
 ///
 /// # Errors
 /// Returns the error response.
-pub(super) async fn read(of: ObjectKind, name: String, peer: HttpPeer, body: Body) -> Result<SettingsRequest, Response> {
+pub(super) async fn read(
+    of: ObjectKind,
+    name: String,
+    peer: HttpPeer,
+    body: Body,
+) -> Result<SettingsRequest, Response> {
     match numbers(body).await {
         Ok(settings) => Ok(SettingsRequest { of, name, settings, client: peer.to_string() }),
         Err((status, why)) => Err(error_response(status, &why)),
@@ -47,7 +52,10 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
     let whole =
         whole.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned()))?;
     let whole = whole.map_err(|_| {
-        (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is incomplete, or longer than {MAX_BODY_BYTES} bytes"))
+        (
+            StatusCode::PAYLOAD_TOO_LARGE,
+            format!("the body is incomplete, or longer than {MAX_BODY_BYTES} bytes"),
+        )
     })?;
     parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
 }

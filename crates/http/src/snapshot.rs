@@ -13,7 +13,7 @@ use std::{
 use api::ExportCounters;
 use block::{
     device::DeviceStatistics,
-    disk::{Errors, DiskTotals},
+    disk::{DiskTotals, Errors},
     layer::throttle::{DiskSettings, GroupSettings},
     measures::Measures,
 };
@@ -21,7 +21,7 @@ use control::{
     devices::DeviceWithDisks,
     events::Kind,
     recording::RunningRecording,
-    registry::{RunningEndpoint, Registry, RunningDisk},
+    registry::{Registry, RunningDisk, RunningEndpoint},
     running_server::RunningServer,
 };
 use export::nbd::RejectedClientCounts;
@@ -35,8 +35,8 @@ use policy::{
     watermark::MeasuredCapacity,
 };
 use reactor::{
-    RingTotals, ReactorWorker,
-    memory::{MemoryBudget, BudgetUsage},
+    ReactorWorker, RingTotals,
+    memory::{BudgetUsage, MemoryBudget},
     now,
 };
 use storage::nbd::NbdLinkStatus;
@@ -59,7 +59,7 @@ pub(super) struct DaemonSnapshot {
     /// Delivered, failed and skipped events; `None` without `--on-event`.
     pub(super) deliveries: Option<[u64; 3]>,
     /// Number of disks whose images are not open yet.
-    pub(super) unopened: usize,
+    pub(super) unavailable_disks: usize,
     /// `None` without a cluster.
     pub(super) cluster: Option<ClusterFigures>,
 }
@@ -88,7 +88,7 @@ pub(super) struct DiskFigures {
     pub(super) totals: DiskTotals,
     pub(super) errors: Errors,
     pub(super) is_stopped: bool,
-    pub(super) has_changed_below: bool,
+    pub(super) backing_changed: bool,
     /// Age of the oldest request at remote storage; zero if none waits, `None` for local storage.
     pub(super) oldest_request: Option<Duration>,
     /// State of the connection to an NBD server; `None` for other storage.
@@ -155,7 +155,7 @@ pub(super) struct ExportFigures {
 pub(super) struct ServerFigures {
     pub(super) address: String,
     pub(super) connections: usize,
-    pub(super) refused: RejectedClientCounts,
+    pub(super) rejected: RejectedClientCounts,
 }
 
 impl DaemonSnapshot {
@@ -175,13 +175,13 @@ impl DaemonSnapshot {
             recordings: registry.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
             events: registry.events.counts(),
             deliveries: registry.deliveries.get().map(|counts| counts.counts()),
-            unopened: registry.disks.unavailable.borrow().len(),
+            unavailable_disks: registry.disks.unavailable.borrow().len(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.counters())).collect(),
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
                 leases: cluster.group_states().into_iter().map(|one| (one.group, one.is_leased)).collect(),
-                silent: cluster.silent(),
+                silent: cluster.unreachable_hosts(),
                 left_out: registry.groups.unmet.borrow().len(),
             }),
         }
@@ -218,7 +218,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         totals: disk.totals(),
         errors: disk.failures().errors(),
         is_stopped: disk.failures().stopped_by().is_some(),
-        has_changed_below: disk.image().has_changed_below(),
+        backing_changed: disk.image().has_changed_below(),
         // Reported for remote storage only.
         oldest_request: storage.is_remote().then(|| storage.oldest_request().unwrap_or_default()),
         remote: storage.remote_status(),
@@ -294,6 +294,6 @@ fn server(serving: &RunningServer) -> ServerFigures {
     ServerFigures {
         address: serving.address(),
         connections: serving.server.connections(),
-        refused: serving.server.rejected_counts(),
+        rejected: serving.server.rejected_counts(),
     }
 }

@@ -33,7 +33,11 @@ impl StallTimeout {
     }
 
     /// Returns the result of a write, or fails after a stall of `patience`.
-    fn check_stall<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn check_stall<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        sent: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         // Progress of any size resets the timer.
         if sent.is_ready() {
             self.until = None;

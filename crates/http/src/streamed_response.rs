@@ -19,7 +19,7 @@ use hyper::body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc;
 
 /// Size of a piece in bytes, without its last line: about the size of a socket buffer.
-const PIECE: usize = 64 << 10;
+const PIECE_BYTES: usize = 64 << 10;
 /// Reserve for the last line of a piece; most are shorter.
 const LINE: usize = 1 << 10;
 
@@ -65,7 +65,7 @@ impl ResponseBuffer {
     fn flush_piece(&mut self) {
         if !self.text.is_empty() {
             // Allocated at full size: growing it would copy each piece.
-            let next = String::with_capacity(PIECE + LINE);
+            let next = String::with_capacity(PIECE_BYTES + LINE);
             let piece = std::mem::replace(&mut self.text, next);
             self.add(piece);
         }
@@ -76,7 +76,7 @@ impl fmt::Write for ResponseBuffer {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         self.text.push_str(text);
         // Only at a line end: `TextFormatConverter` looks for the beginning of a line.
-        if self.text.len() >= PIECE && text.ends_with('\n') {
+        if self.text.len() >= PIECE_BYTES && text.ends_with('\n') {
             self.flush_piece();
         }
         Ok(())
@@ -150,7 +150,7 @@ mod tests {
         let (mut sheet, mut pieces) = response_channel();
         let line = "x".repeat(1000) + "\n";
         let mut expect = String::new();
-        while expect.len() < PIECE {
+        while expect.len() < PIECE_BYTES {
             assert!(next(&mut pieces).is_pending() && sheet.is_at_line());
             for part in [&line[..999], &line[999..]] {
                 sheet.write_str(part).unwrap();

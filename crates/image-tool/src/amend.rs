@@ -16,7 +16,9 @@ use image::qcow2::{
 use settings::suggest::nearest;
 use storage::{CacheMode, ImageFormat, Storage};
 
-use super::{create, image_args::ImageArg, opening::OpenMode, options::FormatOptions, progress::ProgressArgs};
+use super::{
+    create, image_args::ImageArg, opening::OpenMode, options::FormatOptions, progress::ProgressArgs,
+};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

@@ -37,7 +37,9 @@ impl BitmapCopier {
                 check(&entry).with_context(|| format!("{name}: bitmap {bitmap:?}"))?;
                 bitmaps.push(entry);
             } else if skip_broken {
-                console::print_error(&anyhow!("{name}: bitmap {bitmap:?} may be inconsistent, and is skipped"));
+                console::print_error(&anyhow!(
+                    "{name}: bitmap {bitmap:?} may be inconsistent, and is skipped"
+                ));
             } else {
                 bail!(
                     "{name}: bitmap {bitmap:?} is marked in-use and may be inconsistent (--skip-broken-bitmaps skips it, \

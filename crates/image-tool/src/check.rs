@@ -8,14 +8,14 @@ use clap::Args;
 use console::{CommandFailure, on_reactor, print};
 use image::qcow2::{
     self,
-    check::{GuestRange, Repair, CheckReport, check},
+    check::{CheckReport, GuestRange, Repair, check},
     header::incompatible,
 };
 use reactor::sanitize::sanitize;
 use serde_json::{Value, json};
 use storage::{CacheMode, ImageFormat};
 
-use super::{ImageOutput, ImageOutputArgs, qemu_format, image_args::ImageArg, opening::OpenMode};
+use super::{ImageOutput, ImageOutputArgs, image_args::ImageArg, opening::OpenMode, qemu_format};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -317,7 +317,8 @@ mod tests {
         let damaged = steps(CheckReport { corruptions: 1, leaks: 1, ..CheckReport::default() }, false);
         assert!(damaged.contains("`weir image check -r all`") && damaged.lines().count() == 1, "{damaged}");
         let range = GuestRange { offset: 0, length: 512, snapshot: None };
-        let ambiguous = steps(CheckReport { corruptions: 1, ambiguous: vec![range], ..CheckReport::default() }, false);
+        let ambiguous =
+            steps(CheckReport { corruptions: 1, ambiguous: vec![range], ..CheckReport::default() }, false);
         assert!(ambiguous.contains("--force") && ambiguous.lines().count() == 2, "{ambiguous}");
     }
 }

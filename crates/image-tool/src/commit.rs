@@ -12,13 +12,13 @@ use std::{
 use anyhow::{Context as _, bail};
 use clap::Args;
 use console::{CommandFailure, on_reactor, print};
-use image::{Image, open::LONGEST_CHAIN};
+use image::{Image, open::MAX_CHAIN};
 use storage::{CacheMode, ImageFormat};
 
 use super::{
     copy, disk,
+    image_args::{ImageArg, NamedImage, with_secrets},
     keys::{PassphraseArgs, PassphraseSet},
-    image_args::{NamedImage, ImageArg, with_secrets},
     opening::{self, OpenMode},
     progress::ProgressArgs,
     source::CopySource,
@@ -80,7 +80,8 @@ type ChainLayer = (PathBuf, ImageFormat);
 /// Images from the given one down to the target of the commit.
 async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<Vec<ChainLayer>> {
     let mut layers = vec![(subject.path.clone(), subject.format_of_chain().await?)];
-    let base = arguments.base.as_deref().map(|base| opening::resolve_backing(&subject.path, base)).transpose()?;
+    let base =
+        arguments.base.as_deref().map(|base| opening::resolve_backing(&subject.path, base)).transpose()?;
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
@@ -103,8 +104,8 @@ async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<
             check_end(&layers).await?;
             return Ok(layers);
         }
-        if layers.len() == LONGEST_CHAIN {
-            bail!("{name}: the chain of backing files is longer than {LONGEST_CHAIN} images");
+        if layers.len() == MAX_CHAIN {
+            bail!("{name}: the chain of backing files is longer than {MAX_CHAIN} images");
         }
     }
 }
@@ -132,7 +133,7 @@ async fn check_end(layers: &[ChainLayer]) -> anyhow::Result<()> {
                     path.display()
                 );
             }
-            next = if is_last && seen.len() < LONGEST_CHAIN { below(&path, format).await? } else { None };
+            next = if is_last && seen.len() < MAX_CHAIN { below(&path, format).await? } else { None };
             seen.push(path);
         }
     }
@@ -146,7 +147,12 @@ async fn commit(
     mut keys: PassphraseSet,
 ) -> anyhow::Result<()> {
     let Some(((base_path, base_format), above)) = layers.split_last() else { bail!("there is no image") };
-    let how = OpenMode { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..OpenMode::default() };
+    let how = OpenMode {
+        cache: arguments.cache,
+        write: true,
+        rate_bps: arguments.rate_limit,
+        ..OpenMode::default()
+    };
     let mut sources = Vec::new();
     for (index, (path, format)) in above.iter().enumerate() {
         // Only the first image is written to. All are opened without backing files: each

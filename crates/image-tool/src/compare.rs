@@ -20,8 +20,8 @@ use storage::{CacheMode, ImageFormat};
 use super::{
     copy::is_zero,
     disk::ExtentKind,
-    keys::PassphraseArgs,
     image_args::{NamingArgs, with_secrets},
+    keys::PassphraseArgs,
     opening::{self, OpenMode},
     progress::{CommandProgress, ProgressArgs},
     source::CopySource,
@@ -71,7 +71,7 @@ pub struct CompareArgs {
 const DIFFERENT: u8 = 1;
 const NOT_OPENED: u8 = 2;
 const NOT_READ: u8 = 4;
-const PIECE: u64 = 1 << 20;
+const STEP_BYTES: u64 = 1 << 20;
 const TASKS: usize = 8;
 
 pub(crate) fn run(arguments: CompareArgs) -> Result<(), CommandFailure> {
@@ -81,7 +81,8 @@ pub(crate) fn run(arguments: CompareArgs) -> Result<(), CommandFailure> {
     objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&first, &second])?;
     on_reactor(async move {
-        let how = OpenMode { cache: arguments.cache, force_share: arguments.force_share, ..OpenMode::default() };
+        let how =
+            OpenMode { cache: arguments.cache, force_share: arguments.force_share, ..OpenMode::default() };
         let mut sources = Vec::new();
         for named in [first, second] {
             let image = named.open(how, &mut keys).await;
@@ -289,7 +290,11 @@ impl<'a> ExtentWalk<'a> {
             let whole = one.0.min(other.0);
             // Data is limited to one read, aligned to it; ranges without data are compared as a
             // whole.
-            let length = if kinds.contains(&ExtentKind::Data) { whole.min(PIECE - self.at % PIECE) } else { whole };
+            let length = if kinds.contains(&ExtentKind::Data) {
+                whole.min(STEP_BYTES - self.at % STEP_BYTES)
+            } else {
+                whole
+            };
             pieces.push(ComparedRange { offset: self.at, length, kinds });
             self.at += length;
             one.0 -= length;

@@ -22,12 +22,12 @@ use super::{
     bitmap_copy::BitmapCopier,
     copy, create, disk,
     encrypt::{Encryption, SecretObjects},
-    keys::{self, PassphraseArgs, PassphraseSet},
     image_args::{NamedImage, NamingArgs, named, with_secrets},
+    keys::{self, PassphraseArgs, PassphraseSet},
     opening::{self, OpenMode},
     options::FormatOptions,
-    snapshot_selector::SnapshotSelector,
     progress::ProgressArgs,
+    snapshot_selector::SnapshotSelector,
     source::CopySource,
     temporary_target::UnfinishedFile,
 };
@@ -264,7 +264,8 @@ fn open_sources(
     has_backing: bool,
     arguments: &ImageConvertArgs,
 ) -> Result<(CopySource, Option<BitmapCopier>), CommandFailure> {
-    let how = OpenMode { cache: arguments.source_cache, force_share: arguments.force_share, ..OpenMode::default() };
+    let how =
+        OpenMode { cache: arguments.source_cache, force_share: arguments.force_share, ..OpenMode::default() };
     let pick = arguments.snapshot.clone();
     let bitmaps = arguments.bitmaps;
     let skip_broken = arguments.skip_broken_bitmaps;
@@ -339,7 +340,10 @@ fn make(
             }
             create::create_qcow2(place.path(), &wish, &name)?;
             let own = encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
-            Ok(CreatedTarget { has_backing: wish.backing.is_some(), keys: own.unwrap_or_else(|| keys.clone()) })
+            Ok(CreatedTarget {
+                has_backing: wish.backing.is_some(),
+                keys: own.unwrap_or_else(|| keys.clone()),
+            })
         }
     }
 }
@@ -359,7 +363,12 @@ async fn copy_into(
     arguments: ImageConvertArgs,
 ) -> Result<(), CommandFailure> {
     let name = target.name.display().to_string();
-    let how = OpenMode { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..OpenMode::default() };
+    let how = OpenMode {
+        cache: arguments.cache,
+        write: true,
+        rate_bps: arguments.rate_limit,
+        ..OpenMode::default()
+    };
     let path = &target.image.path;
     let image = disk::open(path, Some(target.format), target.image.how(how)?, &mut keys).await?;
     keys.check_used()?;

@@ -31,7 +31,7 @@ pub(super) use self::zero::is_zero;
 use self::{plan::CopyItem, write_order::WriteOrder};
 use super::{disk::ExtentKind, progress::CommandProgress, source::CopySource};
 
-const MOST_THREADS: usize = 4;
+const MAX_THREADS: usize = 4;
 const SALVAGED_BYTES: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
@@ -79,7 +79,7 @@ pub(super) async fn copy(
 ) -> anyhow::Result<()> {
     // Reads and writes are asynchronous; threads only spread compression and the search for
     // zeroes.
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(how.tasks);
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(how.tasks);
     let workers = (0..threads)
         .map(|number| ReactorWorker::start(&format!("copy {number}"), PollingMode::Off))
         .collect::<Result<Vec<_>, _>>()
@@ -168,7 +168,13 @@ impl ImageCopy {
 
     /// Adds a range to the plan. Zeroes that must hide a backing file can do so in whole clusters;
     /// the rest of a cluster is copied as data.
-    fn plan(&self, planner: &mut plan::CopyPlanner, range: Range<u64>, kind: ExtentKind, ready: &mut Vec<CopyItem>) {
+    fn plan(
+        &self,
+        planner: &mut plan::CopyPlanner,
+        range: Range<u64>,
+        kind: ExtentKind,
+        ready: &mut Vec<CopyItem>,
+    ) {
         // A partial cluster cannot become a zero cluster: its other part is data or belongs below.
         let whole = match kind {
             ExtentKind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),

@@ -100,7 +100,8 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
     if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
     }
-    let no_file = || CommandFailure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
+    let no_file =
+        || CommandFailure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
     let path = arguments.file.clone().ok_or_else(no_file)?;
     let name = path.display().to_string();
     let usage = |text: String| CommandFailure::Usage(anyhow!("{name}: {text}"));
@@ -247,7 +248,11 @@ pub(super) fn qcow2_options(
 }
 
 /// Size of the backing file's disk; `None` without a backing file, or if it must not be opened.
-fn backing_size(wish: &CreateOptions, arguments: &CreateArgs, path: &Path) -> Result<Option<u64>, CommandFailure> {
+fn backing_size(
+    wish: &CreateOptions,
+    arguments: &CreateArgs,
+    path: &Path,
+) -> Result<Option<u64>, CommandFailure> {
     let Some(backing) = &wish.backing else { return Ok(None) };
     if arguments.unsafe_backing {
         opening::check_name(path, &backing.name)?;
@@ -291,7 +296,7 @@ impl NewFile {
         let is_new = match made {
             Ok(file) => {
                 // Storage rejects a file without a size.
-                file.set_len(LEAST_FILE).with_context(|| format!("{name}: cannot be created"))?;
+                file.set_len(MIN_FILE).with_context(|| format!("{name}: cannot be created"))?;
                 true
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
@@ -302,7 +307,7 @@ impl NewFile {
         // An existing empty file, such as one of mktemp(1).
         if metadata.is_file() && metadata.len() == 0 {
             let file = OpenOptions::new().write(true).open(path);
-            file.and_then(|file| file.set_len(LEAST_FILE))
+            file.and_then(|file| file.set_len(MIN_FILE))
                 .with_context(|| format!("{name}: cannot be created"))?;
         }
         let storage = opening::storage(path, OpenMode { write: true, ..OpenMode::default() })?;
@@ -322,7 +327,7 @@ impl Drop for NewFile {
     }
 }
 
-const LEAST_FILE: u64 = 512;
+const MIN_FILE: u64 = 512;
 // Bytes at the start of a device or export that a new raw image clears, as qemu-img does: they
 // contain the signature of every format.
 const HEADER_BYTES: u64 = 512;
@@ -337,7 +342,9 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
         Some(data) => {
             let place = opening::resolve_backing(path, data)?;
             if place == path {
-                return Err(CommandFailure::Usage(anyhow!("data_file={data}: is the image itself (name another)")));
+                return Err(CommandFailure::Usage(anyhow!(
+                    "data_file={data}: is the image itself (name another)"
+                )));
             }
             Some(NewFile::open(&place)?)
         }
@@ -375,12 +382,12 @@ fn is_regular(path: &Path) -> anyhow::Result<bool> {
 /// Truncates a file, so that the new image reads as zeroes where nothing is written. Devices keep
 /// their size.
 async fn empty(storage: &Storage) -> anyhow::Result<()> {
-    if storage.size_bytes() <= LEAST_FILE {
+    if storage.size_bytes() <= MIN_FILE {
         return Ok(());
     }
-    let least = u64::from(storage.block_size().minimum).max(LEAST_FILE);
+    let least = u64::from(storage.block_size().minimum).max(MIN_FILE);
     match storage.resize(least).await {
-        Ok(()) | Err(storage::ResizeError::Device { .. }) => Ok(()),
+        Ok(()) | Err(storage::ResizeError::BlockDevice { .. }) => Ok(()),
         Err(error) => Err(error).context("cannot be emptied"),
     }
 }
@@ -394,7 +401,9 @@ pub(super) fn create_raw(
 ) -> Result<(), CommandFailure> {
     let size = size.next_multiple_of(512);
     if preallocation == Preallocation::Metadata {
-        return Err(CommandFailure::Usage(anyhow!("{name}: preallocation=metadata: raw images have no metadata")));
+        return Err(CommandFailure::Usage(anyhow!(
+            "{name}: preallocation=metadata: raw images have no metadata"
+        )));
     }
     let (file, storage) = NewFile::open(path)?;
     let is_file = is_regular(path)?;

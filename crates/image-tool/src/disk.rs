@@ -6,7 +6,7 @@ use std::{path::Path, sync::Arc};
 use image::{
     Image, Qcow2Image,
     open::{BackingChoice, ImageOptions},
-    qcow2::{MappedRun, GuestMapping},
+    qcow2::{GuestMapping, MappedRun},
 };
 use reactor::{
     buffer::Segments,
@@ -105,9 +105,13 @@ pub(super) async fn layer(
         let below = below_bytes.saturating_sub(at).min(length);
         match what {
             // Beyond the end of the layers below there is nothing to read: zeroes.
-            GuestMapping::Unallocated => kinds.extend([(below, ExtentKind::Below), (length - below, ExtentKind::Zero)]),
+            GuestMapping::Unallocated => {
+                kinds.extend([(below, ExtentKind::Below), (length - below, ExtentKind::Zero)])
+            }
             GuestMapping::Zero { .. } => kinds.push((length, ExtentKind::Zero)),
-            GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => kinds.push((length, ExtentKind::Data)),
+            GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => {
+                kinds.push((length, ExtentKind::Data))
+            }
         }
         at += length;
     }

@@ -91,7 +91,10 @@ impl Encryption {
 
 /// Size of the LUKS header of an image with these options, without its passphrase; `None` if the
 /// image is not encrypted. A passphrase that is named must be among the objects.
-pub(super) fn luks_bytes(options: &mut FormatOptions, objects: &SecretObjects) -> Result<Option<u64>, String> {
+pub(super) fn luks_bytes(
+    options: &mut FormatOptions,
+    objects: &SecretObjects,
+) -> Result<Option<u64>, String> {
     let format = options.take("encrypt.format");
     let key = options.take("encrypt.key-secret");
     match format.as_deref() {
@@ -195,8 +198,8 @@ fn luks_options(options: &mut FormatOptions) -> Result<LuksOptions, String> {
     let key_bytes = bits.unwrap_or(32) * if mode == "xts" { 2 } else { 1 };
     let cipher =
         CipherKind::parse("aes", &format!("{mode}-{iv}"), key_bytes).map_err(|error| error.to_string())?;
-    let hash =
-        options.take_as("encrypt.hash-alg", |value| LuksHash::parse(value).map_err(|error| error.to_string()))?;
+    let hash = options
+        .take_as("encrypt.hash-alg", |value| LuksHash::parse(value).map_err(|error| error.to_string()))?;
     let time = options.take_as("encrypt.iter-time", |value| match value.parse() {
         Ok(millis @ 1..=3_600_000) => Ok(Duration::from_millis(millis)),
         _ => Err("is not a number of milliseconds, from 1 to an hour".to_owned()),

@@ -98,7 +98,8 @@ pub(super) fn named(
         true => ImageDescription::from_options(text),
         false => ImageDescription::from_name(text),
     };
-    NamedImage::described(description.map_err(CommandFailure::Usage)?, format, objects).map_err(CommandFailure::Usage)
+    NamedImage::described(description.map_err(CommandFailure::Usage)?, format, objects)
+        .map_err(CommandFailure::Usage)
 }
 
 /// An image and the options to open it with.

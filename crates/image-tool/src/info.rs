@@ -14,7 +14,7 @@ use anyhow::{Context as _, bail};
 use clap::Args;
 use console::{CommandFailure, on_reactor, print};
 use image::{
-    open::LONGEST_CHAIN,
+    open::MAX_CHAIN,
     qcow2::{
         self, MetadataError, bitmap,
         header::{Qcow2Header, autoclear},
@@ -29,9 +29,9 @@ use storage::{ImageFormat, Storage};
 
 use super::{
     ImageOutput, ImageOutputArgs,
-    qemu_format::{self, human},
     image_args::ImageArg,
     opening::{self, OpenMode},
+    qemu_format::{self, human},
     snapshot,
 };
 
@@ -76,7 +76,7 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
                     "is in its own backing chain (change a backing file with `weir image rebase`)",
                 )?;
             }
-            if shown.len() == LONGEST_CHAIN {
+            if shown.len() == MAX_CHAIN {
                 bail_in(
                     file,
                     "has more backing files than weir supports (shorten the chain with `weir image commit` or `rebase`)",
@@ -165,7 +165,8 @@ fn show(path: &Path, format: Option<ImageFormat>, how: OpenMode) -> Result<Image
                 (backing.name.clone(), format)
             });
             if let Some((name, _)) = &backing {
-                json["full-backing-filename"] = opening::referenced_path(path, name).display().to_string().into();
+                json["full-backing-filename"] =
+                    opening::referenced_path(path, name).display().to_string().into();
             }
         }
     }

@@ -10,7 +10,7 @@ use anyhow::bail;
 use clap::Args;
 use image::{
     Secret,
-    open::LONGEST_CHAIN,
+    open::MAX_CHAIN,
     qcow2::header::{EncryptionMethod, Qcow2Header},
 };
 use settings::{SecretSource, secret::SecretReader};
@@ -124,7 +124,7 @@ impl PassphraseSet {
 async fn encrypted(path: &Path, format: Option<ImageFormat>, alone: bool) -> anyhow::Result<usize> {
     let mut count = 0;
     let mut next = Some((path.to_owned(), opening::format(path, format)?));
-    for _ in 0..LONGEST_CHAIN {
+    for _ in 0..MAX_CHAIN {
         let Some((path, ImageFormat::Qcow2)) = next else { break };
         let header = opening::header_of(&path).await?;
         count += usize::from(header.crypt == EncryptionMethod::Luks);

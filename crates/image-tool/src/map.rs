@@ -9,15 +9,15 @@ use clap::Args;
 use console::{CommandFailure, on_reactor, print};
 use image::{
     Image, Qcow2Image,
-    qcow2::{MappedRun, GuestMapping},
+    qcow2::{GuestMapping, MappedRun},
 };
 use reactor::sanitize::sanitize;
 use storage::Storage;
 
 use super::{
     ImageOutput, ImageOutputArgs, disk,
-    keys::PassphraseArgs,
     image_args::{ImageArg, with_secrets},
+    keys::PassphraseArgs,
     opening::OpenMode,
 };
 
@@ -68,7 +68,10 @@ pub(crate) fn run(arguments: MapArgs) -> Result<(), CommandFailure> {
         if start == end {
             // An entry even for an empty range: scripts read the last entry.
             let name = disk::data_file(&image);
-            map.0.push(MappedExtent { zero: false, ..MappedExtent::nothing(arguments.start_offset, 0, 0, name) });
+            map.0.push(MappedExtent {
+                zero: false,
+                ..MappedExtent::nothing(arguments.start_offset, 0, 0, name)
+            });
         }
         print(&match arguments.output.kind() {
             ImageOutput::Json => map.json(),
@@ -193,7 +196,9 @@ impl ImageMap {
                 GuestMapping::Unallocated => nothing,
                 GuestMapping::Zero { host } => MappedExtent { present: true, offset: host, ..nothing },
                 // No offset: the bytes in the file are not those of the guest.
-                GuestMapping::Data { .. } if encrypted => MappedExtent { present: true, zero: false, data: true, ..nothing },
+                GuestMapping::Data { .. } if encrypted => {
+                    MappedExtent { present: true, zero: false, data: true, ..nothing }
+                }
                 GuestMapping::Data { host, .. } => {
                     // Holes of the file, as in preallocated clusters, are zeroes.
                     for (into, length, zero) in in_file(qcow2.storage(), host, length).await? {

@@ -16,7 +16,7 @@ use clap::Args;
 use console::{CommandFailure, on_reactor, print};
 use image::{
     Image,
-    qcow2::{MappedRun, GuestMapping, bitmap, create::Preallocation},
+    qcow2::{GuestMapping, MappedRun, bitmap, create::Preallocation},
 };
 use serde_json::json;
 use storage::ImageFormat;
@@ -25,12 +25,12 @@ use super::{
     ImageOutput, ImageOutputArgs, create,
     disk::ExtentKind,
     encrypt::{self, SecretObjects},
-    qemu_format,
+    image_args::{NamedImage, NamingArgs, with_secrets},
     keys::PassphraseArgs,
     map,
-    image_args::{NamedImage, NamingArgs, with_secrets},
     opening::{self, OpenMode},
     options::FormatOptions,
+    qemu_format,
     snapshot_selector::SnapshotSelector,
     source::CopySource,
     sparse,
@@ -111,7 +111,11 @@ pub(crate) fn run(arguments: MeasureArgs) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-fn measure_file(file: NamedImage, target: MeasureTarget, arguments: &MeasureArgs) -> Result<MeasuredSize, CommandFailure> {
+fn measure_file(
+    file: NamedImage,
+    target: MeasureTarget,
+    arguments: &MeasureArgs,
+) -> Result<MeasuredSize, CommandFailure> {
     let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
     let pick = arguments.snapshot.clone();
     let mut keys = with_secrets(arguments.keys.read()?, &[&file])?;
@@ -141,7 +145,11 @@ fn measure_file(file: NamedImage, target: MeasureTarget, arguments: &MeasureArgs
 
 /// Number of target clusters that data of the source touches. Clusters of `holes_of`, the source
 /// itself, count as data only where its file has no hole.
-async fn data_clusters(source: &CopySource, holes_of: Option<&Image>, cluster_bytes: u64) -> anyhow::Result<u64> {
+async fn data_clusters(
+    source: &CopySource,
+    holes_of: Option<&Image>,
+    cluster_bytes: u64,
+) -> anyhow::Result<u64> {
     let size = source.size_bytes();
     let (mut at, mut next, mut count) = (0, 0, 0);
     let mut add = |range: Range<u64>| {

@@ -24,9 +24,9 @@ use image::{
     },
 };
 use policy::time::Duration;
-pub(super) use settings::image_info::{referenced_path, is_nbd_uri, is_remote_or_null};
+pub(super) use settings::image_info::{is_nbd_uri, is_remote_or_null, referenced_path};
 use storage::{
-    CacheMode, ImageFormat, OpenError, OpenOptions, StoragePart, Storage, open_storage,
+    CacheMode, ImageFormat, OpenError, OpenOptions, Storage, StoragePart, open_storage,
     probe::{self, Probed},
     probe_anywhere,
 };
@@ -267,7 +267,10 @@ fn warn_of_faults(table: &SnapshotTable, header: &Qcow2Header, path: &Path) {
     ));
 }
 
-pub(super) fn backing_in(path: &Path, header: &Qcow2Header) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> {
+pub(super) fn backing_in(
+    path: &Path,
+    header: &Qcow2Header,
+) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> {
     let Some(backing) = &header.backing else { return Ok(None) };
     let format = format_named(backing.format.as_deref()).with_context(|| {
         format!(
@@ -317,8 +320,9 @@ mod tests {
 
     #[test]
     fn an_image_leads_to_files_alone() {
-        let path =
-            |image: &str, name: &str| resolve_backing(Path::new(image), name).map(|path| path.display().to_string());
+        let path = |image: &str, name: &str| {
+            resolve_backing(Path::new(image), name).map(|path| path.display().to_string())
+        };
         assert_eq!(path("/images/vm.qcow2", "file:base").unwrap(), "/images/base");
         assert_eq!(path("vm.qcow2", "./nbd:a").unwrap(), "./nbd:a");
         assert_eq!(path("vm.qcow2", "file:nbd:a").unwrap(), "./nbd:a");

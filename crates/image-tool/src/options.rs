@@ -119,7 +119,8 @@ mod tests {
 
     #[test]
     fn the_last_of_a_key_counts() {
-        let mut options = FormatOptions::read(&["a=1,a=2".to_owned(), "b=1".to_owned(), "a=3".to_owned()]).unwrap();
+        let mut options =
+            FormatOptions::read(&["a=1,a=2".to_owned(), "b=1".to_owned(), "a=3".to_owned()]).unwrap();
         assert_eq!(options.take("a").unwrap(), "3");
         assert_eq!((options.take("b").as_deref(), options.finish("raw")), (Some("1"), Ok(())));
     }

@@ -14,8 +14,8 @@ use clap::Args;
 use console::{CommandFailure, on_reactor};
 use image::{
     Image, Qcow2Image,
-    open::LONGEST_CHAIN,
-    qcow2::{MappedRun, GuestMapping, header::BackingReference},
+    open::MAX_CHAIN,
+    qcow2::{GuestMapping, MappedRun, header::BackingReference},
 };
 use reactor::buffer::IoBuffer;
 use storage::{CacheMode, Durability, ImageFormat};
@@ -23,8 +23,8 @@ use storage::{CacheMode, Durability, ImageFormat};
 use super::{
     copy::is_zero,
     disk::{self, AllocationUnits, ExtentKind},
+    image_args::{ImageArg, NamedImage, with_secrets},
     keys::{PassphraseArgs, PassphraseSet},
-    image_args::{NamedImage, ImageArg, with_secrets},
     opening::{self, OpenMode},
     progress::ProgressArgs,
     source::CopySource,
@@ -72,7 +72,7 @@ pub struct RebaseArgs {
 }
 
 // The largest cluster: smaller pieces could not become zero clusters as a whole.
-const PIECE: u64 = 2 << 20;
+const STEP_BYTES: u64 = 2 << 20;
 
 pub(crate) fn run(arguments: RebaseArgs) -> Result<(), CommandFailure> {
     let subject = arguments.subject.named()?;
@@ -103,8 +103,9 @@ async fn rebase(
 ) -> anyhow::Result<()> {
     let how = OpenMode { cache: arguments.cache, write: true, ..OpenMode::default() };
     let file = &subject.path;
-    let named =
-        backing.clone().map(|(name, format)| BackingReference { name, format: Some(format.name().to_owned()) });
+    let named = backing
+        .clone()
+        .map(|(name, format)| BackingReference { name, format: Some(format.name().to_owned()) });
     if arguments.unsafe_backing {
         if let Some((name, _)) = &backing {
             opening::check_name(file, name)?;
@@ -132,7 +133,7 @@ async fn rebase(
 async fn check_no_loop(file: &Path, backing: PathBuf, format: ImageFormat) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
     // Bounded: the new chain itself may contain a loop.
-    for _ in 0..LONGEST_CHAIN {
+    for _ in 0..MAX_CHAIN {
         let Some((path, format)) = next else { break };
         if opening::is_same(&path, file) {
             bail!("{}: would be its own backing file (choose another)", file.display());
@@ -157,18 +158,26 @@ impl BackingPair {
         new: Option<&(String, ImageFormat)>,
         keys: &mut PassphraseSet,
     ) -> anyhow::Result<Self> {
-        let how = OpenMode { cache: arguments.source_cache, force_share: arguments.force_share, ..OpenMode::default() };
+        let how = OpenMode {
+            cache: arguments.source_cache,
+            force_share: arguments.force_share,
+            ..OpenMode::default()
+        };
         let source = async |path: &Path, format, keys: &mut PassphraseSet| -> anyhow::Result<CopySource> {
             let image = disk::open(path, Some(format), how, keys).await?;
             Ok(CopySource::new([(path.display().to_string(), image)]))
         };
         let header = opening::header_of(file).await?;
         let old = match opening::backing_in(file, &header)? {
-            Some((path, format)) => Some(source(&path, format, &mut keys.backing_passphrases(&header)).await?),
+            Some((path, format)) => {
+                Some(source(&path, format, &mut keys.backing_passphrases(&header)).await?)
+            }
             None => None,
         };
         let new = match new {
-            Some((name, format)) => Some(source(&opening::resolve_backing(file, name)?, *format, keys).await?),
+            Some((name, format)) => {
+                Some(source(&opening::resolve_backing(file, name)?, *format, keys).await?)
+            }
             None => None,
         };
         Ok(Self { old, new })
@@ -185,7 +194,7 @@ impl BackingPair {
                 let end = at + length;
                 // Only unallocated ranges read from the backing file, so only they can change.
                 while what == GuestMapping::Unallocated && at < end {
-                    let next = end.min((at / PIECE + 1) * PIECE);
+                    let next = end.min((at / STEP_BYTES + 1) * STEP_BYTES);
                     self.copy_range(image, at, next, blocks).await?;
                     progress.advance(next - at);
                     at = next;
@@ -200,7 +209,13 @@ impl BackingPair {
 
     /// Copies the differences in a range. Zeroes of the old backing file become zero clusters if
     /// the format has them.
-    async fn copy_range(&self, image: &Qcow2Image, start: u64, end: u64, blocks: AllocationUnits) -> anyhow::Result<()> {
+    async fn copy_range(
+        &self,
+        image: &Qcow2Image,
+        start: u64,
+        end: u64,
+        blocks: AllocationUnits,
+    ) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
         let new = content(self.new.as_ref(), start, length).await?;

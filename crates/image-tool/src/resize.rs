@@ -16,8 +16,8 @@ use storage::{Durability, OpenError, ZeroOptions, parse_size};
 
 use super::{
     create,
+    image_args::{ImageArg, NamedImage, with_secrets},
     keys::PassphraseArgs,
-    image_args::{NamedImage, ImageArg, with_secrets},
     opening::OpenMode,
 };
 
@@ -59,17 +59,17 @@ pub struct ResizeArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SizeChange {
-    To(u64),
-    More(u64),
-    Less(u64),
+    Absolute(u64),
+    Increase(u64),
+    Decrease(u64),
 }
 
-fn change(text: &str) -> Result<SizeChange, String> {
+fn parse_size_change(text: &str) -> Result<SizeChange, String> {
     let size = |text: &str| parse_size(text).map_err(|error| error.rule.into_owned());
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
-        (Some(more), _) => size(more).map(SizeChange::More),
-        (_, Some(less)) => size(less).map(SizeChange::Less),
-        _ => size(text).map(SizeChange::To),
+        (Some(more), _) => size(more).map(SizeChange::Increase),
+        (_, Some(less)) => size(less).map(SizeChange::Decrease),
+        _ => size(text).map(SizeChange::Absolute),
     }
 }
 
@@ -87,11 +87,14 @@ pub struct ServedDisk {
     pub resize: Box<dyn FnOnce(u64) -> anyhow::Result<()>>,
 }
 
-const PIECE: u64 = 1 << 20;
+const STEP_BYTES: u64 = 1 << 20;
 const SECTOR: u64 = 512;
 
 /// Runs the command. After a failure the size is unchanged, unless restoring it failed too.
-pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk>) -> Result<(), CommandFailure> {
+pub(crate) fn run(
+    arguments: ResizeArgs,
+    serving: fn(&Path) -> Option<ServedDisk>,
+) -> Result<(), CommandFailure> {
     let subject = arguments.subject.named()?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
@@ -102,19 +105,20 @@ pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk
             Err(error) if error.is::<OpenError>() => {
                 // Any failure to open may be a lock of the daemon, which is queried before the
                 // error is reported.
-                let served = serving(&subject.path).ok_or_else(|| say_where(error))?;
+                let served = serving(&subject.path).ok_or_else(|| advise_control_socket(error))?;
                 return resize_served(served, &subject, &arguments);
             }
             Err(error) => return Err(error.into()),
         };
         keys.check_used()?;
         let old = image.size_bytes();
-        let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(CommandFailure::Usage)?;
+        let size =
+            new_size(arguments.size, old).with_context(|| name.clone()).map_err(CommandFailure::Usage)?;
         // Before the resize: nothing is changed if an option does not fit.
         check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(CommandFailure::Usage)?;
         image.resize(size).await.with_context(|| name.clone())?;
         // Preallocation follows the resize, so if it fails the old size is restored.
-        let filled = fill(&image, old, size, arguments.preallocation).await;
+        let filled = preallocate_added(&image, old, size, arguments.preallocation).await;
         let undone = match &filled {
             Ok(()) => true,
             Err(_) => image.resize(old).await.is_ok(),
@@ -134,7 +138,11 @@ pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk
 }
 
 /// Resizes the disk in the daemon that serves it.
-fn resize_served(served: ServedDisk, subject: &NamedImage, arguments: &ResizeArgs) -> Result<(), CommandFailure> {
+fn resize_served(
+    served: ServedDisk,
+    subject: &NamedImage,
+    arguments: &ResizeArgs,
+) -> Result<(), CommandFailure> {
     let ServedDisk { name, daemon, format, size_bytes: old, resize } = served;
     let of = subject.name();
     let usage = |what: String| CommandFailure::Usage(anyhow!("{of}: {what}"));
@@ -149,7 +157,7 @@ fn resize_served(served: ServedDisk, subject: &NamedImage, arguments: &ResizeArg
             "the daemon at {daemon} serves it and cannot preallocate (leave --preallocation out)"
         )));
     }
-    let size = wanted(arguments.size, old).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
+    let size = new_size(arguments.size, old).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
     check_loss(old, size, arguments.shrink).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
     resize(size).with_context(|| of.clone())?;
     if !arguments.quiet {
@@ -159,7 +167,7 @@ fn resize_served(served: ServedDisk, subject: &NamedImage, arguments: &ResizeArg
 }
 
 /// Adds advice to the error about an image that a daemon has open.
-fn say_where(error: anyhow::Error) -> anyhow::Error {
+fn advise_control_socket(error: anyhow::Error) -> anyhow::Error {
     match error.downcast::<OpenError>() {
         Ok(served) if served.holder.as_deref().is_some_and(|name| name.starts_with("weir")) => {
             let remedy = "if a daemon serves it, set WEIR_QMP to its control socket: the command then requests the new size from it (`block_resize`)";
@@ -172,13 +180,13 @@ fn say_where(error: anyhow::Error) -> anyhow::Error {
 
 /// New size, which must be whole sectors, as in QEMU. A relative change counts from the end of the
 /// sector in which the disk ends.
-fn wanted(change: SizeChange, old: u64) -> anyhow::Result<u64> {
+fn new_size(change: SizeChange, old: u64) -> anyhow::Result<u64> {
     // A raw file may end inside a sector.
     let end = old.checked_next_multiple_of(SECTOR);
     let size = match change {
-        SizeChange::To(size) => Some(size),
-        SizeChange::More(more) => end.and_then(|end| end.checked_add(more)),
-        SizeChange::Less(less) => end.and_then(|end| end.checked_sub(less)),
+        SizeChange::Absolute(size) => Some(size),
+        SizeChange::Increase(more) => end.and_then(|end| end.checked_add(more)),
+        SizeChange::Decrease(less) => end.and_then(|end| end.checked_sub(less)),
     };
     let size = size.filter(|&size| size > 0);
     let none = || anyhow!("has {old} bytes: the change leads to an invalid size (choose another)");
@@ -209,7 +217,7 @@ fn check(image: &Image, old: u64, size: u64, arguments: &ResizeArgs) -> anyhow::
     Ok(())
 }
 
-async fn fill(
+async fn preallocate_added(
     image: &Image,
     old: u64,
     size: u64,
@@ -222,7 +230,7 @@ async fn fill(
     let zeroes = ZeroOptions { may_unmap: false, only_if_fast: false, durability: Durability::Cached };
     let mut at = old;
     while at < size {
-        let length = PIECE.min(size - at);
+        let length = STEP_BYTES.min(size - at);
         match preallocation {
             Preallocation::Off | Preallocation::Metadata => return Ok(()),
             Preallocation::Falloc => image.write_zeroes(at, length, zeroes).await?,
@@ -241,24 +249,24 @@ mod tests {
 
     #[test]
     fn sizes_are_absolute_or_changes() {
-        assert_eq!(change("2G"), Ok(SizeChange::To(2 << 30)));
-        assert_eq!(change("+1M"), Ok(SizeChange::More(1 << 20)));
-        assert_eq!(change("-1M"), Ok(SizeChange::Less(1 << 20)));
-        assert!(change("+-1M").is_err());
-        assert_eq!(wanted(SizeChange::More(512), 1000).unwrap(), 1536, "from the end of a sector on");
-        assert_eq!(wanted(SizeChange::Less(512), 1000).unwrap(), 512);
-        assert_eq!(wanted(SizeChange::To(1024), 1000).unwrap(), 1024);
+        assert_eq!(parse_size_change("2G"), Ok(SizeChange::Absolute(2 << 30)));
+        assert_eq!(parse_size_change("+1M"), Ok(SizeChange::Increase(1 << 20)));
+        assert_eq!(parse_size_change("-1M"), Ok(SizeChange::Decrease(1 << 20)));
+        assert!(parse_size_change("+-1M").is_err());
+        assert_eq!(new_size(SizeChange::Increase(512), 1000).unwrap(), 1536, "from the end of a sector on");
+        assert_eq!(new_size(SizeChange::Decrease(512), 1000).unwrap(), 512);
+        assert_eq!(new_size(SizeChange::Absolute(1024), 1000).unwrap(), 1024);
         for (change, size, others) in [
-            (SizeChange::Less(1), 1023, "512 or 1024"),
-            (SizeChange::More(1000), 2024, "1536 or 2048"),
-            (SizeChange::To(1), 1, "512"),
+            (SizeChange::Decrease(1), 1023, "512 or 1024"),
+            (SizeChange::Increase(1000), 2024, "1536 or 2048"),
+            (SizeChange::Absolute(1), 1, "512"),
         ] {
             assert_eq!(
-                wanted(change, 1024).unwrap_err().to_string(),
+                new_size(change, 1024).unwrap_err().to_string(),
                 format!("the size {size} is not a multiple of 512 bytes (use {others})")
             );
         }
-        assert!(wanted(SizeChange::Less(1024), 1024).is_err());
-        assert!(wanted(SizeChange::More(u64::MAX), 1024).is_err());
+        assert!(new_size(SizeChange::Decrease(1024), 1024).is_err());
+        assert!(new_size(SizeChange::Increase(u64::MAX), 1024).is_err());
     }
 }

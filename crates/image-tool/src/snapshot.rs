@@ -14,15 +14,15 @@ use console::{
 };
 use image::qcow2::{
     Qcow2Image,
-    snapshot::{NewSnapshot, InternalSnapshot},
+    snapshot::{InternalSnapshot, NewSnapshot},
 };
 use serde_json::{Value, json};
 use storage::{ImageFormat, OpenError, Storage};
 
 use super::{
-    qemu_format::human,
     image_args::NamingArgs,
     opening::{self, OpenMode},
+    qemu_format::human,
 };
 
 pub(super) const EXAMPLES: &str = "\

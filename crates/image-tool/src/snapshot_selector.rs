@@ -36,7 +36,12 @@ impl FromStr for SnapshotSelector {
 }
 
 impl SnapshotSelector {
-    pub(super) async fn id(&self, path: &Path, format: Option<ImageFormat>, how: OpenMode) -> anyhow::Result<String> {
+    pub(super) async fn id(
+        &self,
+        path: &Path,
+        format: Option<ImageFormat>,
+        how: OpenMode,
+    ) -> anyhow::Result<String> {
         let name = path.display();
         if opening::format(path, format)? == ImageFormat::Raw {
             bail!("{name}: raw images have no snapshots (leave -l out)");
@@ -66,8 +71,11 @@ mod tests {
     use super::*;
 
     fn found(text: &str) -> Option<String> {
-        let snapshot =
-            |id: &str, name: &str| InternalSnapshot { id: id.into(), name: name.into(), ..InternalSnapshot::default() };
+        let snapshot = |id: &str, name: &str| InternalSnapshot {
+            id: id.into(),
+            name: name.into(),
+            ..InternalSnapshot::default()
+        };
         let snapshots = [snapshot("1", "2"), snapshot("2", "one"), snapshot("3", "one")];
         text.parse::<SnapshotSelector>().unwrap().find(&snapshots).map(|found| found.id().into_owned())
     }

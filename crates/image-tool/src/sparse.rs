@@ -13,7 +13,7 @@ use storage::Storage;
 use super::opening::{self, OpenMode};
 
 // Bytes of refcounts that are read at a time, a multiple of every cluster size.
-const PIECE: u64 = 2 << 20;
+const STEP_BYTES: u64 = 2 << 20;
 
 /// True if far more clusters of the file at `path` are in use than its file system has allocated:
 /// at least one ninth and two clusters more. This is QEMU's rule.
@@ -38,7 +38,7 @@ async fn clusters_in_use(storage: &Storage, header: &Qcow2Header) -> reactor::er
     let mut at = header.refcount_table_offset;
     let table_end = at.saturating_add(u64::from(header.refcount_table_clusters) * cluster_bytes);
     while at < table_end.min(size) && left > 0 {
-        let length = PIECE.min(table_end.min(size) - at);
+        let length = STEP_BYTES.min(table_end.min(size) - at);
         let table = storage.read(at, IoBuffer::new(length as usize)).await?;
         for entry in table.as_chunks::<8>().0 {
             // A refcount block is one cluster; its entries cover this number of clusters.

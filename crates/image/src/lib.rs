@@ -24,7 +24,7 @@ pub use self::{
     secret::Secret,
 };
 use reactor::{
-    buffer::{Segments, ReadTarget},
+    buffer::{ReadTarget, Segments},
     error::{Error, Result},
     guest::GuestBytes,
     ublk::RegisteredData,

@@ -25,7 +25,7 @@ mod tests;
 
 use self::chain::ChainLevel;
 pub use self::{
-    chain::LONGEST_CHAIN,
+    chain::MAX_CHAIN,
     names::{check_base, resolve},
 };
 use super::{

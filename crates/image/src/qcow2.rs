@@ -33,13 +33,13 @@ pub mod amend;
 mod backing;
 mod big_endian;
 pub mod bitmap;
-mod metadata_io;
 mod cache;
 mod cache_settings;
 pub mod check;
 pub mod compress;
 pub mod create;
 pub mod entry;
+mod exclusive;
 mod file;
 pub mod fuzzing;
 mod gate;
@@ -49,12 +49,12 @@ mod header_change;
 mod l1;
 mod lookup;
 pub mod luks;
-mod refcount_entries;
+mod metadata_io;
 mod open;
 mod overlap;
 mod preallocate;
-mod exclusive;
 mod read;
+mod refcount_entries;
 mod refcounts;
 mod resize;
 pub mod snapshot;
@@ -72,11 +72,11 @@ use std::{
 
 use self::header::Qcow2Header;
 pub use self::{
-    metadata_io::{MetadataError, read_header},
     cache::CacheStatistics,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache, L2CacheSize},
-    lookup::{MappedRun, GuestMapping},
-    open::{OpenFailure, Qcow2State, Qcow2Components},
+    lookup::{GuestMapping, MappedRun},
+    metadata_io::{MetadataError, read_header},
+    open::{OpenFailure, Qcow2Components, Qcow2State},
     refcounts::RefcountStatistics,
 };
 use reactor::error::{Error, Result};

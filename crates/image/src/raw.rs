@@ -14,9 +14,9 @@ use reactor::{
     ublk::RegisteredData,
 };
 use storage::{
-    Durability, ImageFormat, OpenError, OpenOptions, RangeLocks, ResizeError, Storage, ZeroOptions, open_bottom,
+    Durability, ImageFormat, OpenError, OpenOptions, RangeLocks, ResizeError, Storage, ZeroOptions,
+    add_wrappers, open_bottom,
     probe::{HEADER_BYTES, Probed, check_format, probe_header},
-    add_wrappers,
 };
 
 const HEADER_END: u64 = HEADER_BYTES as u64;
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_changes_its_memory_meanwhile_writes_what_was_judged() {
+    fn concurrent_guest_change_does_not_bypass_the_check() {
         sim::run(1, async {
             let delayed = Storage::memory(4096).delayed("read=1ms".parse().expect("valid"));
             let raw = std::rc::Rc::new(RawImage::new(delayed).guarding_header());

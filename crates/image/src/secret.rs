@@ -13,7 +13,7 @@ use std::{
 use zeroize::{Zeroize, Zeroizing};
 
 /// Length limit of a passphrase, in bytes. Larger files are rejected as mistakes.
-pub const LONGEST_SECRET: usize = 64 << 10;
+pub const MAX_SECRET: usize = 64 << 10;
 
 /// A passphrase or key.
 #[derive(Clone, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Secret {
     pub fn read(mut file: File) -> io::Result<Self> {
         // Allocated at its final size: a buffer that grows leaves copies of the secret in
         // freed memory.
-        let mut bytes = Zeroizing::new(vec![0; LONGEST_SECRET + 1]);
+        let mut bytes = Zeroizing::new(vec![0; MAX_SECRET + 1]);
         let mut length = 0;
         loop {
             match file.read(&mut bytes[length..]) {
@@ -45,7 +45,7 @@ impl Secret {
         }
         match length {
             0 => Err(io::Error::new(ErrorKind::InvalidData, "it is empty")),
-            1..=LONGEST_SECRET => Ok(Self::new(bytes[..length].to_vec())),
+            1..=MAX_SECRET => Ok(Self::new(bytes[..length].to_vec())),
             _ => Err(io::Error::new(ErrorKind::InvalidData, "it is larger than 64 KiB")),
         }
     }
@@ -84,14 +84,14 @@ mod tests {
     #[test]
     fn a_passphrase_is_all_of_the_file() {
         assert_eq!(Secret::read(file(b"two words\n")).expect("read").expose(), b"two words\n");
-        let longest = vec![7; LONGEST_SECRET];
+        let longest = vec![7; MAX_SECRET];
         assert_eq!(Secret::read(file(&longest)).expect("read").expose(), longest);
     }
 
     #[test]
     fn nothing_and_too_much_are_refused() {
         assert_eq!(Secret::read(file(b"")).expect_err("empty").to_string(), "it is empty");
-        assert!(Secret::read(file(&vec![7; LONGEST_SECRET + 1])).is_err());
+        assert!(Secret::read(file(&vec![7; MAX_SECRET + 1])).is_err());
     }
 
     #[test]

@@ -13,7 +13,7 @@ use image::{Image, open_raw};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use reactor::{
     PollingMode,
-    buffer::{IoBuffer, Segments, ReadTarget, guest_copies},
+    buffer::{IoBuffer, ReadTarget, Segments, guest_copies},
     error::Error,
     guest::{DirtyLog, GuestMemory, MappingQuota, Region},
     run, spawn_joinable,
@@ -80,7 +80,8 @@ fn guest(bytes: usize) -> (GuestMemory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MFdFlags::MFD_CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
     let descriptor = file.try_clone().expect("a descriptor").into();
-    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &MappingQuota::new(1, u64::MAX)).expect("maps");
+    let region =
+        Region::map(descriptor, 0, 0, bytes as u64, 0, &MappingQuota::new(1, u64::MAX)).expect("maps");
     (GuestMemory::new(vec![region]).expect("one region"), file)
 }
 
@@ -171,7 +172,7 @@ fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
 }
 
 #[test]
-fn what_suits_the_device_is_not_copied() {
+fn aligned_requests_are_not_copied() {
     everywhere(1 << 20, |image, _, _| async move {
         let (memory, _) = guest(20_000);
         let is_picky = image.block_size().minimum > 1;
@@ -186,7 +187,7 @@ fn what_suits_the_device_is_not_copied() {
 }
 
 #[test]
-fn memory_that_is_gone_fails_its_request_and_no_other() {
+fn lost_guest_memory_fails_only_its_request() {
     everywhere(1 << 20, |image, content, _| async move {
         let (memory, file) = guest(8192);
         let place = || memory.range(0, 8192).expect("inside");
@@ -334,7 +335,7 @@ fn space_is_reserved_and_counted() {
 }
 
 #[test]
-fn what_is_read_only_keeps_its_size() {
+fn read_only_image_keeps_its_size() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     real(async move {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
@@ -345,7 +346,7 @@ fn what_is_read_only_keeps_its_size() {
 }
 
 #[test]
-fn more_segments_than_a_system_call_takes_are_written() {
+fn more_than_iov_max_segments_are_written() {
     everywhere(ODD_SIZE, |image, mut model, _| async move {
         let mut data = Segments::default();
         for index in 0..3000_usize {
@@ -377,7 +378,7 @@ fn refusal(spec: &str, options: OpenOptions) -> String {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why_and_what_helps() {
+fn open_errors_name_cause_and_remedy() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name).to_str().expect("UTF-8").to_owned();
     std::fs::File::create(path("empty")).expect("created");

@@ -20,16 +20,16 @@
 
 mod advice;
 mod arguments;
+mod arrival_curve;
 mod arrivals;
 mod confidence;
-mod arrival_curve;
-mod tenants;
-mod tenant_limits;
+mod neighbours;
 mod packing;
 mod search;
 mod settings;
-mod neighbours;
 mod target;
+mod tenant_limits;
+mod tenants;
 #[cfg(test)]
 mod tests;
 mod trial;
@@ -43,23 +43,23 @@ use std::{
     },
 };
 
-use advice::{Advice, RateInterval, GroupMembership, TenantAdvice, PackedDevice, SmallestLimit};
+use advice::{Advice, GroupMembership, PackedDevice, RateInterval, SmallestLimit, TenantAdvice};
 use anyhow::{Context as _, anyhow};
 pub use arguments::{AdviseArgs, EXAMPLES};
 use arrivals::TraceArrivals;
-use confidence::{TraceBlocks, ConfidenceInterval};
+use confidence::{ConfidenceInterval, TraceBlocks};
 use console::{CommandFailure, figures, print, print_json, progress::ActivitySpinner};
-use tenants::Tenants;
-use tenant_limits::{TenantLimits, AdviseSearch};
+use neighbours::{NeighbourAdvice, Neighbours};
 use packing::AvailableDevices;
 use policy::{
-    throttle::{Limits, LimitPart, LimitSetting, NodeShare, ReservationUnit},
+    throttle::{LimitPart, LimitSetting, Limits, NodeShare, ReservationUnit},
     watermark::Watermark,
 };
 use recording::{MergedTraces, TraceOptions};
 use settings::AdvisedChange;
-use neighbours::{NeighbourAdvice, Neighbours};
-use trial::{TrialResult, TrialCriterion, SimulatedTrial};
+use tenant_limits::{AdviseSearch, TenantLimits};
+use tenants::Tenants;
+use trial::{SimulatedTrial, TrialCriterion, TrialResult};
 
 use crate::{
     interruption::SignalInterruption,
@@ -77,7 +77,9 @@ const GROUP: &str = "shared";
 /// its end or a target that cannot be kept.
 pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
     if arguments.over.is_zero() {
-        return Err(CommandFailure::Usage(anyhow!("--over: a burst cannot be spread over no time (say 60s)")));
+        return Err(CommandFailure::Usage(anyhow!(
+            "--over: a burst cannot be spread over no time (say 60s)"
+        )));
     }
     let stop = Arc::new(AtomicBool::new(false));
     let heard = Arc::clone(&stop);
@@ -102,7 +104,7 @@ pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
         blocks: TraceBlocks::new(arrivals.length_ns),
     };
     let over_s = arguments.over.as_secs_f64();
-    let search = AdviseSearch { house: &house, arrivals: &arrivals, judge, over_s, stop: &stop };
+    let search = AdviseSearch { tenants: &house, arrivals: &arrivals, criterion: judge, over_s, stop: &stop };
     let advice = if arguments.devices.pack {
         pack(&search, &arguments)?
     } else {
@@ -128,9 +130,9 @@ fn finish(arguments: &AdviseArgs, advice: &Advice) -> Result<(), CommandFailure>
     // Reported after the output: a partial or unsatisfiable result is printed nevertheless.
     match &advice.partial {
         Some(why) => Err(CommandFailure::Failed(anyhow!("not read to the end: {why}"))),
-        None if !advice.kept => {
-            Err(CommandFailure::Failed(anyhow!("the target cannot be met for all (see above for targets that can)")))
-        }
+        None if !advice.kept => Err(CommandFailure::Failed(anyhow!(
+            "the target cannot be met for all (see above for targets that can)"
+        ))),
         None => Ok(()),
     }
 }
@@ -146,14 +148,15 @@ struct TenantResult {
 }
 
 fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> anyhow::Result<Advice> {
-    let AdviseSearch { house, arrivals, judge, .. } = *search;
+    let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
     let mut told = Vec::with_capacity(house.tenants.len());
     for (number, tenant) in house.tenants.iter().enumerate() {
         tell(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
         // With a shared device or group, only the unit that it has least of matters. Otherwise that
         // unit is unknown, and both are searched.
         let is_shared = judge.whole || house.limited_around(number).next().is_some();
-        let units = if is_shared { vec![neighbours::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
+        let units =
+            if is_shared { vec![neighbours::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
         let need = if tenant.has_target || is_shared { search.limits_alone(number, &units)? } else { None };
         told.push(TenantResult { need, before: None, after: None, set: None, joins: None, between: None });
     }
@@ -215,7 +218,8 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
     remarks.extend(own_limits_alone(search, &told));
     let before =
         config.map(::settings::config::read).transpose().context("the config file cannot be read")?;
-    let lines: Vec<TenantAdvice> = told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
+    let lines: Vec<TenantAdvice> =
+        told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
     let text = (!changes.is_empty()).then(|| settings::config(before.as_deref(), &changes)).transpose()?;
     Ok(Advice {
         keep: judge.target.name(),
@@ -233,11 +237,14 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
 }
 
 /// Simulates all requests in one world.
-fn simulate_all(search: &AdviseSearch<'_>, world: &simulator::world::WorldSpec) -> anyhow::Result<Vec<TrialResult>> {
-    let Tenants { disks, tenants, tenant_of, .. } = search.house;
+fn simulate_all(
+    search: &AdviseSearch<'_>,
+    world: &simulator::world::WorldSpec,
+) -> anyhow::Result<Vec<TrialResult>> {
+    let Tenants { disks, tenants, tenant_of, .. } = search.tenants;
     let all: Vec<usize> = (0..search.arrivals.streams.len()).collect();
     let trial = SimulatedTrial { world, disks, tenants: tenant_of, count: tenants.len() };
-    trial.run(search.arrivals.merged(&all), &search.judge, search.stop)
+    trial.run(search.arrivals.merged(&all), &search.criterion, search.stop)
 }
 
 /// Remark about a tenant that misses the target because of its configured limits alone.
@@ -247,7 +254,7 @@ fn remark_own_limits(
     tenant: usize,
     told: &TenantResult,
 ) -> anyhow::Result<Option<String>> {
-    let AdviseSearch { house, judge: TrialCriterion { target, .. }, .. } = search;
+    let AdviseSearch { tenants: house, criterion: TrialCriterion { target, .. }, .. } = search;
     let of = &house.tenants[tenant];
     let misses = told.after.as_ref().is_some_and(|felt| felt.requests > 0 && !felt.holds(target));
     if !of.has_target || !misses || told.set.is_some() || house.configured(tenant).limits.is_unlimited() {
@@ -267,8 +274,13 @@ fn remark_own_limits(
     }))
 }
 
-fn advise_alone(search: &AdviseSearch<'_>, tenant: usize, told: &mut TenantResult, remarks: &mut Vec<String>) {
-    let of = &search.house.tenants[tenant];
+fn advise_alone(
+    search: &AdviseSearch<'_>,
+    tenant: usize,
+    told: &mut TenantResult,
+    remarks: &mut Vec<String>,
+) {
+    let of = &search.tenants.tenants[tenant];
     let Some(need) = &told.need else {
         if of.has_target {
             remarks.push(format!("{}: it only flushes, which no limit holds.", of.name));
@@ -289,8 +301,8 @@ fn advise_alone(search: &AdviseSearch<'_>, tenant: usize, told: &mut TenantResul
 }
 
 fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
-    let percentile = search.judge.target.name();
-    let (of, took, above) = (&search.house.tenants[tenant], figures::time(ns), above(ns));
+    let percentile = search.criterion.target.name();
+    let (of, took, above) = (&search.tenants.tenants[tenant], figures::time(ns), above(ns));
     let name = &of.name;
     // The cause differs by kind of tenant: other disks of the group, the enclosing group, or the
     // device.
@@ -299,8 +311,8 @@ fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
             "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group shortens it, but a limit of a disk in the group may (give --for with the disk that must meet the target, or a target of --keep {percentile}={above})."
         );
     }
-    let around = search.house.limited_around(tenant).next();
-    if let Some(group) = around.map(|group| &search.house.world.groups[group].name) {
+    let around = search.tenants.limited_around(tenant).next();
+    if let Some(group) = around.map(|group| &search.tenants.world.groups[group].name) {
         return format!(
             "{name}: without own limits and alone in {group} its {percentile} is {took}; no limit of a disk shortens it, but higher limits of {group} may (or a target of --keep {percentile}={above})."
         );
@@ -314,8 +326,8 @@ fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
 /// candidates: no resource that they share is known.
 fn own_limits_alone(search: &AdviseSearch<'_>, told: &[TenantResult]) -> Option<String> {
     // With a device, or if every tenant has a target, the choice needs no explanation.
-    let tenants = &search.house.tenants;
-    if search.judge.whole || tenants.iter().all(|tenant| tenant.has_target) {
+    let tenants = &search.tenants.tenants;
+    if search.criterion.whole || tenants.iter().all(|tenant| tenant.has_target) {
         return None;
     }
     let limited = tenants.iter().zip(told).filter(|(tenant, told)| tenant.has_target && told.set.is_some());
@@ -330,10 +342,11 @@ fn own_limits_alone(search: &AdviseSearch<'_>, told: &[TenantResult]) -> Option<
 
 /// Remark about a tenant that was throttled when it was recorded.
 fn remark_throttled(search: &AdviseSearch<'_>, tenant: usize) -> Option<String> {
-    let of = &search.house.tenants[tenant];
+    let of = &search.tenants.tenants[tenant];
     let streams = || of.disks.iter().map(|&disk| &search.arrivals.streams[disk]);
     let [held, requests] =
-        [streams().map(|of| of.throttled).sum::<u64>(), streams().map(|of| of.requests).sum()].map(|it| it as f64);
+        [streams().map(|of| of.throttled).sum::<u64>(), streams().map(|of| of.requests).sum()]
+            .map(|it| it as f64);
     (held > requests * REMARKED_SHARE).then(|| {
         format!(
             "{}: limits throttled {:.0} % of its requests during the recording. Clients that wait for replies then submit fewer requests, so it may need more than reported here: record it without these limits, or with higher ones.",
@@ -345,7 +358,8 @@ fn remark_throttled(search: &AdviseSearch<'_>, tenant: usize) -> Option<String> 
 
 /// Remark about a tenant whose recorded latency differs from the simulated one.
 fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, felt: &TrialResult) -> Option<String> {
-    let AdviseSearch { judge: TrialCriterion { target, whole, .. }, arrivals, house, .. } = search;
+    let AdviseSearch { criterion: TrialCriterion { target, whole, .. }, arrivals, tenants: house, .. } =
+        search;
     let of = &house.tenants[tenant];
     let streams = || of.disks.iter().map(|&disk| &arrivals.streams[disk]);
     let mut measured = latencies::growing();
@@ -413,13 +427,15 @@ fn advise_neighbours(
     changes: &mut Vec<AdvisedChange>,
     remarks: &mut Vec<String>,
 ) -> anyhow::Result<()> {
-    let house = search.house;
-    let target = search.judge.target;
+    let house = search.tenants;
+    let target = search.criterion.target;
     let mut is_possible = true;
     for &tenant in neighbours {
         let name = &house.tenants[tenant].name;
         let need = told[tenant].need.as_ref();
-        if let Some(ns) = need.and_then(|need| need.impossible_ns).filter(|_| house.tenants[tenant].has_target) {
+        if let Some(ns) =
+            need.and_then(|need| need.impossible_ns).filter(|_| house.tenants[tenant].has_target)
+        {
             is_possible = false;
             remarks.push(impossible(search, tenant, ns));
         }
@@ -432,7 +448,7 @@ fn advise_neighbours(
         tenants.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
     };
     let group = house.common_group(neighbours).map(|group| house.world.groups[group].name.clone());
-    let is_device = group.is_none() && search.judge.whole;
+    let is_device = group.is_none() && search.criterion.whole;
     let place = match &group {
         Some(group) => format!("in {group}"),
         None if is_device => "on their device".to_owned(),
@@ -448,17 +464,21 @@ fn advise_neighbours(
         return Ok(());
     }
     let needs: Vec<Option<TenantLimits>> = told.iter().map(|told| told.need.clone()).collect();
-    let NeighbourAdvice { plan, felt, is_kept, could_ns, interval } =
+    let NeighbourAdvice { plan, results: felt, is_kept, could_ns, interval } =
         Neighbours::new(*search, neighbours, &needs, &felt).best_plan()?;
     for ((&tenant, limits), felt) in neighbours.iter().zip(&plan.limits).zip(felt) {
         told[tenant].after = Some(felt);
         told[tenant].set = *limits;
-        told[tenant].between =
-            limits.zip(interval).map(|(limits, interval)| RateInterval::of(limited_unit(&limits).1, interval));
+        told[tenant].between = limits
+            .zip(interval)
+            .map(|(limits, interval)| RateInterval::of(limited_unit(&limits).1, interval));
         if let (Some(limits), Some(interval)) = (limits, interval) {
             let of = &house.tenants[tenant];
-            let spares =
-                if of.has_target { "" } else { " At the lower end the others meet the target on most of them." };
+            let spares = if of.has_target {
+                ""
+            } else {
+                " At the lower end the others meet the target on most of them."
+            };
             remarks.push(interval_text(search, &of.name, limits, interval) + spares);
         }
     }
@@ -525,12 +545,18 @@ fn limited_unit(limits: &Limits) -> (ReservationUnit, u64) {
     (unit, rate(unit))
 }
 
-fn interval_text(search: &AdviseSearch<'_>, name: &str, limits: &Limits, interval: ConfidenceInterval) -> String {
+fn interval_text(
+    search: &AdviseSearch<'_>,
+    name: &str,
+    limits: &Limits,
+    interval: ConfidenceInterval,
+) -> String {
     let (unit, rate) = limited_unit(limits);
     let setting = LimitSetting::Limit(tenant_limits::total_limit_kind(unit), LimitPart::Rate);
-    let rate_shown = if unit == ReservationUnit::Bps { ::settings::exact_size(rate) } else { rate.to_string() };
+    let rate_shown =
+        if unit == ReservationUnit::Bps { ::settings::exact_size(rate) } else { rate.to_string() };
     let this = format!("{name}: {setting} {rate_shown} is for this trace");
-    let blocks = search.judge.blocks.name();
+    let blocks = search.criterion.blocks.name();
     let other_days = format!("on 95 of 100 other days made of the same {blocks} it would be");
     let RateInterval { low, high } = RateInterval::of(rate, interval);
     let [low_shown, high_shown] = [low, high.unwrap_or(0)].map(|value| advice::count(value as f64, unit));
@@ -562,21 +588,21 @@ fn group_name(house: &Tenants) -> String {
 }
 
 fn change(search: &AdviseSearch<'_>, tenant: usize, limits: Limits) -> AdvisedChange {
-    let of = &search.house.tenants[tenant];
+    let of = &search.tenants.tenants[tenant];
     let size = |disk: &usize| search.arrivals.streams[*disk].end_bytes;
     AdvisedChange {
         is_group: of.group.is_some(),
         name: of.name.clone(),
         limits,
-        before: *search.house.configured(tenant),
+        before: *search.tenants.configured(tenant),
         size_bytes: of.disks.iter().map(size).max().unwrap_or(0),
         ..AdvisedChange::default()
     }
 }
 
 fn line(search: &AdviseSearch<'_>, tenant: usize, told: &TenantResult) -> TenantAdvice {
-    let of = &search.house.tenants[tenant];
-    let target = &search.judge.target;
+    let of = &search.tenants.tenants[tenant];
+    let target = &search.criterion.target;
     let smallest = |unit: ReservationUnit| {
         let need = told.need.as_ref()?;
         let found = need.smallest[unit.index()]?;
@@ -618,7 +644,7 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         [only] => AvailableDevices::Any(resolve(only)?),
         several => AvailableDevices::These(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),
     };
-    let AdviseSearch { house, arrivals, judge, .. } = *search;
+    let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
     let packing = packing::pack(search, &supply)?;
     let name = |tenant: usize| house.tenants[tenant].name.clone();
     let mut remarks = Vec::new();
@@ -633,7 +659,7 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         },
         disks: packed.tenants.iter().map(|&tenant| name(tenant)).collect(),
         busiest: packed.busiest,
-        latency_ns: packed.felt.iter().map(|felt| felt.judged_ns(&judge)).max().unwrap_or(0),
+        latency_ns: packed.results.iter().map(|felt| felt.judged_ns(&judge)).max().unwrap_or(0),
     };
     let on_devices: Vec<PackedDevice> = packing.devices.iter().map(on_device).collect();
     let (count, target) = (packing.devices.len(), judge.target);
@@ -655,13 +681,17 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         remarks.push(format!("No place keeps the target for: {}.", names.join(", ")));
     }
     for packed in packing.devices {
-        for (tenant, one) in packed.tenants.into_iter().zip(packed.felt) {
+        for (tenant, one) in packed.tenants.into_iter().zip(packed.results) {
             felt[tenant] = Some(one);
         }
     }
     // Packing sets no limits, so only the simulated results are reported.
     let lines = felt.into_iter().enumerate().map(|(tenant, after)| {
-        line(search, tenant, &TenantResult { need: None, before: None, after, set: None, joins: None, between: None })
+        line(
+            search,
+            tenant,
+            &TenantResult { need: None, before: None, after, set: None, joins: None, between: None },
+        )
     });
     Ok(Advice {
         keep: target.name(),

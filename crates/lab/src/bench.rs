@@ -29,7 +29,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{BenchArgs, EXAMPLES};
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use console::{CommandFailure, print_error, on_reactor, print, print_json};
+use console::{CommandFailure, on_reactor, print, print_error, print_json};
 use export::vhost_user_blk::client;
 use image::{
     Image,
@@ -48,8 +48,8 @@ use self::progress::BenchProgress;
 pub(crate) use self::target::BenchTarget;
 use super::{
     interruption::SignalInterruption,
-    load::{LoadJob, LoadOutcome, CONNECT_TIMEOUT, JobResult, LoadSource, LoadStop, run_jobs},
-    result::{HeaderStart, ResultHeader, INTERRUPTED, ResultFile},
+    load::{CONNECT_TIMEOUT, JobResult, LoadJob, LoadOutcome, LoadSource, LoadStop, run_jobs},
+    result::{HeaderStart, INTERRUPTED, ResultFile, ResultHeader},
 };
 use crate::probe::in_use::{ExclusiveDevice, claim};
 
@@ -166,7 +166,8 @@ impl BenchRun {
         };
         // Before the queues start: an invalid job must not leave the device in use.
         check::job(&self.arguments, about.size_bytes)?;
-        let queues = self.unless_stopped(client::start(device, jobs as usize, slots, CONNECT_TIMEOUT)).await?;
+        let queues =
+            self.unless_stopped(client::start(device, jobs as usize, slots, CONNECT_TIMEOUT)).await?;
         let source = LoadSource::VhostUser(Arc::new(Mutex::new(queues)));
         let (job, ran) = self.run_load(about.size_bytes, source).await?;
         self.report(&job, ran, None)
@@ -261,7 +262,8 @@ impl BenchRun {
         partial: Option<&'static str>,
     ) -> anyhow::Result<()> {
         if self.arguments.json {
-            let own = json::weir_json(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
+            let own =
+                json::weir_json(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &own));
         }
         if self.arguments.quiet {

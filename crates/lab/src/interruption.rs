@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use console::signals::{SignalRequest, BlockedSignals};
+use console::signals::{BlockedSignals, SignalRequest};
 
 /// True after SIGINT, SIGTERM or SIGHUP.
 #[derive(Clone, Debug, Default)]

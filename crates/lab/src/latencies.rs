@@ -9,7 +9,7 @@ use simulator::latencies::SIMULATED_DIGITS;
 pub(super) use simulator::latencies::{Latencies, growing, note};
 
 /// Longer latencies count as an hour, so that a histogram never grows while it measures.
-const LONGEST_NS: u64 = 3_600_000_000_000;
+const MAX_NS: u64 = 3_600_000_000_000;
 /// Significant digits.
 const DIGITS: u8 = 3;
 const PERCENTILES: [(&str, f64); 5] =
@@ -20,12 +20,12 @@ const STEP: f64 = 0.005;
 const FACTOR: f64 = 1.02;
 
 pub(super) fn new() -> Latencies {
-    Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("constants that are in range")
+    Histogram::new_with_bounds(1, MAX_NS, DIGITS).expect("constants that are in range")
 }
 
 /// Histogram of one second of a run, the source of [`Counts`].
 pub(super) fn one_second() -> Latencies {
-    Histogram::new_with_bounds(1, LONGEST_NS, SIMULATED_DIGITS).expect("constants that are in range")
+    Histogram::new_with_bounds(1, MAX_NS, SIMULATED_DIGITS).expect("constants that are in range")
 }
 
 /// Latencies in nanoseconds, within 1 %, each with its number of requests.
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_count_those_that_took_no_time() {
+    fn quantiles_count_zero_latencies() {
         let mut times = growing();
         (0..90).for_each(|_| note(&mut times, 0));
         (1..=10).for_each(|number| note(&mut times, number * 1_000_000));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn times_of_any_length_are_noted() {
+    fn latencies_of_any_length_are_recorded() {
         let mut times = growing();
         for ns in [1, 1 << 20, 1 << 40, 1 << 60] {
             note(&mut times, ns);

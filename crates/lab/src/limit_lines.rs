@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use policy::{
-    throttle::{LimitKind, Limits, LimitPart, LimitSetting},
+    throttle::{LimitKind, LimitPart, LimitSetting, Limits},
     watermark::Watermark,
 };
 
@@ -15,11 +15,11 @@ use crate::result::ChartSeries;
 /// Multiple of the highest rate above which a limit is not drawn.
 const FAR: f64 = 3.0;
 /// Largest number of limits that a chart draws; more cannot be distinguished.
-pub(crate) const MOST_DRAWN: usize = 8;
+pub(crate) const MAX_DRAWN: usize = 8;
 /// Largest number of limits stored from a recording.
-const MOST_KEPT: usize = 256;
+const MAX_KEPT: usize = 256;
 /// Largest number of values that the name of a line lists.
-const MOST_VALUES: usize = 4;
+const MAX_VALUES: usize = 4;
 
 /// Rates of the limits in force.
 #[derive(Debug, Default)]
@@ -72,7 +72,7 @@ impl LimitRates {
             let list = if kind.counts_bytes() { &mut self.bps } else { &mut self.iops };
             let place = list.iter().position(|limit| limit.kind == kind && limit.of.as_deref() == of);
             // Bounds the memory for recordings with very many groups.
-            if place.is_none() && list.len() == MOST_KEPT {
+            if place.is_none() && list.len() == MAX_KEPT {
                 continue;
             }
             let place = place.unwrap_or_else(|| {
@@ -104,7 +104,7 @@ impl LimitOverTime {
         let mut values: Vec<String> = stretches.map(|stretch| stretch.value(self.kind)).collect();
         values.dedup();
         let shown = match &values[..] {
-            [first, .., last] if values.len() > MOST_VALUES => {
+            [first, .., last] if values.len() > MAX_VALUES => {
                 format!("{first} … {last} ({} values)", values.len())
             }
             _ => values.join(" → "),
@@ -114,7 +114,11 @@ impl LimitOverTime {
     }
 
     /// Points of a line for each time in which the limit is in force.
-    fn lines(&self, (first_s, last_s): (f64, f64), is_near: impl Fn(&LimitStretch) -> bool) -> Vec<ChartSeries> {
+    fn lines(
+        &self,
+        (first_s, last_s): (f64, f64),
+        is_near: impl Fn(&LimitStretch) -> bool,
+    ) -> Vec<ChartSeries> {
         let drawn = || self.stretches.iter().filter(|stretch| is_near(stretch));
         let name = if drawn().next().is_some() { self.name(drawn()) } else { return Vec::new() };
         let mut lines: Vec<ChartSeries> = Vec::new();
@@ -152,7 +156,10 @@ impl LimitStretch {
 
 /// Limits to draw in a chart of these rates, and a note on those that are not drawn. A limit with
 /// gaps in time has several lines of the same name.
-pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[ChartSeries]) -> (Vec<ChartSeries>, Option<String>) {
+pub(crate) fn lines_of(
+    limits: &[LimitOverTime],
+    drawn: &[ChartSeries],
+) -> (Vec<ChartSeries>, Option<String>) {
     let points = || drawn.iter().flat_map(|series| &series.points);
     let highest = points().map(|(_, rate)| *rate).fold(0.0, f64::max);
     let ends = points().map(|(at, _)| *at);
@@ -168,18 +175,18 @@ pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[ChartSeries]) -> (Vec<
     let far = limits.iter().filter(|limit| limit.stretches.iter().any(|stretch| is_far(&stretch)));
     let far: Vec<_> = far.map(|limit| limit.name(limit.stretches.iter().filter(is_far))).collect();
     // Counted by limit: the several lines of one limit share its name and colour.
-    let hidden = near.len().saturating_sub(MOST_DRAWN);
+    let hidden = near.len().saturating_sub(MAX_DRAWN);
     let mut notes = Vec::new();
     if !far.is_empty() {
-        let more = far.len().saturating_sub(MOST_DRAWN);
+        let more = far.len().saturating_sub(MAX_DRAWN);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let named = far[..far.len().min(MOST_DRAWN)].join(", ");
+        let named = far[..far.len().min(MAX_DRAWN)].join(", ");
         notes.push(format!("Above the range shown: {named}{more}."));
     }
     if hidden > 0 {
-        notes.push(format!("The first {MOST_DRAWN} limits are drawn; there are {hidden} more."));
+        notes.push(format!("The first {MAX_DRAWN} limits are drawn; there are {hidden} more."));
     }
-    let lines = near.into_iter().take(MOST_DRAWN).flatten().collect();
+    let lines = near.into_iter().take(MAX_DRAWN).flatten().collect();
     (lines, (!notes.is_empty()).then(|| notes.join(" ")))
 }
 
@@ -232,7 +239,7 @@ mod tests {
         let mut limits = LimitRates::default();
         (0..11).for_each(|disk| limits.add(Some(&format!("vm{disk}")), &self::limits()));
         let (lines, note) = lines_of(&limits.iops, &rates());
-        assert_eq!(lines.len(), MOST_DRAWN);
+        assert_eq!(lines.len(), MAX_DRAWN);
         let note = note.expect("a note");
         assert!(note.contains("iops-read 5000 of vm7 and 3 more."), "{note}");
         assert!(note.ends_with("The first 8 limits are drawn; there are 3 more."), "{note}");

@@ -10,10 +10,10 @@
 //!
 //! The first failed request ends the load.
 
-mod open_loop;
 mod jobs;
 mod measured;
 mod offsets;
+mod open_loop;
 mod run;
 mod target;
 #[cfg(test)]
@@ -25,10 +25,10 @@ use policy::time::Duration;
 
 pub(crate) use self::open_loop::{Spacing, exponential};
 pub(super) use self::{
-    open_loop::OpenLoop,
     jobs::{CONNECT_TIMEOUT, JobResult, LoadSource, run_jobs},
     measured::{Measured, SecondCounts, SentRequest},
-    offsets::{RandomBlocks, Locality, JobPart, OffsetPattern},
+    offsets::{JobPart, Locality, OffsetPattern, RandomBlocks},
+    open_loop::OpenLoop,
     run::run_job,
     target::LoadTarget,
     watch::{CompletedCount, LoadStop},

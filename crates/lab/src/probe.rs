@@ -29,11 +29,11 @@ pub use arguments::{EXAMPLES, ProbeArgs};
 use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use console::{CommandFailure, on_reactor, print, progress::StepProgress};
 pub(crate) use load::DEPTH;
-use load::{ProbedRange, ProbeResult, ProbeLoad};
+use load::{ProbeLoad, ProbeResult, ProbedRange};
 use policy::{request::Direction, time::Duration};
 use report::ProbeReport;
 use settings::state::{CapacityFigures, CapacityRecord, CapacityStore};
-use target::{ProbeTargetKind, LEAST_SIZE, ProbeTarget, ProbeOptions};
+use target::{MIN_SIZE, ProbeOptions, ProbeTarget, ProbeTargetKind};
 
 /// Bound on the time for filling the file, in multiples of a load's time; a slower device gets a
 /// smaller file.
@@ -100,7 +100,7 @@ async fn measure(
         // Otherwise writeback of the file would compete with the first load.
         target.image.flush().await.context("flushing the file to be measured")?;
         progress.end();
-        if field.size_bytes < LEAST_SIZE {
+        if field.size_bytes < MIN_SIZE {
             bail!(
                 "only {} bytes were written in {} seconds (give more --seconds)",
                 field.size_bytes,
@@ -134,15 +134,16 @@ async fn measure(
 
 /// Capacities; 0 if not measured.
 fn capacity(figures: &[ProbeResult]) -> CapacityFigures {
-    let best = |direction: Direction, block_bytes: usize, part: fn(&ProbeResult) -> u64, random_only: bool| {
-        let of = |figure: &&ProbeResult| {
-            figure.load.direction == direction
-                && figure.load.block_bytes == block_bytes
-                && (!random_only || figure.load.pattern == load::ProbePattern::Random)
+    let best =
+        |direction: Direction, block_bytes: usize, part: fn(&ProbeResult) -> u64, random_only: bool| {
+            let of = |figure: &&ProbeResult| {
+                figure.load.direction == direction
+                    && figure.load.block_bytes == block_bytes
+                    && (!random_only || figure.load.pattern == load::ProbePattern::Random)
+            };
+            // The better of the two patterns, unless only random requests count.
+            figures.iter().filter(of).map(part).max().unwrap_or(0)
         };
-        // The better of the two patterns, unless only random requests count.
-        figures.iter().filter(of).map(part).max().unwrap_or(0)
-    };
     let iops = |direction| best(direction, 4096, ProbeResult::iops, true);
     let bps = |direction| best(direction, 1 << 20, ProbeResult::bps, false);
     CapacityFigures {
@@ -248,14 +249,16 @@ mod tests {
             not_measured: Vec::new(),
         };
         let decisive = [varying(ProbePattern::Random, 4096, 100.0)];
-        let (report, outcome) = store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), false);
+        let (report, outcome) =
+            store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), false);
         let error = outcome.unwrap_err().to_string();
         assert!(
             error.starts_with("x: not kept: the rate of random read of 4 KiB varies by 255 % ("),
             "{error}"
         );
         assert!(report.kept.is_none() && store.load("serial").unwrap().is_none());
-        let (report, outcome) = store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), true);
+        let (report, outcome) =
+            store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), true);
         assert!(outcome.is_ok() && report.kept.is_some());
         // The same rule applies to loads that are not part of the capacity.
         let other = [steady, varying(ProbePattern::Sequential, 4096, 9000.0)];
@@ -266,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_are_those_of_random_requests_and_bytes_those_of_the_better_pattern() {
+    fn capacity_uses_random_iops_and_the_best_bandwidth() {
         let figures = [
             figure(ProbePattern::Random, Direction::Read, 4096, 100.0),
             figure(ProbePattern::Sequential, Direction::Read, 4096, 20_000.0),

@@ -19,13 +19,13 @@ mod drawing;
 mod heat_map;
 mod html;
 mod intervals;
-mod save;
 mod lines;
 mod page;
 mod palette;
 mod pictures;
 mod quantity;
 mod samples;
+mod save;
 mod text;
 
 pub use arguments::{EXAMPLES, ReportArgs};

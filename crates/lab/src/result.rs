@@ -17,7 +17,7 @@ mod header;
 pub(crate) use file::{OutputKind, check, load, save, write};
 #[cfg(test)]
 pub(crate) use header::MeasuredDevice;
-pub(crate) use header::{HeaderStart, ResultHeader, MachineInfo};
+pub(crate) use header::{HeaderStart, MachineInfo, ResultHeader};
 use serde::{Deserialize, Serialize};
 
 pub(crate) const FORMAT: &str = "weir-result";

@@ -24,8 +24,8 @@ mod generator;
 mod keys;
 mod output;
 mod scenario;
-mod setup;
 mod scenario_table;
+mod setup;
 mod sweep;
 mod sweep_result;
 #[cfg(test)]
@@ -48,15 +48,15 @@ pub use arguments::{EXAMPLES, SimulateArgs};
 pub(crate) use cluster::ClusterSpec;
 use console::{CommandFailure, figures, print, print_json, progress::ActivitySpinner};
 pub(crate) use device_spec::DeviceSpec;
-use drive::{SimulationInput, SimulationJob, EmptySource, simulate};
+use drive::{EmptySource, SimulationInput, SimulationJob, simulate};
 use events::EventsFile;
 use generator::WorkloadGenerator;
 use output::SimulationSummary;
 use policy::throttle::LimitSetting;
 use recording::MergedTraces;
-use serde::Serialize;
-pub(crate) use setup::{MOST_DISKS, DiskResolver, SimulationSetup, device_of};
 use scenario_table::ScenarioTable;
+use serde::Serialize;
+pub(crate) use setup::{DiskResolver, MAX_DISKS, SimulationSetup, device_of};
 pub(crate) use sweep::SweepValues;
 use sweep_result::{SweepPoint, SweepResult, SweptNames, sweep};
 use workload::names;
@@ -64,7 +64,7 @@ pub(crate) use workload::{Workload, generators};
 
 use super::{
     interruption::SignalInterruption,
-    result::{ResultHeader, ResultFile},
+    result::{ResultFile, ResultHeader},
 };
 
 const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
@@ -114,7 +114,8 @@ pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
 }
 
 fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), CommandFailure> {
-    let known: Vec<_> = LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(cluster::OTHERS).collect();
+    let known: Vec<_> =
+        LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(cluster::OTHERS).collect();
     if let Some(option) = arguments.given.first_but(&known) {
         return Err(CommandFailure::Usage(anyhow!(
             "--{option}: is not for --cluster, which brings its own hosts, disks and requests (leave --{option} out)"
@@ -152,12 +153,17 @@ fn print_and_keep(
     printed.and(arguments.results.keep(result))
 }
 
-fn run_once(arguments: &SimulateArgs, setup: &SimulationSetup, stop: &AtomicBool) -> Result<(), CommandFailure> {
+fn run_once(
+    arguments: &SimulateArgs,
+    setup: &SimulationSetup,
+    stop: &AtomicBool,
+) -> Result<(), CommandFailure> {
     let begun = ResultHeader::begin();
     // Opened before the events file is created, which could be one of the inputs.
     let input = input(arguments)?;
     let inputs = || arguments.traces.iter().chain(&arguments.config);
-    let events = arguments.output.events.as_deref().map(|path| EventsFile::create(path, inputs())).transpose()?;
+    let events =
+        arguments.output.events.as_deref().map(|path| EventsFile::create(path, inputs())).transpose()?;
     let events = events.map(|events| Arc::new(Mutex::new(events)));
     let progress = ActivitySpinner::new();
     let tell = |requests, at| {
@@ -205,7 +211,8 @@ fn run_sweep(
     let one = |value| {
         let setup = setup.with_limit(of, values.setting, value)?;
         // Each value on one thread; values run in parallel.
-        let outcome = simulate(SimulationJob { before: false, ..SimulationJob::new(&setup, input(arguments)?, stop) })?;
+        let outcome =
+            simulate(SimulationJob { before: false, ..SimulationJob::new(&setup, input(arguments)?, stop) })?;
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
@@ -246,9 +253,11 @@ fn input(arguments: &SimulateArgs) -> anyhow::Result<SimulationInput> {
             let options = arguments.input.reading.options();
             SimulationInput::of(MergedTraces::open(&arguments.traces, &options)?)
         }
-        Some(Workload::Sequential(sequential)) => {
-            SimulationInput { disks: names(sequential.disks), clients: sequential.clients(), ..SimulationInput::of(EmptySource) }
-        }
+        Some(Workload::Sequential(sequential)) => SimulationInput {
+            disks: names(sequential.disks),
+            clients: sequential.clients(),
+            ..SimulationInput::of(EmptySource)
+        },
         Some(Workload::Open(open)) => SimulationInput::of(WorkloadGenerator::new(open, arguments.input.seed)),
         Some(Workload::Scenario(tale)) => unreachable!("{tale:?} is told and not simulated here"),
     })

@@ -4,11 +4,11 @@
 
 mod arguments;
 pub mod convert;
-pub(crate) mod recording_charts;
 mod held_by;
 mod info;
 mod output;
 mod recorded_limits;
+pub(crate) mod recording_charts;
 
 pub(crate) use arguments::ReadingArgs;
 pub(crate) use output::TraceOutput;

@@ -13,12 +13,11 @@
 mod apply;
 mod arguments;
 mod choice;
+mod configurations;
 mod findings;
 mod goal;
 mod images;
-mod configurations;
 mod measure;
-mod target;
 mod preset;
 mod recommend;
 mod resume;
@@ -27,6 +26,7 @@ mod samples;
 mod search;
 mod session;
 mod stop;
+mod target;
 
 use std::{io::IsTerminal as _, path::Path, rc::Rc};
 
@@ -42,13 +42,13 @@ pub(crate) use preset::Preset;
 use storage::{CacheMode, ImageFormat, OpenOptions};
 
 use self::{
-    target::{TuneTargetKind, TuneTarget, InspectedImage, TuneTargetOptions},
     resume::StoredSamples,
     samples::TuneSamples,
     session::TuneSession,
     stop::TuneStop,
+    target::{InspectedImage, TuneTarget, TuneTargetKind, TuneTargetOptions},
 };
-use super::result::{HeaderStart, Findings, ResultHeader, ResultFile};
+use super::result::{Findings, HeaderStart, ResultFile, ResultHeader};
 
 #[derive(Debug)]
 struct TuneOutcome {
@@ -101,7 +101,11 @@ pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
 }
 
 /// An image's properties, and the amount of data in its first `part` bytes (or all).
-fn inspect_image(path: &Path, format: Option<ImageFormat>, part: Option<u64>) -> anyhow::Result<InspectedImage> {
+fn inspect_image(
+    path: &Path,
+    format: Option<ImageFormat>,
+    part: Option<u64>,
+) -> anyhow::Result<InspectedImage> {
     let name = path.display().to_string();
     let text = path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
     let spec = format!("file:{text}");
@@ -133,7 +137,12 @@ fn inspect_image(path: &Path, format: Option<ImageFormat>, part: Option<u64>) ->
     })
 }
 
-fn print_and_save(outcome: TuneOutcome, interrupted: bool, arguments: &TuneArgs, begun: HeaderStart) -> Result<(), CommandFailure> {
+fn print_and_save(
+    outcome: TuneOutcome,
+    interrupted: bool,
+    arguments: &TuneArgs,
+    begun: HeaderStart,
+) -> Result<(), CommandFailure> {
     let TuneOutcome { findings, text, details, failed } = outcome;
     let mut result = ResultFile::new(begun.end(Some(&arguments.path)), findings);
     result.details = details;

@@ -38,18 +38,20 @@ use policy::time::Duration;
 use slab::Slab;
 
 pub use self::{
-    connect::{NbdAddress, NbdEndpoint, EstablishedConnection, resolve, connect, dial_any, shake_hands, with_timeout},
-    handshake::{NbdExportInfo, NbdConnectError, HandshakeOptions},
+    connect::{
+        EstablishedConnection, NbdAddress, NbdEndpoint, connect, dial_any, resolve, shake_hands, with_timeout,
+    },
+    handshake::{HandshakeOptions, NbdConnectError, NbdExportInfo},
     list::{ListedExport, list},
 };
 use self::{
     outgoing::Outgoing,
     pieces::ReceivedPieces,
-    reply::{ReplyChunk, EXTENT_BYTES, ClientReplyHeader, ChunkLimits},
+    reply::{ChunkLimits, ClientReplyHeader, EXTENT_BYTES, ReplyChunk},
 };
 use super::{
-    receive_buffer::ReceiveBuffer,
     proto::{self, cmd, cmd_flag},
+    receive_buffer::ReceiveBuffer,
     stream::NbdStream,
     wire::WireFields,
 };
@@ -116,7 +118,7 @@ enum ConnectionFault {
     #[error("the connection broke: {0}")]
     Broken(#[from] io::Error),
     #[error("the server violated the protocol: {0}")]
-    Breach(&'static str),
+    ProtocolViolation(&'static str),
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("the thread of the connection has ended")]
@@ -259,7 +261,8 @@ impl NbdClient {
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
     pub async fn write(&self, offset: u64, data: Segments, force: bool) -> Result<()> {
         let flags = if force { cmd_flag::FUA } else { 0 };
-        self.change(RequestFields { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data)).await
+        self.change(RequestFields { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data))
+            .await
     }
 
     /// Zeroes a range. `flags` are those of the command (`proto::cmd_flag`). Requires
@@ -268,7 +271,11 @@ impl NbdClient {
     /// # Errors
     /// As for writes.
     pub async fn write_zeroes(&self, offset: u64, length: u32, flags: u16) -> Result<()> {
-        self.change(RequestFields { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize }, None).await
+        self.change(
+            RequestFields { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize },
+            None,
+        )
+        .await
     }
 
     /// Discards a range. Requires [`NbdExportInfo::can_trim`].
@@ -276,7 +283,8 @@ impl NbdClient {
     /// # Errors
     /// As for writes.
     pub async fn trim(&self, offset: u64, length: u32) -> Result<()> {
-        self.change(RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None).await
+        self.change(RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None)
+            .await
     }
 
     /// Allocation status of a range, from its beginning: at least one extent, perhaps not up to its
@@ -341,7 +349,11 @@ impl NbdClient {
         // Both tasks have ended, so this is the last reference.
         let ClientConnection { stream, export: about, .. } = Rc::try_unwrap(connection.into_inner()).ok()?;
         // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
-        (unfinished.is_empty() && skip == 0).then_some(EstablishedConnection { stream, about, received: behind })
+        (unfinished.is_empty() && skip == 0).then_some(EstablishedConnection {
+            stream,
+            about,
+            received: behind,
+        })
     }
 }
 
@@ -365,7 +377,12 @@ impl Drop for ReactorEndGuard {
 }
 
 impl ClientConnection {
-    async fn request(&self, ask: RequestFields, expects: Expects, payload: Option<Segments>) -> Result<Expects> {
+    async fn request(
+        &self,
+        ask: RequestFields,
+        expects: Expects,
+        payload: Option<Segments>,
+    ) -> Result<Expects> {
         if self.fault.borrow().is_some() {
             return Err(CONNECTION_LOST);
         }
@@ -456,7 +473,9 @@ impl ClientConnection {
     async fn reply(&self, inbox: &mut ReceiveBuffer) -> FaultResult<()> {
         let (header, length) = loop {
             let longest = |cookie| self.chunk_limits(cookie);
-            match reply::parse(inbox.bytes(), self.export.structured, longest).map_err(ConnectionFault::Breach)? {
+            match reply::parse(inbox.bytes(), self.export.structured, longest)
+                .map_err(ConnectionFault::ProtocolViolation)?
+            {
                 Some(found) => break found,
                 None if inbox.fill(&self.stream).await? => {}
                 None => return Err(ConnectionFault::Closed),
@@ -471,13 +490,15 @@ impl ClientConnection {
                     Expects::Data(read) => Some(read.length),
                     Expects::Nothing => None,
                     Expects::Extents { .. } => {
-                        return Err(ConnectionFault::Breach("a simple reply to a block status request"));
+                        return Err(ConnectionFault::ProtocolViolation(
+                            "a simple reply to a block status request",
+                        ));
                     }
                 };
                 if let Some(length) = length {
                     // With structured replies, a server must not answer a READ with a simple reply.
                     if self.export.structured {
-                        return Err(ConnectionFault::Breach(
+                        return Err(ConnectionFault::ProtocolViolation(
                             "a simple reply to a read, although structured replies were negotiated",
                         ));
                     }
@@ -495,7 +516,13 @@ impl ClientConnection {
         }
     }
 
-    async fn chunk(&self, inbox: &mut ReceiveBuffer, cookie: u64, last: bool, chunk: ReplyChunk) -> FaultResult<()> {
+    async fn chunk(
+        &self,
+        inbox: &mut ReceiveBuffer,
+        cookie: u64,
+        last: bool,
+        chunk: ReplyChunk,
+    ) -> FaultResult<()> {
         let key = self.find(cookie)?;
         match chunk {
             ReplyChunk::None => {}
@@ -518,7 +545,13 @@ impl ClientConnection {
         if last { self.finish(key) } else { Ok(()) }
     }
 
-    async fn extents(&self, inbox: &mut ReceiveBuffer, key: usize, context: u32, length: usize) -> FaultResult<()> {
+    async fn extents(
+        &self,
+        inbox: &mut ReceiveBuffer,
+        key: usize,
+        context: u32,
+        length: usize,
+    ) -> FaultResult<()> {
         let asked = match &self.in_flight.borrow()[key].expects {
             Expects::Extents { asked, found }
                 // One context was negotiated, so one chunk with its id is valid.
@@ -527,9 +560,9 @@ impl ClientConnection {
                 *asked
             }
             Expects::Extents { .. } => {
-                return Err(ConnectionFault::Breach("extents twice, or of a context that was not negotiated"));
+                return Err(ConnectionFault::ProtocolViolation("extents twice, or of a context that was not negotiated"));
             }
-            _ => return Err(ConnectionFault::Breach("extents in a reply to a request other than block status")),
+            _ => return Err(ConnectionFault::ProtocolViolation("extents in a reply to a request other than block status")),
         };
         // Extents beyond the limit are dropped, but their bytes must be consumed.
         let kept = length.min(MAX_EXTENTS * EXTENT_BYTES);
@@ -539,7 +572,7 @@ impl ClientConnection {
         let mut fields = WireFields::new(&bytes);
         while let Some((length, flags)) = fields.u32().zip(fields.u32()) {
             if length == 0 {
-                return Err(ConnectionFault::Breach("an extent without a length"));
+                return Err(ConnectionFault::ProtocolViolation("an extent without a length"));
             }
             found.push(RawExtent { length, flags });
         }
@@ -548,7 +581,7 @@ impl ClientConnection {
     }
 
     fn find(&self, cookie: u64) -> FaultResult<usize> {
-        self.key_of(cookie).map_err(ConnectionFault::Breach)
+        self.key_of(cookie).map_err(ConnectionFault::ProtocolViolation)
     }
 
     fn key_of(&self, cookie: u64) -> std::result::Result<usize, &'static str> {
@@ -573,21 +606,21 @@ impl ClientConnection {
     fn chunk_offset(&self, key: usize, offset: u64, length: usize) -> FaultResult<usize> {
         let in_flight = self.in_flight.borrow();
         let Expects::Data(read) = &in_flight[key].expects else {
-            return Err(ConnectionFault::Breach("data in a reply to a request other than a read"));
+            return Err(ConnectionFault::ProtocolViolation("data in a reply to a request other than a read"));
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
         let fits = at.filter(|&at| at <= read.length && length <= read.length - at);
-        fits.ok_or(ConnectionFault::Breach("more data than requested"))
+        fits.ok_or(ConnectionFault::ProtocolViolation("more data than requested"))
     }
 
     /// Stores data in a read's buffer; data of the full length becomes the buffer without a copy.
     fn store_data(&self, key: usize, at: usize, data: IoBuffer) -> FaultResult<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let Expects::Data(read) = &mut in_flight[key].expects else {
-            return Err(ConnectionFault::Breach("data in a reply to a request other than a read"));
+            return Err(ConnectionFault::ProtocolViolation("data in a reply to a request other than a read"));
         };
         // Each byte may arrive once, so that a server cannot replace data.
-        read.pieces.add(at..at + data.len()).map_err(ConnectionFault::Breach)?;
+        read.pieces.add(at..at + data.len()).map_err(ConnectionFault::ProtocolViolation)?;
         if data.len() == read.length {
             read.data = Some(data);
         } else {
@@ -607,7 +640,7 @@ impl ClientConnection {
         entry.error.get_or_insert(error);
         entry.errors += 1;
         if entry.errors > MAX_ERRORS {
-            Err(ConnectionFault::Breach("more errors than one reply can have"))
+            Err(ConnectionFault::ProtocolViolation("more errors than one reply can have"))
         } else {
             Ok(())
         }
@@ -623,7 +656,7 @@ impl ClientConnection {
         };
         // After an error the content is irrelevant; a success must be complete.
         if entry.error.is_none() && !is_whole {
-            return Err(ConnectionFault::Breach("less data than requested"));
+            return Err(ConnectionFault::ProtocolViolation("less data than requested"));
         }
         entry.answered = true;
         let waiting = entry.waiting.take();

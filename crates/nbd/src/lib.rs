@@ -18,9 +18,9 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
-pub mod receive_buffer;
 pub mod pipe;
 pub mod proto;
+pub mod receive_buffer;
 pub mod stream;
 pub mod uri;
 pub mod wire;

@@ -5,7 +5,7 @@ use std::{io, sync::Arc};
 use super::stream::NbdStream;
 use reactor::{
     buffer::IoBuffer,
-    memory::{MemoryBudget, ConnectionMemory},
+    memory::{ConnectionMemory, MemoryBudget},
 };
 
 /// Receive size during the handshake, and for a client that sends little: a hundred requests

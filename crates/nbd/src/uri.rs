@@ -271,7 +271,10 @@ mod tests {
             (tls.user.as_deref(), tls.psk_file, tls.accepts_any_certificate),
             (Some("alice"), Some("/k/1".into()), true)
         );
-        assert_eq!((uri.server, uri.export.as_str()), (NbdEndpoint::Tcp { host: "h".into(), port: 7 }, "a b"));
+        assert_eq!(
+            (uri.server, uri.export.as_str()),
+            (NbdEndpoint::Tcp { host: "h".into(), port: 7 }, "a b")
+        );
         let uri = Uri::parse("nbds+unix:///?tls-certificates=/pki&socket=/s&tls-hostname=vm").unwrap();
         let tls = uri.tls.expect("it is nbds");
         assert_eq!((tls.certificates, tls.hostname.as_deref()), (Some("/pki".into()), Some("vm")));

@@ -59,7 +59,7 @@ pub fn string(bytes: &[u8]) -> Option<&str> {
 }
 
 /// Truncates `text` to the maximum length of a string, at a character boundary.
-pub fn clip(text: &str) -> &str {
+pub fn truncated(text: &str) -> &str {
     let mut end = text.len().min(MAX_STRING_BYTES);
     while !text.is_char_boundary(end) {
         end -= 1;
@@ -89,9 +89,9 @@ mod tests {
     #[test]
     fn clipping_keeps_characters_whole() {
         let long = "é".repeat(2049);
-        assert_eq!(clip(&long).len(), 4096);
+        assert_eq!(truncated(&long).len(), 4096);
         let odd = format!("a{long}");
-        assert_eq!(clip(&odd).len(), 4095);
-        assert_eq!(clip("short"), "short");
+        assert_eq!(truncated(&odd).len(), 4095);
+        assert_eq!(truncated("short"), "short");
     }
 }

@@ -10,7 +10,10 @@
 
 use criterion::{Bencher, BenchmarkId, Criterion, criterion_group, criterion_main};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, SpareRefund, LimitKind, Limits, NodeId, NodeShare, ThrottleTree};
+use policy::throttle::{
+    AdmissionResult, LimitKind, Limits, NodeId, NodeShare, PollDecision, RequestCost, SpareRefund,
+    ThrottleTree,
+};
 use policy::time::{Duration, Instant};
 use std::hint::black_box;
 use std::time::Instant as Clock;
@@ -124,8 +127,9 @@ fn idle(criterion: &mut Criterion) {
 
         let mut tree = ThrottleTree::<u32>::new(Instant::ZERO);
         let host = tree.add(None, limits(), NodeShare::default()).unwrap();
-        let all: Vec<_> =
-            (0..=disks).map(|_| tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap()).collect();
+        let all: Vec<_> = (0..=disks)
+            .map(|_| tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap())
+            .collect();
         let (disk, mut now) = (all[all.len() / 2], Instant::ZERO);
         group.bench_function(
             BenchmarkId::new("below it", disks),

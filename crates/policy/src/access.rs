@@ -15,7 +15,7 @@ mod network;
 use alloc::string::String;
 use core::net::IpAddr;
 
-pub use names::{NameRules, NameRule};
+pub use names::{NameRule, NameRules};
 pub use network::{Network, NetworkRules, connection_origin};
 
 /// Identity of a connected client.

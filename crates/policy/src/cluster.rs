@@ -44,7 +44,7 @@ pub use division::{QuotaClaim, divide_quota};
 pub use host::HostQuota;
 pub use leader::{LeaderAction, QuotaLeader};
 
-use crate::throttle::{LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting};
+use crate::throttle::{LimitKind, LimitPart, LimitSetting, Limits, MAX_VALUE};
 use crate::time::Duration;
 use alloc::format;
 use alloc::string::String;
@@ -118,7 +118,12 @@ impl ClusterGroupLimits {
     ///
     /// # Errors
     /// [`DivisionError`] if a fallback share is below 1 unit per second or all exceed the limit.
-    pub fn new(version: u64, limits: Limits, hosts: u32, safe_ppm: Option<u32>) -> Result<Self, DivisionError> {
+    pub fn new(
+        version: u64,
+        limits: Limits,
+        hosts: u32,
+        safe_ppm: Option<u32>,
+    ) -> Result<Self, DivisionError> {
         if !(1..=MAX_HOSTS).contains(&hosts) {
             return Err(DivisionError::Hosts(hosts));
         }

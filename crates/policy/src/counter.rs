@@ -93,7 +93,8 @@ mod tests {
 
     #[test]
     fn rates_and_shares() {
-        let growth = CounterGrowth::between(&[0, 0, 5], &[10, 500_000_000, 35], Duration::from_secs(2)).unwrap();
+        let growth =
+            CounterGrowth::between(&[0, 0, 5], &[10, 500_000_000, 35], Duration::from_secs(2)).unwrap();
         assert_eq!((growth.per_second(0), growth.share_of_time(1)), (5.0, 0.25));
         assert_eq!((growth.ratio(0, 2), growth.ratio(2, 0)), (Some(0.25), Some(0.75)));
         let idle = CounterGrowth::between(&[1, 1], &[1, 1], Duration::from_secs(2)).unwrap();

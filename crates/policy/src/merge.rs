@@ -120,7 +120,7 @@ impl MergePlanner {
             let joins = at > run.start
                 && at - group_start < bounds.segments
                 && bounds.bytes.checked_sub(bytes).is_some_and(|room| candidate.length <= room)
-                && adjacent(&batch[self.order[at - 1]], candidate);
+                && are_adjacent(&batch[self.order[at - 1]], candidate);
             if joins {
                 bytes += candidate.length;
                 continue;
@@ -196,7 +196,7 @@ fn may_have_neighbours(run: &[MergeCandidate]) -> bool {
     })
 }
 
-fn adjacent(earlier: &MergeCandidate, later: &MergeCandidate) -> bool {
+fn are_adjacent(earlier: &MergeCandidate, later: &MergeCandidate) -> bool {
     earlier.operation == later.operation
         && earlier.key == later.key
         && earlier.length > 0

@@ -120,7 +120,17 @@ impl Default for PollingDecision {
         let (asleep, roused) = (PollingSample::default(), PollingSample::default());
         let stage = PollingStage::Standing(Instant::ZERO);
         let (verdict, stood) = (false, Duration::ZERO);
-        Self { awake: false, stage, ends: began, began, before, sleeping_sample: asleep, polling_sample: roused, verdict, verdict_duration: stood }
+        Self {
+            awake: false,
+            stage,
+            ends: began,
+            began,
+            before,
+            sleeping_sample: asleep,
+            polling_sample: roused,
+            verdict,
+            verdict_duration: stood,
+        }
     }
 }
 
@@ -137,7 +147,8 @@ impl PollingDecision {
 
     /// Advances the trial; `work` are the current counters of the thread.
     pub fn advance(&mut self, now: Instant, work: ThreadCounters) {
-        let measured = PollingSample { work: work.since(self.before), elapsed_ns: now.nanos_since(self.began) };
+        let measured =
+            PollingSample { work: work.since(self.before), elapsed_ns: now.nanos_since(self.began) };
         (self.began, self.before) = (now, work);
         match self.stage {
             PollingStage::Settling(window) => self.enter(PollingStage::Window(window), now + WINDOW),
@@ -191,12 +202,16 @@ impl PollingDecision {
         if self.awake && (measured.is_contended() || measured.rate() < MIN_RATE) {
             return self.set_verdict(false, MIN_VERDICT, now);
         }
-        self.enter(PollingStage::Standing(until), if self.awake { until.min(now + CHECK_INTERVAL) } else { until });
+        self.enter(
+            PollingStage::Standing(until),
+            if self.awake { until.min(now + CHECK_INTERVAL) } else { until },
+        );
     }
 
     fn finish_trial(&mut self, awake: bool, now: Instant) {
         let again = self.verdict == awake;
-        let stood = if again { (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT) } else { MIN_VERDICT };
+        let stood =
+            if again { (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT) } else { MIN_VERDICT };
         self.set_verdict(awake, stood, now);
     }
 
@@ -204,7 +219,10 @@ impl PollingDecision {
         (self.awake, self.verdict, self.verdict_duration) = (awake, awake, stood);
         // A sleeping thread keeps its verdict to the end. A polling one is checked in between.
         let until = now + stood;
-        self.enter(PollingStage::Standing(until), if awake { until.min(now + CHECK_INTERVAL) } else { until });
+        self.enter(
+            PollingStage::Standing(until),
+            if awake { until.min(now + CHECK_INTERVAL) } else { until },
+        );
     }
 }
 
@@ -222,9 +240,12 @@ mod tests {
         starved_ns: [u64; 2],
     }
 
-    const APART: SimulatedThread = SimulatedThread { rates: [43_000, 63_000], costs: [7_000, 13_600], starved_ns: [0, 0] };
-    const NO_GAIN: SimulatedThread = SimulatedThread { rates: [61_000, 61_500], costs: [7_000, 13_600], starved_ns: [0, 0] };
-    const IDLE: SimulatedThread = SimulatedThread { rates: [100, 100], costs: [30_000, 60_000], starved_ns: [0, 0] };
+    const APART: SimulatedThread =
+        SimulatedThread { rates: [43_000, 63_000], costs: [7_000, 13_600], starved_ns: [0, 0] };
+    const NO_GAIN: SimulatedThread =
+        SimulatedThread { rates: [61_000, 61_500], costs: [7_000, 13_600], starved_ns: [0, 0] };
+    const IDLE: SimulatedThread =
+        SimulatedThread { rates: [100, 100], costs: [30_000, 60_000], starved_ns: [0, 0] };
     const TURN: Duration = Duration::from_micros(250);
 
     struct PollingBench {

@@ -22,7 +22,6 @@
 //!
 //! Never does I/O, reads a clock or holds data: tokens represent the data of chunks.
 
-mod read_ahead;
 mod cache;
 mod chunk;
 mod congestion;
@@ -30,14 +29,17 @@ mod expectations;
 mod extents;
 mod gate;
 mod lru;
+mod read_ahead;
 mod settings;
 mod stats;
 mod streams;
 mod window;
 mod writes;
 
+pub use cache::{CacheLookup, CachePart, CachedRange, Fetch, FetchId, PrefetchCache};
 pub use read_ahead::{ReadAhead, whole_blocks};
-pub use cache::{PrefetchCache, CachedRange, Fetch, FetchId, CacheLookup, CachePart};
-pub use settings::{InvalidPrefetchSettings, PrefetchMode, PrefetchSetting, PrefetchConfig, UnknownPrefetchMode};
+pub use settings::{
+    InvalidPrefetchSettings, PrefetchConfig, PrefetchMode, PrefetchSetting, UnknownPrefetchMode,
+};
 pub use stats::PrefetchStats;
 pub use writes::WriteId;

@@ -26,7 +26,7 @@ mod demand;
 mod division;
 mod pool;
 
-pub use pool::{SteeredMember, IoCounters, SteeringPool, is_steered};
+pub use pool::{IoCounters, SteeredMember, SteeringPool, is_steered};
 
 /// Rates of one control group on one device: the four keys of cgroup v2's `io.max`, in units per
 /// second; `None` for no limit.

@@ -47,7 +47,6 @@
 //!
 //! Never rejects or drops a request, never sees its data.
 
-mod reservations;
 mod bucket;
 mod cost;
 mod enforcement;
@@ -55,23 +54,34 @@ mod heap;
 mod kernel_buckets;
 mod limits;
 mod node;
-mod slicing;
+mod refund;
 mod reservation_monitor;
+mod reservations;
 mod scheduler;
 mod share;
-mod refund;
+mod slicing;
 mod stats;
 mod tree;
 
-pub use reservations::{ReservationBound, MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, ReservationUnit};
 pub use bucket::{BucketContents, BucketSnapshot};
 pub use cost::RequestCost;
 pub use enforcement::{Enforcement, LimitScale};
 pub use kernel_buckets::KernelBuckets;
-pub use limits::{InvalidLimit, RateLimit, LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE, LimitPart, LimitRule, LimitSetting};
+pub use limits::{
+    InvalidLimit, LimitKind, LimitPart, LimitRule, LimitSetting, Limits, MAX_BURST_LENGTH_S, MAX_VALUE,
+    RateLimit,
+};
 pub use node::{CarriedCharges, NodeId, QueuedRequestId};
-pub use reservation_monitor::ReservationTimes;
-pub use share::NodeShare;
 pub use refund::SpareRefund;
-pub use stats::{ThrottleSummary, CumulativeStats, AdmissionCounters, LimitLevel, RECENT_NS, ThrottleStats, WaitSummary, throttled_with_groups_ns};
-pub use tree::{AdmissionResult, PollDecision, LevelCause, QuotaLease, ReturnedRequest, ThrottleTree, MemberDemands};
+pub use reservation_monitor::ReservationTimes;
+pub use reservations::{
+    MAX_LEVELS, ReservableCapacity, ReservationBound, ReservationExceeded, ReservationUnit, ThrottleError,
+};
+pub use share::NodeShare;
+pub use stats::{
+    AdmissionCounters, CumulativeStats, LimitLevel, RECENT_NS, ThrottleStats, ThrottleSummary, WaitSummary,
+    throttled_with_groups_ns,
+};
+pub use tree::{
+    AdmissionResult, LevelCause, MemberDemands, PollDecision, QuotaLease, ReturnedRequest, ThrottleTree,
+};

@@ -67,7 +67,8 @@ impl MeasuredCapacity {
     /// For a mix, the utilizations of reads and writes are added. `None` if no capacity is known.
     /// May exceed 1000: a device can be faster than when it was measured.
     pub fn utilization(&self, rates: DeviceLoad) -> Option<u64> {
-        let operations = combined_utilization(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
+        let operations =
+            combined_utilization(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
         let bytes = combined_utilization(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
         operations.max(bytes)
     }
@@ -140,7 +141,11 @@ pub struct UtilizationSample {
 impl UtilizationSample {
     /// A sample with utilization `used`, in thousandths, and the groups' consumption.
     pub fn new(used: u64, consumed: &DeviceConsumption) -> Self {
-        Self { utilization: used, combined_multiple: consumed.combined_multiple(), max_multiple: consumed.max_multiple() }
+        Self {
+            utilization: used,
+            combined_multiple: consumed.combined_multiple(),
+            max_multiple: consumed.max_multiple(),
+        }
     }
 }
 
@@ -155,9 +160,9 @@ const SMOOTHING_S: f64 = 0.15;
 const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
 /// Rate at which the factor falls on a saturated device, per second; growth of that rate per
 /// second; its maximum.
-const FALL: f64 = 0.07;
-const FALL_FASTER: f64 = 4.0;
-const FALL_FASTEST: f64 = 2.5;
+const FALL_RATE: f64 = 0.07;
+const FALL_ACCELERATION: f64 = 4.0;
+const MAX_FALL_RATE: f64 = 2.5;
 /// If the factor has risen to this multiple since utilization last responded, the limits throttle
 /// no group.
 const UNRESPONSIVE_FACTOR: f64 = 4.0;
@@ -165,8 +170,8 @@ const UNRESPONSIVE_FACTOR: f64 = 4.0;
 const RESPONSE_FACTOR: f64 = 1.1;
 const MIN_RESPONSE: f64 = 0.02;
 /// A factor of this many times the recent multiple of the greediest group throttles no group.
-const UNBINDING_FACTOR: f64 = 1.25;
-const LATELY_S: f64 = 2.0;
+const SLACK_FACTOR: f64 = 1.25;
+const RECENT_S: f64 = 2.0;
 /// Time between samples, in seconds, above which the earlier one is discarded.
 const STALE_S: f64 = 1.0;
 
@@ -256,11 +261,12 @@ impl WatermarkController {
         self.used += (as_fraction(sample.utilization) - self.used) * fresh;
         self.together += (as_fraction(sample.combined_multiple) - self.together) * fresh;
         self.most += (as_fraction(sample.max_multiple) - self.most) * fresh;
-        self.full_s = if as_fraction(sample.utilization) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
-        self.most_lately = self.most.max(self.most_lately * (1.0 - elapsed_s / LATELY_S));
+        self.full_s =
+            if as_fraction(sample.utilization) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
+        self.most_lately = self.most.max(self.most_lately * (1.0 - elapsed_s / RECENT_S));
         let held = self.enforced != 0;
         if held {
-            self.steer(elapsed_s);
+            self.adjust_factor(elapsed_s);
         }
         self.update_enforced();
         if self.enforced != 0 && !held {
@@ -272,11 +278,11 @@ impl WatermarkController {
         }
     }
 
-    fn steer(&mut self, elapsed_s: f64) {
+    fn adjust_factor(&mut self, elapsed_s: f64) {
         let is_saturated = self.used >= SATURATED;
         let change = if is_saturated {
             self.saturated_s += elapsed_s;
-            let fall = (FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST);
+            let fall = (FALL_RATE + FALL_ACCELERATION * self.saturated_s).min(MAX_FALL_RATE);
             // Bursty requests (writeback) produce samples far above the capacity with zeros between
             // them. The zeros raise the factor, so it must fall by as much.
             -fall.max(GAIN * (self.used - TARGET) / TARGET)
@@ -295,23 +301,24 @@ impl WatermarkController {
         }
         let is_full = is_saturated || self.full_s >= SMOOTHING_S;
         // No increase on a full device, nor if a larger factor would admit nothing more.
-        if change <= 0.0 || !(self.is_unbinding() || is_full) {
+        if change <= 0.0 || !(self.throttles_no_group() || is_full) {
             self.factor *= 1.0 + change * elapsed_s;
         }
         if is_full {
             // On a full device the factor is capped at the recent use, so that limits throttle at
             // once.
-            self.factor = self.factor.min(self.most_lately * UNBINDING_FACTOR);
+            self.factor = self.factor.min(self.most_lately * SLACK_FACTOR);
         }
         self.factor = self.factor.clamp(1.0, max_factor());
     }
 
-    fn is_unbinding(&self) -> bool {
-        self.factor > self.most_lately * UNBINDING_FACTOR
+    fn throttles_no_group(&self) -> bool {
+        self.factor > self.most_lately * SLACK_FACTOR
     }
 
     fn update_enforced(&mut self) {
-        let unanswered = self.is_unbinding() || self.factor >= (self.last_response.0 * UNRESPONSIVE_FACTOR).min(max_factor());
+        let unanswered = self.throttles_no_group()
+            || self.factor >= (self.last_response.0 * UNRESPONSIVE_FACTOR).min(max_factor());
         let holds = |watermark: &Watermark| {
             let held = self.enforced & watermark.bit() != 0;
             self.used >= watermark.upper() || held && (self.used >= watermark.lower() || !unanswered)

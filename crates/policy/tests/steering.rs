@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use policy::{
-    steering::{SteeredMember, IoCounters, SteeringPool, IoMaxRates},
-    throttle::{Enforcement, Limits, LimitScale, LimitSetting},
+    steering::{IoCounters, IoMaxRates, SteeredMember, SteeringPool},
+    throttle::{Enforcement, LimitScale, LimitSetting, Limits},
     time::{Duration, Instant},
 };
 use proptest::prelude::*;
@@ -242,7 +242,7 @@ fn contended_rate_is_shared_by_weight() {
 }
 
 #[test]
-fn unused_rate_goes_to_the_other_member() {
+fn unused_rate_is_given_to_the_busy_member() {
     let second = Load { from_s: 10.0, until_s: 20.0, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &[(100, Load::greedy(65_536)), (100, second)]);
     bench.run(32.0);
@@ -300,7 +300,7 @@ fn a_large_request_behind_an_idle_members_part_is_seen() {
 }
 
 #[test]
-fn a_total_goes_to_the_direction_that_asks() {
+fn total_limit_serves_the_direction_with_demand() {
     let reads = Load { direction: 0, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&[("bps-total", 8 * MIB)], &[(100, reads)]);
     bench.run(10.0);
@@ -340,7 +340,10 @@ fn a_watermark_scales_and_lifts() {
     );
     bench.pool.enforce(Enforcement::Lifted);
     assert_eq!(bench.pool.decide(Instant::ZERO), [(0, IoMaxRates::NONE)]);
-    assert_eq!(bench.pool.rates_without_steering(), [IoMaxRates { bps: [None, Some(4 * MIB)], iops: [None; 2] }]);
+    assert_eq!(
+        bench.pool.rates_without_steering(),
+        [IoMaxRates { bps: [None, Some(4 * MIB)], iops: [None; 2] }]
+    );
 }
 
 #[test]
@@ -367,7 +370,7 @@ fn operations_larger_than_iops_size_count_as_several() {
 }
 
 #[test]
-fn a_pool_that_is_resumed_grants_no_second_burst() {
+fn resumed_pool_grants_no_second_burst() {
     let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     bench.run(4.0);
     bench.look(0);

@@ -6,10 +6,14 @@
 
 use policy::request::Direction;
 use policy::throttle::{
-    AdmissionResult, RequestCost, AdmissionCounters, PollDecision, Enforcement, LimitKind, Limits, NodeId, NodeShare, ThrottleTree,
+    AdmissionCounters, AdmissionResult, Enforcement, LimitKind, Limits, NodeId, NodeShare, PollDecision,
+    RequestCost, ThrottleTree,
 };
 use policy::time::{Duration, Instant};
-use policy::watermark::{MeasuredCapacity, DeviceConsumption, WatermarkController, DeviceLoad, UtilizationSample, GroupConsumption, Watermark};
+use policy::watermark::{
+    DeviceConsumption, DeviceLoad, GroupConsumption, MeasuredCapacity, UtilizationSample, Watermark,
+    WatermarkController,
+};
 use std::collections::VecDeque;
 use std::mem;
 
@@ -165,7 +169,9 @@ impl Model {
         for client in self.clients.iter_mut().filter(|client| client.limit_bps > 0) {
             let mut limits = Limits::default();
             limits.limit_mut(LimitKind::BpsWrite).rate = client.limit_bps;
-            let passed = |bytes| [AdmissionCounters::default(), AdmissionCounters { bytes, ..AdmissionCounters::default() }];
+            let passed = |bytes| {
+                [AdmissionCounters::default(), AdmissionCounters { bytes, ..AdmissionCounters::default() }]
+            };
             let before = passed(mem::replace(&mut client.sampled, client.passed));
             let elapsed = TICK * SAMPLE_TICKS as u32;
             let taken = GroupConsumption::since(&before, &passed(client.passed), elapsed, limits);

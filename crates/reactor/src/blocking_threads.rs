@@ -23,7 +23,8 @@ const IDLE: Duration = Duration::from_secs(5);
 /// Threads that may still run and must end; `None` if threads may stay.
 static TRANSIENT_THREADS: Mutex<Option<Vec<JoinHandle<()>>>> = Mutex::new(None);
 
-static THREAD_POOL: ThreadPool = ThreadPool { work: Mutex::new(PendingCalls::new()), arrived: Condvar::new() };
+static THREAD_POOL: ThreadPool =
+    ThreadPool { work: Mutex::new(PendingCalls::new()), arrived: Condvar::new() };
 
 type Call = Box<dyn FnOnce() + Send>;
 

@@ -34,15 +34,15 @@ use std::{
     },
 };
 
-pub use self::segments::{GuestCopies, Segment, Segments, ReadTarget, guest_copies};
+pub use self::segments::{GuestCopies, ReadTarget, Segment, Segments, guest_copies};
 
 /// Alignment of a buffer's first byte: the largest logical block size of Linux block devices.
 pub const ALIGNMENT: usize = 4096;
 
 /// Blocks from 4 KiB (2^12) to 32 MiB (2^25) are pooled by size.
-const SMALLEST_CLASS: u32 = 12;
-const LARGEST_CLASS: u32 = 25;
-const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
+const MIN_CLASS: u32 = 12;
+const MAX_CLASS: u32 = 25;
+const CLASSES: usize = (MAX_CLASS - MIN_CLASS + 1) as usize;
 
 /// Maximum memory that a thread keeps for reuse, in bytes. Deep queues of small requests fit;
 /// bursts of huge ones are returned to the allocator.
@@ -121,7 +121,7 @@ thread_local! {
 }
 
 fn class_of(len: usize) -> u32 {
-    len.next_power_of_two().trailing_zeros().max(SMALLEST_CLASS)
+    len.next_power_of_two().trailing_zeros().max(MIN_CLASS)
 }
 
 /// Owned bytes, aligned to [`ALIGNMENT`] unless advanced, split off or a [view](IoBuffer::view_of).
@@ -149,13 +149,13 @@ impl IoBuffer {
     /// `len` bytes with unspecified (old) contents. The caller must fill all of it.
     pub fn new(len: usize) -> Self {
         let class = class_of(len);
-        if class > LARGEST_CLASS {
+        if class > MAX_CLASS {
             let layout =
                 Layout::from_size_align(len, ALIGNMENT).expect("request lengths are far below isize::MAX");
             return Self::whole(Rc::new(BufferBlock::with_layout(layout)), len);
         }
         let pooled = POOL.with_borrow_mut(|pool| {
-            let block = pool.free[(class - SMALLEST_CLASS) as usize].pop()?;
+            let block = pool.free[(class - MIN_CLASS) as usize].pop()?;
             pool.bytes -= block.layout.size();
             Some(block)
         });
@@ -184,7 +184,12 @@ impl IoBuffer {
     /// Panics if the range is not inside `bytes`.
     pub fn view_of(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
-        Self { bytes: BufferMemory::Lent(Arc::clone(bytes)), start: range.start, len: range.len(), is_zero: false }
+        Self {
+            bytes: BufferMemory::Lent(Arc::clone(bytes)),
+            start: range.start,
+            len: range.len(),
+            is_zero: false,
+        }
     }
 
     /// A view of a frozen buffer, without copying; writing to it makes a copy first.
@@ -325,7 +330,7 @@ impl Drop for IoBuffer {
 /// Returns an unreferenced block to the pool, if it has room, or frees it.
 fn return_to_pool(block: Rc<BufferBlock>) {
     let size = block.layout.size();
-    if size > 1 << LARGEST_CLASS {
+    if size > 1 << MAX_CLASS {
         return;
     }
     // `try_with`: a buffer may outlive the pool while its thread exits, and is freed then.
@@ -333,7 +338,7 @@ fn return_to_pool(block: Rc<BufferBlock>) {
         let mut pool = pool.borrow_mut();
         if pool.bytes + size <= POOL_LIMIT.load(Relaxed) {
             pool.bytes += size;
-            pool.free[(class_of(size) - SMALLEST_CLASS) as usize].push(block);
+            pool.free[(class_of(size) - MIN_CLASS) as usize].push(block);
         }
     });
 }

@@ -24,8 +24,8 @@
 mod dirty;
 pub mod driver;
 mod mapping;
-mod range;
 mod quota;
+mod range;
 mod sigbus;
 
 use std::{
@@ -39,8 +39,8 @@ use smallvec::SmallVec;
 use self::mapping::MemoryMapping;
 pub use self::{
     dirty::DirtyLog,
-    range::GuestBytes,
     quota::{MappingQuota, reserve_address_space},
+    range::GuestBytes,
 };
 
 /// Modulus in which the addresses of a region and its offset in the file must agree, in bytes: the

@@ -22,53 +22,55 @@
 //!
 //! Never holds a borrow or a lock while it polls a task.
 
+mod blocking_threads;
 pub mod buffer;
-mod registered_buffers;
+mod counters;
 pub mod error;
 mod executor;
-mod counters;
 mod fuse;
 pub mod guest;
-mod task_spawner;
+pub mod log_rate_limit;
 pub mod memory;
 mod notifier;
 pub mod operation;
 mod permits;
-pub mod sanitize;
-mod blocking_threads;
+mod polling_monitor;
 mod priority;
+mod registered_buffers;
 pub mod regular_file;
 mod ring_restrictions;
-mod wake_up;
-pub mod log_rate_limit;
+pub mod sanitize;
 mod signal;
 pub mod sim;
+mod task_spawner;
 mod timer;
 pub mod ublk;
 mod uring;
-mod polling_monitor;
+mod wake_up;
 mod worker;
 
 use std::{cell::RefCell, future::Future, pin::Pin, rc::Rc, sync::OnceLock, time::Instant as Clock};
 
 use policy::time::Instant;
 
+pub use blocking_threads::{join_transient_threads, use_transient_threads};
+pub use counters::{RingCounters, RingTotals};
 use executor::Executor;
 pub use executor::{JoinHandle, TaskGroup};
-pub use counters::{RingCounters, RingTotals};
 pub use fuse::clone_fuse_device;
-pub use task_spawner::TaskSpawner;
-pub use notifier::{EventfdNotifier, create_spare as set_notifiers_aside, spare_descriptors as notifiers_set_aside_for};
+pub use notifier::{
+    EventfdNotifier, create_spare as set_notifiers_aside, spare_descriptors as notifiers_set_aside_for,
+};
 pub use operation::wait_for_closings;
 pub use permits::{OperationPermit, OperationPermits};
-pub use blocking_threads::{join_transient_threads, use_transient_threads};
 pub use priority::{in_background, is_in_background};
-pub use wake_up::next_wake_up;
 pub use signal::Signal;
+pub use task_spawner::TaskSpawner;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::PollingMode;
+pub use wake_up::next_wake_up;
 pub use worker::debug_assert_may_block;
-pub use worker::{ReactorWorker, is_worker, may_block, forbid_blocking};
+pub use worker::{ReactorWorker, forbid_blocking, is_worker, may_block};
 
 /// The reactor of a thread. [`ReactorDriver`] is the part that differs in simulation.
 struct Reactor {
@@ -134,7 +136,7 @@ pub fn now() -> Instant {
 /// Panics without a reactor on this thread.
 pub fn coarse_now() -> Instant {
     with_current(|reactor| match &reactor.driver {
-        ReactorDriver::Uring(uring) => uring.recently(),
+        ReactorDriver::Uring(uring) => uring.coarse_now(),
         ReactorDriver::Sim(sim) => sim.now(),
     })
 }
@@ -253,7 +255,7 @@ pub fn linger() {
 pub fn yield_after_turn() {
     with_current(|reactor| {
         if let ReactorDriver::Uring(uring) = &reactor.driver {
-            uring.was_long();
+            uring.yield_after_turn();
         }
     });
 }
@@ -301,7 +303,10 @@ fn is_simulated() -> bool {
 ///
 /// # Panics
 /// Panics if a reactor runs on this thread already.
-pub fn run<T: 'static>(polling: PollingMode, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
+pub fn run<T: 'static>(
+    polling: PollingMode,
+    future: impl Future<Output = T> + 'static,
+) -> std::io::Result<T> {
     let executor = Executor::new()?;
     let driver = ReactorDriver::Uring(Box::new(uring::UringDriver::new(polling)?));
     Ok(Reactor::enter(executor, driver, Box::pin(future), uring::UringDriver::turn))

@@ -36,11 +36,11 @@ use policy::time::{Duration, Instant};
 
 use self::{
     holders::grace,
-    queue::{QueuePosition, MemoryWaiter},
-    requests::{RequestMemory, AccountUse},
+    queue::{MemoryWaiter, QueuePosition},
+    requests::{AccountUse, RequestMemory},
 };
 pub use self::{
-    holders::{GRACE, MemoryHolder, HolderEntry, MIN_GRACE, MIN_TRANSFER_BPS},
+    holders::{GRACE, HolderEntry, MIN_GRACE, MIN_TRANSFER_BPS, MemoryHolder},
     queue::FairQueueFlow,
 };
 use crate::log_rate_limit::LogRateLimit;
@@ -320,7 +320,8 @@ impl MemoryBudget {
             });
             // `next` is past if overdue clients remain, because more are overdue than requests
             // wait.
-            state.next_look = if next > now { next.max(now + MIN_CHECK_INTERVAL) } else { now + CHECK_INTERVAL };
+            state.next_look =
+                if next > now { next.max(now + MIN_CHECK_INTERVAL) } else { now + CHECK_INTERVAL };
             waiting
         };
         for holder in &overdue {

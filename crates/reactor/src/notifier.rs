@@ -24,13 +24,13 @@ use super::{
 
 /// Number of spare rings: creating a ring takes long, and so does destroying one; and a sandboxed
 /// process may not create rings.
-const MOST_SPARE: usize = 16;
+const MAX_SPARE: usize = 16;
 
 /// Maximum number of rings created in advance: a ring takes a descriptor and 12 KiB of kernel
 /// memory, and few of the possible queues are ever used.
-const MOST_SET_ASIDE: usize = 1024;
+const MAX_SET_ASIDE: usize = 1024;
 
-static SPARE: Mutex<SpareRings> = Mutex::new(SpareRings { rings: Vec::new(), most: MOST_SPARE, shared: None });
+static SPARE: Mutex<SpareRings> = Mutex::new(SpareRings { rings: Vec::new(), most: MAX_SPARE, shared: None });
 
 struct SpareRings {
     rings: Vec<IoUring>,
@@ -57,7 +57,7 @@ pub fn spare_descriptors(count: usize) -> usize {
 }
 
 fn max_spare(count: usize) -> usize {
-    count.min(MOST_SET_ASIDE) + MOST_SPARE
+    count.min(MAX_SET_ASIDE) + MAX_SPARE
 }
 
 /// Creates the rings for `count` notifiers, plus spare ones, so that none has to be created later.
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn each_event_is_rung_as_often_as_asked() {
+    fn each_eventfd_is_signalled_once_per_request() {
         let (one, other) = (event(), event());
         for _ in 0..3 {
             let notifier = EventfdNotifier::default();
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_is_shared_keeps_no_event() {
+    fn shared_notifier_keeps_no_event() {
         let (one, other) = (event(), event());
         let mut shared = EventfdRing { ring: make().expect("a ring"), event: None };
         for event in [&one, &other, &one] {
@@ -222,7 +222,7 @@ mod tests {
         create_spare(16 * 1000).expect("rings");
         let spare = spare();
         assert!(spare.rings.len() < spare_descriptors(usize::MAX) && spare.shared.is_some());
-        assert_eq!(spare_descriptors(16 * 1000), spare_descriptors(MOST_SET_ASIDE));
+        assert_eq!(spare_descriptors(16 * 1000), spare_descriptors(MAX_SET_ASIDE));
     }
 
     #[test]

@@ -209,7 +209,8 @@ pub async fn read_at(
             .flags(fd.flags());
         // SAFETY: a segment's memory keeps its address when the segment moves, and the operation
         // owns segment and descriptor.
-        let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments))) }.submit_at(MAX_READS_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments))) }
+            .submit_at(MAX_READS_HELD_BACK);
         let (result, (_, filled)) = op.await;
         return (result.map(|count| count as usize), filled.into_segments());
     }
@@ -220,7 +221,8 @@ pub async fn read_at(
         .build()
         .flags(fd.flags());
     // SAFETY: the vectors are boxed, and the operation owns the segments they point to.
-    let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments), vectors)) }.submit_at(MAX_READS_HELD_BACK);
+    let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments), vectors)) }
+        .submit_at(MAX_READS_HELD_BACK);
     let (result, (_, filled, _)) = op.await;
     (result.map(|count| count as usize), filled.into_segments())
 }
@@ -259,7 +261,8 @@ pub async fn write_at(
             .build()
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
-        let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_WRITES_HELD_BACK);
+        let op =
+            unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_WRITES_HELD_BACK);
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
@@ -270,7 +273,8 @@ pub async fn write_at(
         .build()
         .flags(fd.flags());
     // SAFETY: the vectors are boxed and the operation owns the buffers they point to.
-    let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments, vectors)) }.submit_at(MAX_WRITES_HELD_BACK);
+    let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments, vectors)) }
+        .submit_at(MAX_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }

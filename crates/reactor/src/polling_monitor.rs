@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_tells_both_times_of_this_thread() {
+    fn kernel_reports_both_times_of_this_thread() {
         let mut vigil = PollingMonitor::new();
         vigil.count(3);
         let before = vigil.counters();

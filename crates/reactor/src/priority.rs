@@ -47,7 +47,7 @@ mod tests {
     use crate::{sim, yield_now};
 
     #[test]
-    fn only_what_runs_in_the_background_has_the_lower_priority() {
+    fn only_background_work_has_lower_priority() {
         sim::run(1, async {
             assert_eq!(current(), UNCHANGED);
             in_background(async {

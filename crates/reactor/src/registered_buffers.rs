@@ -10,7 +10,7 @@ use std::{
     rc::{Rc, Weak},
 };
 
-use super::{ReactorDriver, Reactor, with_current};
+use super::{Reactor, ReactorDriver, with_current};
 
 /// Maximum size of a table (`IORING_MAX_REG_BUFFERS`).
 const MAX_BUFFERS: u16 = 1 << 14;
@@ -102,7 +102,10 @@ mod tests {
         table.free(128);
         assert_eq!([table.take(65), table.take(60), table.take(4)], [Some(320), Some(128), Some(188)]);
         table.free(0);
-        assert_eq!([table.take(MAX_BUFFERS - 385), table.take(129), table.take(128)], [Some(385), None, Some(0)]);
+        assert_eq!(
+            [table.take(MAX_BUFFERS - 385), table.take(129), table.take(128)],
+            [Some(385), None, Some(0)]
+        );
         assert_eq!(table.take(1), None);
     }
 

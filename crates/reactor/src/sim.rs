@@ -11,7 +11,7 @@ use std::{
 
 use policy::time::Instant;
 
-use super::{ReactorDriver, Reactor, executor::Executor, with_current};
+use super::{Reactor, ReactorDriver, executor::Executor, with_current};
 
 pub(super) struct SimulatedDriver {
     seed: u64,
@@ -53,8 +53,11 @@ impl SimulatedDriver {
 /// # Panics
 /// Panics on a hang (see above), or if a reactor runs on this thread already.
 pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> T {
-    let sim =
-        SimulatedDriver { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
+    let sim = SimulatedDriver {
+        seed,
+        now: Cell::new(Instant::ZERO),
+        random: RefCell::new(fastrand::Rng::with_seed(seed)),
+    };
     let executor = Executor::new().expect("an eventfd");
     Reactor::enter(executor, ReactorDriver::Sim(sim), Box::pin(future), SimulatedDriver::turn)
 }

@@ -26,7 +26,10 @@ impl<F: Future<Output = ()> + 'static> TaskSpawner<F> {
     /// Panics without a reactor on this thread.
     #[expect(clippy::new_without_default, reason = "a default does not panic")]
     pub fn new() -> Self {
-        Self { slot: None, is_simulated: with_current(|reactor| matches!(reactor.driver, ReactorDriver::Sim(_))) }
+        Self {
+            slot: None,
+            is_simulated: with_current(|reactor| matches!(reactor.driver, ReactorDriver::Sim(_))),
+        }
     }
 
     /// As [`spawn`]. A future that does not complete is polled a second time, by its task.

@@ -24,7 +24,8 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
 use super::{
-    ReactorDriver, RingCounters, Reactor, registered_buffers::RegisteredBufferTable, real_now, ring_restrictions, wake_up, polling_monitor::PollingMonitor, with_current,
+    Reactor, ReactorDriver, RingCounters, polling_monitor::PollingMonitor, real_now,
+    registered_buffers::RegisteredBufferTable, ring_restrictions, wake_up, with_current,
 };
 
 /// Submission queue entries; a larger batch is submitted in parts.
@@ -204,7 +205,7 @@ impl UringDriver {
     }
 
     /// The clock, read at most once in a turn.
-    pub(super) fn recently(&self) -> Instant {
+    pub(super) fn coarse_now(&self) -> Instant {
         self.recent.get().unwrap_or_else(|| {
             let now = real_now();
             self.recent.set(Some(now));
@@ -216,7 +217,7 @@ impl UringDriver {
         self.linger.set(self.can_linger);
     }
 
-    pub(super) fn was_long(&self) {
+    pub(super) fn yield_after_turn(&self) {
         self.was_long_task.set(true);
     }
 
@@ -359,7 +360,9 @@ impl UringDriver {
                         slots[key] = OperationSlot::Complete(completion.result());
                     }
                     OperationSlot::Abandoned(_) | OperationSlot::Uncancellable(_) => {
-                        if let OperationSlot::Abandoned(orphan) | OperationSlot::Uncancellable(orphan) = slots.remove(key) {
+                        if let OperationSlot::Abandoned(orphan) | OperationSlot::Uncancellable(orphan) =
+                            slots.remove(key)
+                        {
                             orphans.push((orphan, completion.result()));
                         }
                     }
@@ -447,7 +450,9 @@ impl UringDriver {
     pub(super) fn cancel_all(&self) {
         let deadline = real_now() + CANCEL_TIMEOUT;
         let in_flight = || {
-            let is_over = |slot: &OperationSlot| matches!(slot, OperationSlot::Complete(_) | OperationSlot::Uncancellable(_));
+            let is_over = |slot: &OperationSlot| {
+                matches!(slot, OperationSlot::Complete(_) | OperationSlot::Uncancellable(_))
+            };
             let waiting = self.slots.borrow().iter().any(|(_, slot)| !is_over(slot));
             waiting || self.event_armed.get()
         };
@@ -474,7 +479,13 @@ fn build() -> io::Result<IoUring> {
     builder.setup_cqsize(COMPLETIONS).setup_clamp();
     builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
     let registered = [ring_restrictions::registering::BUFFERS, ring_restrictions::registering::SYNC_CANCEL];
-    ring_restrictions::build(&mut builder, SUBMISSIONS, Some(FILE_THREADS), &ring_restrictions::OPERATIONS, &registered)
+    ring_restrictions::build(
+        &mut builder,
+        SUBMISSIONS,
+        Some(FILE_THREADS),
+        &ring_restrictions::OPERATIONS,
+        &registered,
+    )
 }
 
 impl Drop for UringDriver {
@@ -585,7 +596,9 @@ impl<R: Unpin + 'static> Future for RingOperation<R> {
                     }
                     return Poll::Pending;
                 }
-                OperationSlot::Abandoned(_) | OperationSlot::Uncancellable(_) => unreachable!("abandoned only in drop"),
+                OperationSlot::Abandoned(_) | OperationSlot::Uncancellable(_) => {
+                    unreachable!("abandoned only in drop")
+                }
             }
         };
         let resource = self.resource.take().expect("polled after completion");
@@ -610,7 +623,11 @@ impl<R: 'static> Drop for RingOperation<R> {
             slot => {
                 let orphan = self.orphan;
                 let orphan: OrphanHandler = Box::new(move |result| orphan(resource, result));
-                let after = if self.is_kept { OperationSlot::Uncancellable(orphan) } else { OperationSlot::Abandoned(orphan) };
+                let after = if self.is_kept {
+                    OperationSlot::Uncancellable(orphan)
+                } else {
+                    OperationSlot::Abandoned(orphan)
+                };
                 let before = std::mem::replace(slot, after);
                 drop(slots);
                 drop(before);

@@ -4,8 +4,8 @@
 use std::{cell::Cell, future::Future, io, sync::Arc, thread};
 
 use super::{
-    ReactorDriver, RingCounters, PollingMode, RingTotals,
-    executor::{RemoteWork, TaskGroup, RemoteHandle},
+    PollingMode, ReactorDriver, RingCounters, RingTotals,
+    executor::{RemoteHandle, RemoteWork, TaskGroup},
     run, spawn,
     uring::has_uncancelled_operations,
     with_current,
@@ -71,7 +71,9 @@ impl ReactorWorker {
             forbid_blocking();
             let result = run(polling, async move {
                 let parts = with_current(|reactor| {
-                    let ReactorDriver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
+                    let ReactorDriver::Uring(uring) = &reactor.driver else {
+                        unreachable!("it runs for real")
+                    };
                     (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
                 });
                 // The receiver is waiting for this message, so it exists.

@@ -13,10 +13,10 @@ use std::{
     time::{Duration, Instant as Clock},
 };
 
-use block::recorder::{self, Collector, RequestRecord, DiskOperation, RecordingSwitch};
+use block::recorder::{self, Collector, DiskOperation, RecordingSwitch, RequestRecord};
 use criterion::{Bencher, Criterion, criterion_group, criterion_main};
 use policy::time::Instant;
-use recording::{RecordingEntry, RequestOp, RecordedTimes, RecordingWriter};
+use recording::{RecordedTimes, RecordingEntry, RecordingWriter, RequestOp};
 
 // Below the capacity of a ring.
 const BATCH: usize = 30_000;

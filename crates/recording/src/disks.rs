@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_keeps_its_number() {
+    fn name_keeps_its_number() {
         let mut disks = TraceDisks::default();
         let names: Vec<_> = (0..2000).map(|number| format!("vm{number}")).collect();
         for _ in 0..3 {

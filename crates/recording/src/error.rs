@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shown_is_escaped_and_cut() {
+    fn shown_text_is_escaped_and_truncated() {
         assert_eq!(shown(b"a\tb\x1b\xff"), r"'a\tb\x1b\xff'");
         assert_eq!(shown(&[b'x'; 61]), format!("'{}…'", "x".repeat(60)));
     }

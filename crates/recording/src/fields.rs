@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn fields_round_trip() {
         for value in [0, 1, 9, 10, 99, 100, 12_345_678_901, u64::MAX - 1, u64::MAX] {
             let mut text = Vec::new();
             push_decimal(&mut text, value);

@@ -41,7 +41,7 @@ mod write;
 
 pub use limits::{LimitChange, LimitOwner};
 pub(super) use read::is_beginning;
-pub use read::{RecordingReader, RecordedRequest};
+pub use read::{RecordedRequest, RecordingReader};
 pub use write::RecordingWriter;
 
 pub use super::record::RequestOp;
@@ -94,11 +94,11 @@ const LIMITS: u64 = 1;
 const SKIPPABLE: [u8; 4] = 0x184D_2A57_u32.to_le_bytes();
 
 // Limit of requests in a block.
-const MOST_ENTRIES: usize = 1 << 16;
+const MAX_ENTRIES: usize = 1 << 16;
 // Size limit of a block before compression, in bytes.
-const MOST_BYTES: usize = 16 << 20;
+const MAX_BYTES: usize = 16 << 20;
 // Limit of names of each kind in a block.
-const MOST_NAMES: usize = 1 << 16;
+const MAX_NAMES: usize = 1 << 16;
 
 /// Decodes a decompressed block as each version, for the fuzz target. A block that decodes must
 /// encode to the same block.

@@ -44,7 +44,7 @@ pub(super) use self::{
 };
 pub use self::{
     columns::ColumnSpec,
-    fio::SHORTEST_WAIT_US,
+    fio::MIN_WAIT_US,
     msr::{TICK_NS, TICKS_OF_1970},
     weir::{HEADER, MORE_COLUMNS},
 };

@@ -23,7 +23,8 @@ pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = TraceFormat::value_variants();
     let format = formats.get(usize::from(choice & 15)).copied();
-    let options = TraceOptions { format, window: usize::from(choice >> 4), outcomes: true, ..TraceOptions::default() };
+    let options =
+        TraceOptions { format, window: usize::from(choice >> 4), outcomes: true, ..TraceOptions::default() };
     let (records, disks, error) = read(text, &options);
     if let Some(error) = error {
         let error = error.to_string();

@@ -35,9 +35,9 @@ mod window;
 pub mod write;
 
 pub use fields::push_decimal;
-pub use file::{RecordingEntry, LimitChange, LimitOwner, RecordedTimes, RecordingWriter};
-pub use format::{ColumnSpec, TraceFormat, HEADER, MORE_COLUMNS};
-pub use merge::{RecordedOutcome, MergedTraces, RecordSource};
+pub use file::{LimitChange, LimitOwner, RecordedTimes, RecordingEntry, RecordingWriter};
+pub use format::{ColumnSpec, HEADER, MORE_COLUMNS, TraceFormat};
+pub use merge::{MergedTraces, RecordSource, RecordedOutcome};
 pub use outcome::RequestOutcome;
 pub use reader::TraceOptions;
-pub use record::{DiskId, RequestOp, CompletedRequest, TraceRecord};
+pub use record::{CompletedRequest, DiskId, RequestOp, TraceRecord};

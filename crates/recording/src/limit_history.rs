@@ -14,9 +14,9 @@ use policy::throttle::MAX_LEVELS;
 use super::file::{LimitChange, LimitOwner};
 
 // Limit of changes that are stored.
-const MOST_CHANGES: usize = 100_000;
+const MAX_CHANGES: usize = 100_000;
 // Limit of the bytes of their names.
-const MOST_NAME_BYTES: usize = 64 << 20;
+const MAX_NAME_BYTES: usize = 64 << 20;
 
 /// Changes of limits by owner.
 #[derive(Debug, Default)]
@@ -33,7 +33,7 @@ impl LimitHistory {
     /// Stores a change unless it repeats the owner's previous one.
     pub fn note(&mut self, change: LimitChange) {
         let bytes = change.name.len() + change.group.as_ref().map_or(0, String::len);
-        if self.changes == MOST_CHANGES || self.name_bytes + bytes > MOST_NAME_BYTES {
+        if self.changes == MAX_CHANGES || self.name_bytes + bytes > MAX_NAME_BYTES {
             self.dropped += 1;
             return;
         }
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn changes_are_bounded() {
         let mut history = LimitHistory::default();
-        for number in 0..MOST_CHANGES as u64 + 5 {
+        for number in 0..MAX_CHANGES as u64 + 5 {
             let mut limits = Limits::default();
             limits.limit_mut(LimitKind::IopsTotal).rate = 1 + number % 7;
             let (name, watermark) = ("vm1".to_owned(), Watermark::ALWAYS);
@@ -158,6 +158,6 @@ mod tests {
                 watermark,
             });
         }
-        assert_eq!((history.changes, history.dropped()), (MOST_CHANGES, 5));
+        assert_eq!((history.changes, history.dropped()), (MAX_CHANGES, 5));
     }
 }

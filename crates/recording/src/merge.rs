@@ -93,7 +93,7 @@ impl RecordSource for MergedTraces {
 
     fn measured(&mut self, record: &TraceRecord) -> Option<RecordedOutcome> {
         let noted = self.outcome(record)?;
-        let outcome = self.named(record, noted)?;
+        let outcome = self.outcome_with_names(record, noted)?;
         Some(RecordedOutcome { latency_ns: outcome.times.latency_ns(), was_held: outcome.limit.is_some() })
     }
 
@@ -114,7 +114,8 @@ impl MergedTraces {
         if paths.iter().filter(|path| path.as_path() == Path::new("-")).count() > 1 {
             return Err(together("-", "standard input can be read only once"));
         }
-        let readers = paths.iter().map(|path| TraceReader::open(path, options)).collect::<Result<Vec<_>, _>>()?;
+        let readers =
+            paths.iter().map(|path| TraceReader::open(path, options)).collect::<Result<Vec<_>, _>>()?;
         Self::new(readers, options.absolute_time)
     }
 
@@ -131,7 +132,8 @@ impl MergedTraces {
             None if readers.len() == 1 || !are_recordings() => TimeOrigin::First,
             _ => TimeOrigin::Shared(share_clock(&mut readers)?),
         };
-        let sources = readers.into_iter().map(|reader| MergeInput { reader, ids: Vec::new(), head: None }).collect();
+        let sources =
+            readers.into_iter().map(|reader| MergeInput { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self {
             sources,
             disks: TraceDisks::default(),
@@ -149,7 +151,9 @@ impl MergedTraces {
         match (&self.clock, &mut self.sources[..]) {
             (TimeOrigin::Shared(ns), _) => *ns,
             // Several traces that each begin at time 0 have no common absolute time.
-            (TimeOrigin::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
+            (TimeOrigin::First, [only]) if only.reader.format.is_absolute() => {
+                only.reader.first_ns().unwrap_or(0)
+            }
             _ => 0,
         }
     }
@@ -165,7 +169,11 @@ impl MergedTraces {
     }
 
     /// The outcome with the name of its limit.
-    pub fn named(&self, record: &TraceRecord, noted: NumberedOutcome) -> Option<RequestOutcome<'_>> {
+    pub fn outcome_with_names(
+        &self,
+        record: &TraceRecord,
+        noted: NumberedOutcome,
+    ) -> Option<RequestOutcome<'_>> {
         self.sources[usize::from(record.file)].reader.named(noted)
     }
 

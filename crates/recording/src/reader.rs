@@ -5,15 +5,15 @@ use std::{io::Read, path::Path};
 use super::{
     disks::TraceDisks,
     error::TraceError,
-    file::{RecordingReader, LimitChange, RecordedRequest, is_beginning},
+    file::{LimitChange, RecordedRequest, RecordingReader, is_beginning},
     format::{
-        Alibaba, Blkparse, ByColumns, CloudPhysics, ColumnSpec, Fio, TraceFormat, RecordOutput, Mqsim, Msr, LineParser, Spc,
-        WeirCsv, detect, has_outcomes,
+        Alibaba, Blkparse, ByColumns, CloudPhysics, ColumnSpec, Fio, LineParser, Mqsim, Msr, RecordOutput,
+        Spc, TraceFormat, WeirCsv, detect, has_outcomes,
     },
     input::TraceInput,
     limit_history::LimitHistory,
     lines::LineReader,
-    outcome::{self, NumberedOutcome, RequestOutcome, Outcomes},
+    outcome::{self, NumberedOutcome, Outcomes, RequestOutcome},
     record::TraceRecord,
     window::ReorderWindow,
 };
@@ -359,14 +359,17 @@ fn read_recording(
         }
     };
     while into.window.len() < enough {
-        let Some(RecordedRequest { entry, arrival_ns, disk, limit, number }) = blocks.next(lines, &mut note)? else {
+        let Some(RecordedRequest { entry, arrival_ns, disk, limit, number }) =
+            blocks.next(lines, &mut note)?
+        else {
             return Ok(false);
         };
         let mut found = into.found(number);
         let mut read = found.push(arrival_ns, disk.as_bytes(), entry.op, entry.offset, entry.length);
         if let (Some(outcomes), Some(times)) = (&mut found.outcomes, entry.times) {
             let (has_failed, limit) = (entry.has_failed, limit.map(str::as_bytes));
-            read = read.and_then(|()| outcomes.push(number, outcome::ParsedOutcome { times, has_failed, limit }));
+            read = read
+                .and_then(|()| outcomes.push(number, outcome::ParsedOutcome { times, has_failed, limit }));
         }
         if let Err(why) = read {
             return Err(lines.line_error_at(number, why));

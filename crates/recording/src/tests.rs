@@ -17,7 +17,7 @@ use super::{
 };
 
 /// Formats all records as `time disk op offset length`, followed by the error, if any.
-fn told(mut next: impl FnMut() -> Result<Option<(TraceRecord, String)>, TraceError>) -> String {
+fn summary(mut next: impl FnMut() -> Result<Option<(TraceRecord, String)>, TraceError>) -> String {
     let mut text = String::new();
     loop {
         match next() {
@@ -36,7 +36,7 @@ fn read_from(bytes: impl Read + Send + 'static, options: &TraceOptions) -> Strin
         Ok(reader) => reader,
         Err(error) => return format!("error: {error}\n"),
     };
-    told(|| {
+    summary(|| {
         let record = reader.next()?;
         Ok(record.map(|record| (record, reader.disks()[record.disk.index()].clone())))
     })
@@ -158,7 +158,7 @@ Input file sda.blktrace.0 added
 ";
 
 #[test]
-fn blkparse_tells_what_was_queued() {
+fn blkparse_reads_queued_requests() {
     let expected = "0 8,0 write 114426880 4096\n\
                     4000 8,0 flush 0 0\n\
                     5000 8,0 flush 0 0\n\
@@ -175,7 +175,7 @@ fn blkparse_tells_what_was_queued() {
 }
 
 #[test]
-fn blkparse_without_what_was_queued_tells_what_was_issued_or_completed() {
+fn blkparse_without_queue_events_uses_issue_or_completion() {
     let without = |action: &str| {
         BLKPARSE
             .lines()
@@ -250,7 +250,8 @@ fn cloud_physics_by_its_header() {
     );
     let file = |name: &str| {
         let text = "version,time,op,size,lbn\n1,5,28,512,8\n";
-        let mut reader = TraceReader::new(name, Box::new(Cursor::new(text)), &TraceOptions::default()).unwrap();
+        let mut reader =
+            TraceReader::new(name, Box::new(Cursor::new(text)), &TraceOptions::default()).unwrap();
         reader.next().unwrap();
         reader.disks()[0].clone()
     };
@@ -313,7 +314,8 @@ fn detected_and_given_format_agree() {
         (TraceFormat::Spc, "0,8,512,R,0.5\n"),
         (TraceFormat::Mqsim, "5 0 8 1 1\n"),
     ] {
-        let said = read_with(text.as_bytes(), &TraceOptions { format: Some(format), ..TraceOptions::default() });
+        let said =
+            read_with(text.as_bytes(), &TraceOptions { format: Some(format), ..TraceOptions::default() });
         assert_eq!(said, read(text), "{format:?}");
         assert_eq!(said.lines().count(), 1, "{format:?}");
         let reader = TraceReader::new("t", Box::new(text.as_bytes()), &TraceOptions::default()).unwrap();
@@ -361,13 +363,17 @@ fn unknown_formats_are_rejected() {
 
 #[test]
 fn a_file_that_cannot_be_read() {
-    let missing = TraceReader::open(&PathBuf::from("/nonexistent/t.csv"), &TraceOptions::default()).err().unwrap();
+    let missing =
+        TraceReader::open(&PathBuf::from("/nonexistent/t.csv"), &TraceOptions::default()).err().unwrap();
     assert_eq!(missing.to_string(), "/nonexistent/t.csv: No such file or directory (os error 2)");
     assert!(std::error::Error::source(&missing).is_none(), "nothing is said twice");
     let directory = TraceReader::open(&std::env::temp_dir(), &TraceOptions::default()).err().unwrap();
     assert!(directory.to_string().ends_with("Is a directory (os error 21)"), "{directory}");
-    let window =
-        TraceReader::new("t", Box::new(&b"x"[..]), &TraceOptions { window: MAX_WINDOW + 1, ..TraceOptions::default() });
+    let window = TraceReader::new(
+        "t",
+        Box::new(&b"x"[..]),
+        &TraceOptions { window: MAX_WINDOW + 1, ..TraceOptions::default() },
+    );
     assert_eq!(
         window.err().unwrap().to_string(),
         "t: the window of 16777217 records is above the largest, 16777216"
@@ -519,7 +525,7 @@ fn merged<T: AsRef<[u8]>>(
     };
     let readers = traces.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     let mut merged = MergedTraces::new(readers, absolute_time.into())?;
-    Ok(told(|| {
+    Ok(summary(|| {
         let record = merged.next()?;
         Ok(record.map(|record| {
             let disk = &merged.disks()[record.disk.index()];
@@ -610,13 +616,14 @@ impl Read for PartialReader {
 }
 
 fn requests() -> impl Strategy<Value = Vec<(u64, u8, RequestOp, u64, u64)>> {
-    let request = (0..3_000_000_000u64, 0..9u8, select(&RequestOp::ALL[..]), 0..u64::MAX / 2, 1..u64::MAX / 2);
+    let request =
+        (0..3_000_000_000u64, 0..9u8, select(&RequestOp::ALL[..]), 0..u64::MAX / 2, 1..u64::MAX / 2);
     vec(request, 0..200)
 }
 
 proptest! {
     #[test]
-    fn what_is_written_is_read(requests in requests(), piece in 1..5000usize) {
+    fn csv_round_trips(requests in requests(), piece in 1..5000usize) {
         let mut now_ns = 7;
         let mut writer = CsvWriter::new(Vec::new());
         let mut expected = String::new();

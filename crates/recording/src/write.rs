@@ -14,7 +14,14 @@ const BUFFER_BYTES: usize = 256 << 10;
 /// Appends the columns of a request, without the line break, so that more columns can follow.
 /// `quoted_disk` is the result of [`quoted`].
 #[inline]
-pub fn push_request(text: &mut Vec<u8>, time_ns: u64, quoted_disk: &str, op: RequestOp, offset: u64, length: u64) {
+pub fn push_request(
+    text: &mut Vec<u8>,
+    time_ns: u64,
+    quoted_disk: &str,
+    op: RequestOp,
+    offset: u64,
+    length: u64,
+) {
     push_decimal(text, time_ns);
     text.push(b',');
     text.extend_from_slice(quoted_disk.as_bytes());

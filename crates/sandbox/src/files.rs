@@ -25,17 +25,18 @@ use landlock::{
 };
 use nix::unistd::{Uid, User};
 use settings::{
-    ListenAddress, TlsCredentialFiles, ExportTarget, ListenEndpoint, DesiredState, SecretSource, ControlSocketPolicy, TlsConfig, control::ControlSocketLocation,
+    ControlSocketPolicy, DesiredState, ExportTarget, ListenAddress, ListenEndpoint, SecretSource, TlsConfig,
+    TlsCredentialFiles, control::ControlSocketLocation,
 };
 
 use super::ServedResources;
 
 /// Landlock ABI of the oldest supported kernel (6.1).
-const LEAST: ABI = ABI::V2;
+const MIN_ABI: ABI = ABI::V2;
 /// Landlock ABI that the rules use if the kernel has it: truncation, devices' ioctls.
 const BEST: ABI = ABI::V5;
 /// Longest config file of Ceph that is read.
-const MOST_CONFIG_BYTES: u64 = 1 << 20;
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
 /// Always readable: needed by the C library, TLS and backtraces.
 const PUBLIC: [&str; 15] = [
@@ -107,7 +108,7 @@ impl LandlockFiles {
 fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> {
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
-        .handle_access(AccessFs::from_all(LEAST))?
+        .handle_access(AccessFs::from_all(MIN_ABI))?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(BEST))?;
     // Connecting is restricted to the ports that are added as rules.
@@ -129,7 +130,12 @@ impl LandlockRules {
         Self { ruleset, images: Vec::new(), sockets: Vec::new() }
     }
 
-    fn all(&mut self, plan: &DesiredState, config: Option<&Path>, served: &ServedResources) -> anyhow::Result<()> {
+    fn all(
+        &mut self,
+        plan: &DesiredState,
+        config: Option<&Path>,
+        served: &ServedResources,
+    ) -> anyhow::Result<()> {
         for path in PUBLIC {
             self.readable(Path::new(path))?;
         }
@@ -204,8 +210,11 @@ impl LandlockRules {
         match &service.tls {
             TlsConfig::Off => {}
             TlsConfig::On(TlsCredentialFiles::Certificates { directory, .. })
-            | TlsConfig::Required(TlsCredentialFiles::Certificates { directory, .. }) => self.allow_renewed(directory)?,
-            TlsConfig::On(TlsCredentialFiles::PreShared(file)) | TlsConfig::Required(TlsCredentialFiles::PreShared(file)) => {
+            | TlsConfig::Required(TlsCredentialFiles::Certificates { directory, .. }) => {
+                self.allow_renewed(directory)?
+            }
+            TlsConfig::On(TlsCredentialFiles::PreShared(file))
+            | TlsConfig::Required(TlsCredentialFiles::PreShared(file)) => {
                 self.allow_renewed(file)?;
             }
         }
@@ -230,7 +239,7 @@ impl LandlockRules {
     fn beside_of_ceph(&mut self, path: &Path) -> anyhow::Result<()> {
         self.allow_reading_beside(path)?;
         // Endless or blocking files are skipped; the connection to the cluster will fail on them.
-        let is_file = fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() <= MOST_CONFIG_BYTES);
+        let is_file = fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() <= MAX_CONFIG_BYTES);
         let text = if is_file { fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let named = text.lines().filter_map(|line| line.split_once('='));
         let keyrings = named.filter(|(key, _)| key.trim() == "keyring");

@@ -33,7 +33,9 @@ use nbd::{client::NbdEndpoint as Server, uri::Uri};
 use policy::time::Duration;
 use reactor::{ReactorWorker, operation};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
-use settings::{ListenAddress, ExportTarget, ListenEndpoint, DesiredState, SandboxMode, ProcessSpec, SocketAccess};
+use settings::{
+    DesiredState, ExportTarget, ListenAddress, ListenEndpoint, ProcessSpec, SandboxMode, SocketAccess,
+};
 
 use files::LandlockFiles;
 pub use files::directory_of;
@@ -86,10 +88,12 @@ pub struct ServedResources {
 
 impl SandboxNeeds {
     fn of(served: &ServedResources, service: &ProcessSpec) -> Self {
-        let is_unix = |endpoint: &ListenEndpoint| matches!(endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)));
+        let is_unix =
+            |endpoint: &ListenEndpoint| matches!(endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)));
         let mut needs = Self {
             host: service.cgroup_limits.is_some(),
-            changes_ownership: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
+            changes_ownership: service.sockets
+                != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
             // A socket from the service manager may be of any kind.
             tcp: !served.endpoints.iter().all(is_unix),
             cluster: served.cluster,
@@ -154,7 +158,8 @@ impl EnteredSandbox {
     pub async fn check_image(&self, path: &Path) -> anyhow::Result<()> {
         let Some(places) = &self.places else { return Ok(()) };
         let of_call = path.to_owned();
-        let real = reactor::timeout(RESOLVE_TIMEOUT, reactor::run_blocking(move || of_call.canonicalize())).await;
+        let real =
+            reactor::timeout(RESOLVE_TIMEOUT, reactor::run_blocking(move || of_call.canonicalize())).await;
         // A missing or unresponsive file is reported with a better message when it is opened.
         let Ok(Ok(real)) = real else { return Ok(()) };
         if places.iter().any(|place| real.starts_with(place)) {
@@ -207,7 +212,9 @@ impl EnteredSandbox {
     /// Fails if the sandbox lacks rights that this export needs.
     pub fn check_export(&self, door: &ExportTarget) -> anyhow::Result<()> {
         let (what, there, else_by) = match door {
-            ExportTarget::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.connects, ""),
+            ExportTarget::VhostUserBlk(machine) if machine.client => {
+                ("call a virtual machine", self.needs.connects, "")
+            }
             ExportTarget::VhostUserBlk(_) => return Ok(()),
             ExportTarget::Ublk(_) | ExportTarget::Fuse(_) | ExportTarget::NbdDevice(_) => (
                 "create devices and mounts on this host",
@@ -242,9 +249,9 @@ impl EnteredSandbox {
 pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
     let Some(owner) = &plan.process.user else { return Ok(()) };
     user::find(owner)?;
-    let host = plan.exports.iter().find(|export| !matches!(export.door, ExportTarget::VhostUserBlk(_)));
+    let host = plan.exports.iter().find(|export| !matches!(export.target, ExportTarget::VhostUserBlk(_)));
     if let Some(export) = host {
-        bail!("user: {} needs root while the daemon runs (leave one of them out)", export.door.address());
+        bail!("user: {} needs root while the daemon runs (leave one of them out)", export.target.address());
     }
     ensure!(
         plan.process.cgroup_limits.is_none(),
@@ -259,7 +266,7 @@ pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
 /// # Errors
 /// Fails if the limit is too low; the message has a sufficient one.
 pub fn check_descriptor_limit(plan: &DesiredState) -> anyhow::Result<()> {
-    let doors = plan.exports.iter().map(|export| export.door.clone()).collect();
+    let doors = plan.exports.iter().map(|export| export.target.clone()).collect();
     let needs = SandboxNeeds::of(&ServedResources { doors, ..ServedResources::default() }, &plan.process);
     // With a set-uid helper nothing is dropped, so nothing is reserved.
     match plan.process.sandbox {

@@ -28,7 +28,7 @@ const SHARED: [&str; 2] = ["WEIR_TEST_SANDBOX_DISK", "WEIR_TEST_SANDBOX_OTHER"];
 type Tried = (&'static str, io::Result<()>);
 
 #[test]
-fn a_worker_can_do_what_serving_takes_and_nothing_else() {
+fn worker_may_serve_and_nothing_else() {
     let directory = tempfile::tempdir().expect("a directory");
     let shared = SHARED.map(|name| (name, tempfile::NamedTempFile::new().expect("a file")));
     passes("tests::inside", |process| {
@@ -103,7 +103,8 @@ fn inside_with_a_server() {
         let (told, heard) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
             // As reconnecting does: on a blocking thread.
-            let call = |port| reactor::run_blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
+            let call =
+                |port| reactor::run_blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
             let tried =
                 (call(ports[0]).await, call(ports[1]).await, UdpSocket::bind(("127.0.0.1", 0)).map(drop));
             told.send(tried).await.expect("it is waited for");

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_or_a_group_that_is_missing_is_named_with_what_makes_it() {
+    fn missing_user_or_group_is_named_with_the_command_that_creates_it() {
         let refused = |owner: &str| find(&owner.parse().unwrap()).unwrap_err().to_string();
         assert!(refused("no-such-user").contains("`useradd --system no-such-user`"));
         let me = geteuid();

@@ -174,8 +174,9 @@ mod tests {
 
     #[test]
     fn invalid_addresses_name_their_rule() {
-        let check =
-            |text: &str, expect: &str| assert_eq!(text.parse::<ListenAddress>().unwrap_err(), expect, "{text}");
+        let check = |text: &str, expect: &str| {
+            assert_eq!(text.parse::<ListenAddress>().unwrap_err(), expect, "{text}")
+        };
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
         let port = "has no port; a port is a number from 0 (any free port) to 65535";
         check("", usage);
@@ -187,7 +188,10 @@ mod tests {
         check(":10809", "has no host; write localhost, or [::] for every address of this machine");
         check("host:", port);
         assert!(
-            "fd:nbd".parse::<ListenAddress>().unwrap_err().starts_with("is for vhost-user-blk alone; NBD uses ")
+            "fd:nbd"
+                .parse::<ListenAddress>()
+                .unwrap_err()
+                .starts_with("is for vhost-user-blk alone; NBD uses ")
         );
         check("host:+1", port);
         check("host:65536", port);

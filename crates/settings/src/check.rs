@@ -14,8 +14,9 @@ use policy::throttle;
 use storage::{ImageFormat, rate::RateOptions};
 
 use super::{
-    ListenAddress, DaemonConfig, DiskConfig, ExportSpec, ParsedConfig, ListenEndpoint, NbdExportSpec, Diagnostics, NbdExportConfig, Origin,
-    ConfigWithOrigins, DesiredState, CheckedDisk, NbdServerSpec, ProcessSpec, TlsConfig, TlsMode, ConfigError, clients,
+    CheckedDisk, ConfigError, ConfigWithOrigins, DaemonConfig, DesiredState, Diagnostics, DiskConfig,
+    ExportSpec, ListenAddress, ListenEndpoint, NbdExportConfig, NbdExportSpec, NbdServerSpec, Origin,
+    ParsedConfig, ProcessSpec, TlsConfig, TlsMode, clients,
     groups::{self, GroupIndex},
     reservations,
 };
@@ -38,7 +39,11 @@ impl DesiredState {
     ///
     /// # Errors
     /// Returns all mistakes, in the order of the file.
-    pub fn with_diagnostics(draft: ParsedConfig, inherited: usize, mistakes: Diagnostics) -> Result<Self, Vec<ConfigError>> {
+    pub fn with_diagnostics(
+        draft: ParsedConfig,
+        inherited: usize,
+        mistakes: Diagnostics,
+    ) -> Result<Self, Vec<ConfigError>> {
         // In a cluster, disks may come from other hosts.
         if mistakes.count() == 0 && draft.disks.is_empty() && draft.cluster.is_none() {
             let rule = "there is nothing to serve (add a [disk.NAME] with an image)";
@@ -57,7 +62,8 @@ impl DesiredState {
                 place.error("is not used, because no IMAGE is served (use --nbd-server with --export)")
             );
         }
-        Self::build(ParsedConfig { disks: Vec::new(), ..draft }, 0, Diagnostics::default()).map_err(first_error)
+        Self::build(ParsedConfig { disks: Vec::new(), ..draft }, 0, Diagnostics::default())
+            .map_err(first_error)
     }
 
     /// Removes disks and their exports. Servers stay, even without exports.
@@ -158,7 +164,7 @@ impl CheckedDisk {
         let doors = build_exports(&disks, &servers, &mistakes);
         check_clients_of(&disks, &servers, &mistakes);
         let [disk] = disks;
-        mistakes.finish(Self { disk, servers, doors })
+        mistakes.finish(Self { disk, servers, exports: doors })
     }
 }
 
@@ -167,7 +173,11 @@ fn first_error(all: Vec<ConfigError>) -> ConfigError {
 }
 
 /// NBD servers and other exports of all disks; `None` if a mistake prevents finding them.
-fn resolve_endpoints(draft: &ParsedConfig, inherited: usize, mistakes: &Diagnostics) -> Option<(Vec<NbdServerSpec>, Vec<ExportSpec>)> {
+fn resolve_endpoints(
+    draft: &ParsedConfig,
+    inherited: usize,
+    mistakes: &Diagnostics,
+) -> Option<(Vec<NbdServerSpec>, Vec<ExportSpec>)> {
     // A socket that an export names serves that export, not NBD by default.
     let inherited = inherited.saturating_sub(named_inherited_sockets(draft));
     let standard = mistakes.ok_or_report(default_endpoints(draft, inherited))?;
@@ -214,7 +224,8 @@ fn check_names(draft: &ParsedConfig, mistakes: &Diagnostics) {
     }
     let mut seen = HashSet::new();
     if let Some((name, place)) = disks.clone().find(|(name, _)| !seen.insert(*name)) {
-        mistakes.report(place.error(format!("another disk is named {name:?} (set unique names with --name)")));
+        mistakes
+            .report(place.error(format!("another disk is named {name:?} (set unique names with --name)")));
     }
     let disks: HashSet<_> = disks.map(|(name, _)| name).collect();
     for (name, place) in groups.filter(|(name, _)| disks.contains(name)) {
@@ -234,8 +245,7 @@ fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
             "has disks, and [cluster] names it in control-groups (a group is for disks or for control groups)",
         ));
     }
-    if let Some(said) =
-        cluster.filter(|_| !control_groups.is_empty() && draft.daemon.cgroup_limits.is_none())
+    if let Some(said) = cluster.filter(|_| !control_groups.is_empty() && draft.daemon.cgroup_limits.is_none())
     {
         return Err(said.own_origin().error(
             "control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
@@ -298,7 +308,7 @@ fn check_images(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics)
         // Compared by path. Other names of one file are detected by file locks when it is opened.
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
-                mistakes.report(disk.error("image", IMAGE_IN_USE));
+                mistakes.report(disk.error("image", IMAGE_IN_USE_RULE));
             }
             Entry::Occupied(_) => {}
             Entry::Vacant(free) => {
@@ -308,7 +318,8 @@ fn check_images(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics)
     }
 }
 
-const IMAGE_IN_USE: &str = "another disk uses this image (export one disk twice, or make both read-only)";
+const IMAGE_IN_USE_RULE: &str =
+    "another disk uses this image (export one disk twice, or make both read-only)";
 
 /// Checks keys that the image does not support.
 fn check_image(disk: &ConfigWithOrigins<DiskConfig>) -> Result<(), ConfigError> {
@@ -318,7 +329,8 @@ fn check_image(disk: &ConfigWithOrigins<DiskConfig>) -> Result<(), ConfigError> 
         );
     }
     // Only an NBD client reconnects.
-    let mut times = ["reconnect-delay", "open-timeout"].into_iter().filter_map(|key| disk.origin_of_given(key));
+    let mut times =
+        ["reconnect-delay", "open-timeout"].into_iter().filter_map(|key| disk.origin_of_given(key));
     if let Some(place) = times.next().filter(|_| disk.image.remote().is_none()) {
         return Err(place.error("is for images at NBD servers only (remove it)"));
     }
@@ -344,7 +356,7 @@ fn check_clusters(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostic
         let is_written = !disk.is_read_only() && !disk.image.is_snapshot();
         let other = seen.insert(disk.image.to_string(), is_written);
         if other.is_some_and(|other| other || is_written) {
-            mistakes.report(disk.error("image", IMAGE_IN_USE));
+            mistakes.report(disk.error("image", IMAGE_IN_USE_RULE));
         }
     }
 }
@@ -366,7 +378,11 @@ fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) 
 
 /// Checks a disk by itself and with its group, and sets values that follow from other keys. Without
 /// `groups` the caller looks up its group.
-fn check_disk(disk: &mut ConfigWithOrigins<DiskConfig>, groups: Option<&GroupIndex<'_>>, mistakes: &Diagnostics) {
+fn check_disk(
+    disk: &mut ConfigWithOrigins<DiskConfig>,
+    groups: Option<&GroupIndex<'_>>,
+    mistakes: &Diagnostics,
+) {
     if check_name(&disk.description).is_err() {
         mistakes.report(disk.error("description", "must be one line of at most 4096 bytes"));
     }
@@ -424,7 +440,10 @@ fn named_inherited_sockets(draft: &ParsedConfig) -> usize {
 }
 
 /// Endpoints for disks without explicit exports, each with true if it is read-only.
-fn default_endpoints(draft: &ParsedConfig, inherited: usize) -> Result<Vec<(ListenEndpoint, bool)>, ConfigError> {
+fn default_endpoints(
+    draft: &ParsedConfig,
+    inherited: usize,
+) -> Result<Vec<(ListenEndpoint, bool)>, ConfigError> {
     // Disks that come from other hosts of a cluster have no explicit exports.
     let all_say = draft.cluster.is_none() && draft.disks.iter().all(|disk| has_exports(disk));
     let nbd = &draft.daemon.nbd;
@@ -468,14 +487,15 @@ fn build_servers(
     always: &[(ListenEndpoint, bool)],
     mistakes: &Diagnostics,
 ) -> Vec<NbdServerSpec> {
-    let empty = |endpoint: ListenEndpoint| NbdServerSpec { endpoint, default_read_only: None, exports: Vec::new() };
+    let empty =
+        |endpoint: ListenEndpoint| NbdServerSpec { endpoint, default_read_only: None, exports: Vec::new() };
     let always = always.iter().map(|(endpoint, _)| endpoint);
     let mut servers: Vec<NbdServerSpec> = always.clone().cloned().map(empty).collect();
     let mut at: HashMap<ListenEndpoint, usize> = always.map(absolute_endpoint).zip(0..).collect();
     // Export names are unique for each server.
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (index, disk) in disks.iter().enumerate() {
-        for PlacedNbdExport { endpoint, name, read_only, place } in nbd_exports_of(disk, standard) {
+        for NbdExportWithOrigin { endpoint, name, read_only, place } in nbd_exports_of(disk, standard) {
             mistakes.ok_or_report(check_name(name).map_err(|rule| place.error(rule)));
             let server = *at.entry(absolute_endpoint(endpoint)).or_insert_with(|| {
                 servers.push(empty(endpoint.clone()));
@@ -492,18 +512,21 @@ fn build_servers(
 }
 
 /// NBD export, with the origin of its name.
-struct PlacedNbdExport<'a> {
+struct NbdExportWithOrigin<'a> {
     endpoint: &'a ListenEndpoint,
     name: &'a str,
     read_only: bool,
     place: &'a Origin,
 }
 
-fn nbd_exports_of<'a>(disk: &'a ConfigWithOrigins<DiskConfig>, standard: &'a [(ListenEndpoint, bool)]) -> Vec<PlacedNbdExport<'a>> {
+fn nbd_exports_of<'a>(
+    disk: &'a ConfigWithOrigins<DiskConfig>,
+    standard: &'a [(ListenEndpoint, bool)],
+) -> Vec<NbdExportWithOrigin<'a>> {
     if !has_exports(disk) {
         let name = disk.export_name.as_ref().unwrap_or(&disk.name);
         let place = disk.origin("name");
-        let at = |(endpoint, read_only): &'a (ListenEndpoint, bool)| PlacedNbdExport {
+        let at = |(endpoint, read_only): &'a (ListenEndpoint, bool)| NbdExportWithOrigin {
             endpoint,
             name,
             read_only: *read_only,
@@ -511,7 +534,7 @@ fn nbd_exports_of<'a>(disk: &'a ConfigWithOrigins<DiskConfig>, standard: &'a [(L
         };
         return standard.iter().map(at).collect();
     }
-    let export = |(index, export): (usize, &'a NbdExportConfig)| PlacedNbdExport {
+    let export = |(index, export): (usize, &'a NbdExportConfig)| NbdExportWithOrigin {
         endpoint: &export.listen,
         name: export.name.as_ref().unwrap_or(&disk.name),
         read_only: export.read_only,
@@ -524,7 +547,11 @@ fn nbd_exports_of<'a>(disk: &'a ConfigWithOrigins<DiskConfig>, standard: &'a [(L
     disk.nbd_exports().map(export).collect()
 }
 
-fn build_exports(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServerSpec], mistakes: &Diagnostics) -> Vec<ExportSpec> {
+fn build_exports(
+    disks: &[ConfigWithOrigins<DiskConfig>],
+    servers: &[NbdServerSpec],
+    mistakes: &Diagnostics,
+) -> Vec<ExportSpec> {
     let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_path_of).collect();
     let of_server = |server: &'_ NbdServerSpec| match &server.endpoint {
         ListenEndpoint::Passed(name) => Some(name.clone()),
@@ -540,7 +567,7 @@ fn build_exports(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServerSp
                 let place = config.item_origin("export", index, "").unwrap_or(config.own_origin());
                 mistakes.report(place.error("another export has the same address (choose another)"));
             }
-            doors.push(ExportSpec { door: door.clone(), disk });
+            doors.push(ExportSpec { target: door.clone(), disk });
         }
     }
     doors
@@ -565,7 +592,7 @@ fn check_without_nbd(draft: &ParsedConfig) -> Result<(), ConfigError> {
 
 /// True if clients of other hosts may connect: over TCP, or over an inherited socket, whose
 /// address family is not known here.
-fn is_tcp(server: &NbdServerSpec) -> bool {
+fn accepts_network_clients(server: &NbdServerSpec) -> bool {
     !matches!(server.endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)))
 }
 
@@ -578,7 +605,7 @@ fn check_clients(draft: &ParsedConfig, servers: &[NbdServerSpec], mistakes: &Dia
     let per_address = draft.daemon.origin_of_given("max-connections-per-address");
     if !draft.disks.is_empty()
         && let Some(place) = of_all.or(per_address)
-        && !servers.iter().any(is_tcp)
+        && !servers.iter().any(accepts_network_clients)
     {
         mistakes.report(place.error(NETWORK_RULE_UNUSED));
     }
@@ -586,7 +613,11 @@ fn check_clients(draft: &ParsedConfig, servers: &[NbdServerSpec], mistakes: &Dia
 }
 
 /// Checks that the rules of single disks are used.
-fn check_clients_of(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServerSpec], mistakes: &Diagnostics) {
+fn check_clients_of(
+    disks: &[ConfigWithOrigins<DiskConfig>],
+    servers: &[NbdServerSpec],
+    mistakes: &Diagnostics,
+) {
     for (index, disk) in disks.iter().enumerate() {
         let has = |server: &&NbdServerSpec| server.exports.iter().any(|export| export.disk == index);
         let mut at = servers.iter().filter(has).peekable();
@@ -594,7 +625,7 @@ fn check_clients_of(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServe
             mistakes.report(name.error("is not used, because the disk is not exported over NBD (remove it)"));
         }
         let network = disk.origin_of_given("allow").or(disk.origin_of_given("deny"));
-        if let Some(network) = network.filter(|_| !at.any(is_tcp)) {
+        if let Some(network) = network.filter(|_| !at.any(accepts_network_clients)) {
             mistakes.report(network.error(NETWORK_RULE_UNUSED));
         }
     }
@@ -607,7 +638,9 @@ fn absolute_path(path: &Path) -> PathBuf {
 
 fn absolute_endpoint(endpoint: &ListenEndpoint) -> ListenEndpoint {
     match endpoint {
-        ListenEndpoint::Address(ListenAddress::Unix(path)) => ListenEndpoint::Address(ListenAddress::Unix(absolute_path(path))),
+        ListenEndpoint::Address(ListenAddress::Unix(path)) => {
+            ListenEndpoint::Address(ListenAddress::Unix(absolute_path(path)))
+        }
         other => other.clone(),
     }
 }
@@ -615,7 +648,9 @@ fn absolute_endpoint(endpoint: &ListenEndpoint) -> ListenEndpoint {
 fn socket_path_of(server: &NbdServerSpec) -> Option<PathBuf> {
     match &server.endpoint {
         ListenEndpoint::Address(ListenAddress::Unix(path)) => Some(absolute_path(path)),
-        ListenEndpoint::Address(ListenAddress::Tcp { .. }) | ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => None,
+        ListenEndpoint::Address(ListenAddress::Tcp { .. })
+        | ListenEndpoint::Inherited
+        | ListenEndpoint::Passed(_) => None,
     }
 }
 
@@ -625,12 +660,13 @@ fn check_sockets(
     service: &ConfigWithOrigins<DaemonConfig>,
     mistakes: &Diagnostics,
 ) {
-    let doors = doors.iter().filter_map(|export| export.door.path()).map(|path| absolute_path(&path));
+    let doors = doors.iter().filter_map(|export| export.target.path()).map(|path| absolute_path(&path));
     let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_path_of).chain(doors).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
-    for (index, _) in service.qmp.iter().enumerate().filter(|(_, path)| exports.contains(&absolute_path(path)))
+    for (index, _) in
+        service.qmp.iter().enumerate().filter(|(_, path)| exports.contains(&absolute_path(path)))
     {
-        mistakes.report(service.place_of_qmp(index).error(RULE));
+        mistakes.report(service.qmp_origin(index).error(RULE));
     }
     if service.metrics.is_some() && service.metrics == service.http_address {
         mistakes.report(service.error("http", "metrics and http have the same address (use another)"));

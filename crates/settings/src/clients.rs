@@ -5,10 +5,10 @@ use std::collections::HashSet;
 
 use policy::access::{AccessRules, NameRules, Network, NetworkRules};
 
-use super::{TlsCredentialFiles, TlsConfig};
+use super::{TlsConfig, TlsCredentialFiles};
 use crate::{
-    key::{self, KeyField, ConfigValue as _, KeyLiteral},
     diagnostics::ConfigError,
+    key::{self, ConfigValue as _, KeyField, KeyLiteral},
     origins::ConfigWithOrigins,
 };
 
@@ -24,7 +24,10 @@ pub(crate) fn allow<T: 'static>(
 }
 
 /// Field of the denied networks of a config.
-pub(crate) fn deny<T: 'static>(access: fn(&T) -> &AccessRules, access_mut: fn(&mut T) -> &mut AccessRules) -> KeyField<T> {
+pub(crate) fn deny<T: 'static>(
+    access: fn(&T) -> &AccessRules,
+    access_mut: fn(&mut T) -> &mut AccessRules,
+) -> KeyField<T> {
     networks(move |config| &access(config).networks.deny, move |config| &mut access_mut(config).networks.deny)
 }
 
@@ -89,7 +92,9 @@ pub(crate) fn check_access<T>(
     let rule = match tls {
         TlsConfig::Off => "is not used, because tls is off (set tls to required)",
         // With optional TLS, a client without TLS has no name.
-        TlsConfig::On(_) if for_all => "needs tls = required, because a client without TLS has no name (set that)",
+        TlsConfig::On(_) if for_all => {
+            "needs tls = required, because a client without TLS has no name (set that)"
+        }
         TlsConfig::On(TlsCredentialFiles::Certificates { verify_peer: false, .. })
         | TlsConfig::Required(TlsCredentialFiles::Certificates { verify_peer: false, .. }) => {
             "needs tls-verify-peer, because clients show no certificate without it (add that)"

@@ -10,13 +10,13 @@ use std::{
 };
 
 use crate::{
+    diagnostics::Diagnostics,
     key::{
-        KeyField, KeyInput, ConfigKey, ConfigValue, KeyLiteral,
+        ConfigKey, ConfigValue, KeyField, KeyInput, KeyLiteral,
         KeyType::{self, Text},
         each, maybe, one, table,
     },
-    diagnostics::Diagnostics,
-    origins::{KeyTable, ConfigWithOrigins},
+    origins::{ConfigWithOrigins, KeyTable},
 };
 
 /// etcd's client port.
@@ -80,7 +80,9 @@ impl KeyTable for ClusterConfig {
         if cluster.etcd.len() > MAX_ENDPOINTS {
             mistakes.report(cluster.error("etcd", format!("has too many members; at most {MAX_ENDPOINTS}")));
         }
-        if let Some(place) = cluster.origin_of_given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls)) {
+        if let Some(place) =
+            cluster.origin_of_given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls))
+        {
             mistakes.report(place.error("is not used, because no member of etcd is https"));
         }
         match (cluster.origin_of_given("user"), cluster.origin_of_given("password-file")) {
@@ -95,15 +97,15 @@ type Config = ClusterConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
 const _: fn(ClusterConfig) = |ClusterConfig {
-                            name: _,
-                            host: _,
-                            etcd: _,
-                            certificates: _,
-                            user: _,
-                            password_file: _,
-                            fallback_share_ppm: _,
-                            control_groups: _,
-                        }| ();
+                                  name: _,
+                                  host: _,
+                                  etcd: _,
+                                  certificates: _,
+                                  user: _,
+                                  password_file: _,
+                                  fallback_share_ppm: _,
+                                  control_groups: _,
+                              }| ();
 
 /// The table.
 fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
@@ -146,7 +148,9 @@ fn share() -> KeyField<ClusterConfig> {
             cluster.fallback_share_ppm = Some(parse_fallback_share(given.text)?);
             Ok(())
         },
-        |cluster| cluster.fallback_share_ppm.map(|ppm| KeyLiteral::Text(format!("{}%", f64::from(ppm) / 10_000.0))),
+        |cluster| {
+            cluster.fallback_share_ppm.map(|ppm| KeyLiteral::Text(format!("{}%", f64::from(ppm) / 10_000.0)))
+        },
     )
 }
 
@@ -221,7 +225,9 @@ impl fmt::Display for EtcdEndpoint {
 pub fn parse_cluster_name(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > MAX_NAME_BYTES || !text.chars().all(plain) {
-        return Err(format!("is not a valid name: use 1 to {MAX_NAME_BYTES} letters, digits, '.', '-' and '_'"));
+        return Err(format!(
+            "is not a valid name: use 1 to {MAX_NAME_BYTES} letters, digits, '.', '-' and '_'"
+        ));
     }
     Ok(text.to_owned())
 }

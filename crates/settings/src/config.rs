@@ -25,12 +25,13 @@ use std::{
 
 pub use object::{disk_from_json, group_from_json};
 use reactor::regular_file;
-use section::{TomlEntry, TomlSection, ConfigText};
+use section::{ConfigText, TomlEntry, TomlSection};
 use toml::de::DeTable;
 
 use crate::{
-    AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, GroupConfig, ConfigKey, Diagnostics,
-    Origin, ConfigWithOrigins, RecordingConfig, Spanned, ConfigError, daemon::DEPRECATED_CONTROL, key::KeyType, origins::KeyTable,
+    AddressedConfig, ClusterConfig, ConfigError, ConfigKey, ConfigWithOrigins, DaemonConfig, Diagnostics,
+    DiskConfig, ExportConfig, ExportTarget, GroupConfig, Origin, ParsedConfig, RecordingConfig, Spanned,
+    daemon::DEPRECATED_CONTROL, key::KeyType, origins::KeyTable,
 };
 
 /// Largest config file in bytes: enough for some hundred thousand disks.
@@ -49,7 +50,11 @@ pub fn load(path: &Path) -> Result<ParsedConfig, ConfigError> {
 
 /// Reads a config file below the options of the command line, which replace keys of `[daemon]`.
 /// Reports mistakes; a table with a mistake is omitted.
-pub fn load_with_options(path: &Path, options: &ConfigWithOrigins<DaemonConfig>, mistakes: &Diagnostics) -> ParsedConfig {
+pub fn load_with_options(
+    path: &Path,
+    options: &ConfigWithOrigins<DaemonConfig>,
+    mistakes: &Diagnostics,
+) -> ParsedConfig {
     let nothing = || ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
     let name = path.display().to_string();
     let place = Origin::new(name.as_str());
@@ -140,7 +145,9 @@ fn parse_with_options(
 fn syntax_error(source: &ConfigText<'_>, text: &str, error: &toml::de::Error) -> ConfigError {
     let span = error.span().unwrap_or_default();
     match error.message() {
-        "duplicate key" => source.place(span.start, enclosing_path(text, span)).error("is given twice (remove one)"),
+        "duplicate key" => {
+            source.place(span.start, enclosing_path(text, span)).error("is given twice (remove one)")
+        }
         other => source.place(span.start, "not TOML").error(other.replace('\n', "; ")),
     }
 }
@@ -158,8 +165,13 @@ fn enclosing_path(text: &str, key: Range<usize>) -> String {
 }
 
 /// Reads a group. A group with a mistake is kept with defaults, because its members refer to it.
-fn group(name: Spanned<String>, section: &TomlSection<'_>, mistakes: &Diagnostics) -> ConfigWithOrigins<GroupConfig> {
-    let nothing = ConfigWithOrigins::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
+fn group(
+    name: Spanned<String>,
+    section: &TomlSection<'_>,
+    mistakes: &Diagnostics,
+) -> ConfigWithOrigins<GroupConfig> {
+    let nothing =
+        ConfigWithOrigins::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
     let mut group = nothing.clone();
     let whole = section.read_all(|| {
         read_keys(section, &mut group, Path::new(""));
@@ -293,12 +305,20 @@ impl ConfigReader<'_> {
         whole.map(|()| daemon)
     }
 
-    fn cluster(&self, section: &TomlSection<'_>, mistakes: &Diagnostics) -> Option<ConfigWithOrigins<ClusterConfig>> {
+    fn cluster(
+        &self,
+        section: &TomlSection<'_>,
+        mistakes: &Diagnostics,
+    ) -> Option<ConfigWithOrigins<ClusterConfig>> {
         let mut cluster = ConfigWithOrigins::new(ClusterConfig::default(), section.place().clone());
         section.read_all(|| {
             read_keys(section, &mut cluster, self.directory);
             // `require` reports misspelt names, so it comes after all keys were requested.
-            section.require("name", cluster.origin_of_given("name").map(drop), "no name (add name = \"NAME\")");
+            section.require(
+                "name",
+                cluster.origin_of_given("name").map(drop),
+                "no name (add name = \"NAME\")",
+            );
             let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
             section.require("etcd", cluster.origin_of_given("etcd").map(drop), rule);
             // Rules within the table. Rules that involve other tables are in `check`.
@@ -319,7 +339,8 @@ impl ConfigReader<'_> {
         section: &TomlSection<'_>,
         mistakes: &Diagnostics,
     ) -> Option<ConfigWithOrigins<DiskConfig>> {
-        let mut disk = ConfigWithOrigins::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.place);
+        let mut disk =
+            ConfigWithOrigins::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.place);
         let whole = section.read_all(|| {
             read_keys(section, &mut disk, self.directory);
             for entry in section.items("export") {
@@ -336,7 +357,12 @@ impl ConfigReader<'_> {
         whole.map(|()| disk)
     }
 
-    fn export(&self, entry: TomlEntry<'_>, disk: &mut ConfigWithOrigins<DiskConfig>, mistakes: &Diagnostics) -> Option<()> {
+    fn export(
+        &self,
+        entry: TomlEntry<'_>,
+        disk: &mut ConfigWithOrigins<DiskConfig>,
+        mistakes: &Diagnostics,
+    ) -> Option<()> {
         let section = entry.section()?;
         let kind = section.parse("type", |text| match EXPORT_TYPES.contains(&text) {
             true => Ok(text.to_owned()),
@@ -345,14 +371,18 @@ impl ConfigReader<'_> {
         // The type decides which keys are known.
         let kind = section.require("type", kind, format!("no type (add type = {})", types("or")))?;
         match &*kind.value {
-            "vhost-user-blk" => {
-                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::VhostUserBlk(own)))
+            "vhost-user-blk" => self.export_of(&section, disk, mistakes, |own| {
+                ExportConfig::Target(ExportTarget::VhostUserBlk(own))
+            }),
+            "ublk" => {
+                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Ublk(own)))
             }
-            "ublk" => self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Ublk(own))),
-            "fuse" => self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Fuse(own))),
-            "nbd-device" => {
-                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::NbdDevice(own)))
+            "fuse" => {
+                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Fuse(own)))
             }
+            "nbd-device" => self.export_of(&section, disk, mistakes, |own| {
+                ExportConfig::Target(ExportTarget::NbdDevice(own))
+            }),
             _ => self.export_of(&section, disk, mistakes, ExportConfig::Nbd),
         }
     }
@@ -375,7 +405,11 @@ impl ConfigReader<'_> {
         Some(())
     }
 
-    fn record(&self, entry: TomlEntry<'_>, mistakes: &Diagnostics) -> Option<ConfigWithOrigins<RecordingConfig>> {
+    fn record(
+        &self,
+        entry: TomlEntry<'_>,
+        mistakes: &Diagnostics,
+    ) -> Option<ConfigWithOrigins<RecordingConfig>> {
         // The option's notation (`record = "DIR"`) is a likely mistake: the message shows the table
         // for it.
         let directory = entry.text().unwrap_or("PATH");
@@ -386,7 +420,11 @@ impl ConfigReader<'_> {
         self.addressed(&section, mistakes)
     }
 
-    fn addressed<T: AddressedConfig>(&self, section: &TomlSection<'_>, mistakes: &Diagnostics) -> Option<ConfigWithOrigins<T>> {
+    fn addressed<T: AddressedConfig>(
+        &self,
+        section: &TomlSection<'_>,
+        mistakes: &Diagnostics,
+    ) -> Option<ConfigWithOrigins<T>> {
         let mut config = ConfigWithOrigins::new(T::default(), section.place().clone());
         section.read_all(|| {
             read_keys(section, &mut config, self.directory);

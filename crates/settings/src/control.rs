@@ -98,7 +98,9 @@ impl ControlSocketLocation {
     }
 }
 
-fn from_variable(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<ControlSocketLocation>, String> {
+fn from_variable(
+    variable: impl Fn(&str) -> Option<OsString>,
+) -> Result<Option<ControlSocketLocation>, String> {
     let Some(said) = non_empty(variable(VARIABLE)) else { return Ok(None) };
     let said = said.to_string_lossy();
     let path = crate::parse_unix_socket(&said).map_err(|rule| format!("{VARIABLE}={said}: {rule}"))?;
@@ -111,7 +113,8 @@ fn root_socket() -> ControlSocketLocation {
 
 fn user_socket(variable: impl Fn(&str) -> Option<OsString>) -> Option<ControlSocketLocation> {
     // XDG Base Directory Specification: relative paths are invalid and must be ignored.
-    let directory = non_empty(variable("XDG_RUNTIME_DIR")).map(PathBuf::from).filter(|path| path.is_absolute())?;
+    let directory =
+        non_empty(variable("XDG_RUNTIME_DIR")).map(PathBuf::from).filter(|path| path.is_absolute())?;
     Some(ControlSocketLocation { path: directory.join(DIRECTORY).join(SOCKET), directory_mode: Some(0o700) })
 }
 

@@ -11,18 +11,19 @@ use policy::access::AccessRules;
 use reactor::PollingMode;
 
 use crate::{
-    ListenAddress, HttpConfig, LogFormat, LogSettings, NbdServerConfig, EventCommand, FileOwner, RecordingConfig, SandboxMode, SocketAccess, ControlSocketPolicy,
-    TlsMode,
+    ControlSocketPolicy, EventCommand, FileOwner, HttpConfig, ListenAddress, LogFormat, LogSettings,
+    NbdServerConfig, RecordingConfig, SandboxMode, SocketAccess, TlsMode,
     address::resolve_socket,
-    clients, parse_http_name,
+    clients,
+    diagnostics::{Diagnostics, Origin},
     key::{
-        KeyField, ConfigKey, ConfigValue, KeyLiteral,
+        ConfigKey, ConfigValue, KeyField, KeyLiteral,
         KeyType::{Count, Flag, Integer, Path, Size, Table, Text, Word, WordOr},
         each, maybe, one, table,
     },
     log,
-    diagnostics::{Diagnostics, Origin},
-    origins::{KeyTable, ConfigWithOrigins},
+    origins::{ConfigWithOrigins, KeyTable},
+    parse_http_name,
 };
 
 /// Largest default number of workers: beyond it the queue of a disk is the bottleneck.
@@ -155,7 +156,7 @@ impl DaemonConfig {
 impl ConfigWithOrigins<DaemonConfig> {
     /// Origin of the control socket at this index of the field `qmp`. The value `default` has an
     /// origin too, but no entry in the field.
-    pub fn place_of_qmp(&self, index: usize) -> &Origin {
+    pub fn qmp_origin(&self, index: usize) -> &Origin {
         let is_default = |place: &Origin| {
             let text = place.to_string();
             text.ends_with(" default") || text.ends_with("\"default\"")
@@ -200,13 +201,13 @@ impl KeyTable for DaemonConfig {
         // Compared after paths were made absolute.
         let again = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
         if let Some(index) = again {
-            mistakes.report(daemon.place_of_qmp(index).error("is given twice (remove one)"));
+            mistakes.report(daemon.qmp_origin(index).error("is given twice (remove one)"));
         }
         // Contradictory: `control = false` disables the control socket.
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
-            let key = if daemon.origin_of_given(DEPRECATED_CONTROL).is_some() { DEPRECATED_CONTROL } else { "qmp" };
-            mistakes
-                .report(daemon.error(key, "conflicts with a named control socket (remove one)"));
+            let key =
+                if daemon.origin_of_given(DEPRECATED_CONTROL).is_some() { DEPRECATED_CONTROL } else { "qmp" };
+            mistakes.report(daemon.error(key, "conflicts with a named control socket (remove one)"));
         }
     }
 }

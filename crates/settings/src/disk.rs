@@ -11,17 +11,19 @@ use std::{path::PathBuf, sync::LazyLock};
 use block::disk::{DetectZeroes, Discards, ErrorPolicies, OnError};
 use image::qcow2::CacheSettings;
 use policy::{access::AccessRules, time::Duration};
-use storage::{CacheMode, ImageFormat, StoragePart, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use storage::{
+    CacheMode, ImageFormat, StoragePart, delay::DelayOptions, fault::FaultRule, rate::RateOptions,
+};
 
 use crate::{
     ExportTarget, ImageLocation, NbdExportConfig, ThrottleConfig, clients,
+    diagnostics::{ConfigError, Diagnostics, Origin},
     key::{
-        KeyField, ConfigKey, ConfigValue as _, KeyLiteral,
+        ConfigKey, ConfigValue as _, KeyField, KeyLiteral,
         KeyType::{Flag, Path, Size, Table, Text, Word},
         each, maybe, one, seconds_or_time, table, write_seconds,
     },
-    diagnostics::{Diagnostics, Origin, ConfigError},
-    origins::{KeyTable, ConfigWithOrigins},
+    origins::{ConfigWithOrigins, KeyTable},
     prefetch,
     qcow2::Qcow2Settings,
     throttle,
@@ -167,7 +169,8 @@ impl ConfigWithOrigins<DiskConfig> {
         // One key at a time, so that an error names the right one.
         let image = self.image.clone().with_ceph_access(config.as_deref(), None);
         let image = image.map_err(|rule| self.error("rbd-config", rule))?;
-        self.image = image.with_ceph_access(None, user.as_deref()).map_err(|rule| self.error("rbd-user", rule))?;
+        self.image =
+            image.with_ceph_access(None, user.as_deref()).map_err(|rule| self.error("rbd-user", rule))?;
         Ok(())
     }
 

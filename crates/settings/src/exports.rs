@@ -14,12 +14,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{option_syntax::AddressedConfig as _, key::KeyLiteral};
+use crate::{key::KeyLiteral, option_syntax::AddressedConfig as _};
 pub use fuse::FuseConfig;
-pub use nbd::{NbdServerConfig, NbdExportConfig};
+pub use nbd::{NbdExportConfig, NbdServerConfig};
 pub use nbd_device::NbdDeviceConfig;
 pub use ublk::UblkConfig;
-pub use vhost_user_blk::{VhostUserSocket, VhostUserBlkConfig};
+pub use vhost_user_blk::{VhostUserBlkConfig, VhostUserSocket};
 
 /// Export with a separate endpoint (`Door`), by any protocol but an NBD server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,7 +66,9 @@ impl ExportTarget {
     /// Name of its passed socket, if it uses one.
     pub fn inherited_name(&self) -> Option<&str> {
         match self {
-            Self::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Inherited(name), .. }) => Some(name),
+            Self::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Inherited(name), .. }) => {
+                Some(name)
+            }
             _ => None,
         }
     }
@@ -137,13 +139,13 @@ fn parse_number<N: TryFrom<u32>>(text: &str, what: &str, least: u32, most: u32) 
 const MAX_SECONDS: u32 = 86_400;
 
 /// Sector size, the default block size.
-const LEAST_BLOCK_BYTES: u32 = 512;
+const MIN_BLOCK_BYTES: u32 = 512;
 /// Page size: few kernels support larger blocks.
 const MAX_BLOCK_BYTES: u32 = 4096;
 
 /// Parses a logical block size.
 fn parse_block_size(text: &str) -> Result<u32, String> {
-    let fits = |bytes: &u32| bytes.is_power_of_two() && (LEAST_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(bytes);
+    let fits = |bytes: &u32| bytes.is_power_of_two() && (MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(bytes);
     let bytes = text.parse().ok().filter(fits);
     bytes.ok_or_else(|| "is not a logical block size: 512, 1024, 2048 or 4096 bytes".to_owned())
 }

@@ -4,13 +4,13 @@ use std::sync::LazyLock;
 
 use crate::{
     ThrottleConfig,
+    diagnostics::Diagnostics,
     key::{
         ConfigKey,
         KeyType::{Flag, Text},
         maybe, one, table,
     },
-    diagnostics::Diagnostics,
-    origins::{KeyTable, ConfigWithOrigins},
+    origins::{ConfigWithOrigins, KeyTable},
     throttle,
 };
 

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::{GroupConfig, Diagnostics, ConfigWithOrigins, ConfigError};
+use super::{ConfigError, ConfigWithOrigins, Diagnostics, GroupConfig};
 
 /// Maximum depth of nested groups: every request passes all levels.
 pub(crate) const MAX_GROUP_DEPTH: usize = 8;
@@ -18,7 +18,10 @@ pub(super) struct GroupIndex<'a> {
 }
 
 /// Checks the groups and returns them ordered, each after its parent.
-pub(super) fn sort_groups(groups: Vec<ConfigWithOrigins<GroupConfig>>, mistakes: &Diagnostics) -> Vec<ConfigWithOrigins<GroupConfig>> {
+pub(super) fn sort_groups(
+    groups: Vec<ConfigWithOrigins<GroupConfig>>,
+    mistakes: &Diagnostics,
+) -> Vec<ConfigWithOrigins<GroupConfig>> {
     groups.iter().for_each(|group| group.judge(mistakes));
     let known = GroupIndex::new(&groups);
     let parent = |group: &ConfigWithOrigins<GroupConfig>| {
@@ -86,16 +89,19 @@ impl<'a> GroupIndex<'a> {
             chain.push(parent);
         }
         let levels = chain.len();
-        self.error(index, format!("nests {levels} groups; at most {MAX_GROUP_DEPTH} are possible (remove some)"))
+        self.error(
+            index,
+            format!("nests {levels} groups; at most {MAX_GROUP_DEPTH} are possible (remove some)"),
+        )
     }
 
     fn cycle_error(&self, members: &[usize]) -> ConfigError {
-        const MOST_NAMED: usize = 4;
+        const MAX_NAMED: usize = 4;
         let rest = &members[1..];
         let mut names: Vec<_> = rest.iter().map(|&member| self.all[member].name.as_str()).collect();
         // A circle may have 100,000 members.
-        let left_out = names.len().saturating_sub(MOST_NAMED);
-        names.truncate(MOST_NAMED);
+        let left_out = names.len().saturating_sub(MAX_NAMED);
+        names.truncate(MAX_NAMED);
         let names = names.join(", ");
         let rule = match (rest.len(), left_out) {
             (0, _) => "is the group itself (name another, or remove the key)".to_owned(),

@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, path::PathBuf};
 
-use super::{ListenAddress, TlsCredentialFiles, TlsConfig};
+use super::{ListenAddress, TlsConfig, TlsCredentialFiles};
 
 /// Settings of the page and its API.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,7 +49,8 @@ impl HttpConfig {
     /// True if connections are encrypted: over TCP, if there are certificates.
     pub fn is_encrypted(&self, tls: &TlsConfig) -> bool {
         let (TlsConfig::On(credentials) | TlsConfig::Required(credentials)) = tls else { return false };
-        matches!(credentials, TlsCredentialFiles::Certificates { .. }) && matches!(self.address, ListenAddress::Tcp { .. })
+        matches!(credentials, TlsCredentialFiles::Certificates { .. })
+            && matches!(self.address, ListenAddress::Tcp { .. })
     }
 }
 

@@ -38,7 +38,9 @@ impl ImageLocation {
     pub fn remote(&self) -> Option<&Uri> {
         match &self.0 {
             StorageSpec::Nbd(uri) => Some(uri),
-            StorageSpec::File(_) | StorageSpec::Memory(_) | StorageSpec::Null(_) | StorageSpec::Rbd(_) => None,
+            StorageSpec::File(_) | StorageSpec::Memory(_) | StorageSpec::Null(_) | StorageSpec::Rbd(_) => {
+                None
+            }
         }
     }
 
@@ -61,7 +63,9 @@ impl ImageLocation {
     pub fn ceph_files(&self) -> impl Iterator<Item = &Path> {
         let address = match &self.0 {
             StorageSpec::Rbd(address) => Some(address),
-            StorageSpec::File(_) | StorageSpec::Memory(_) | StorageSpec::Nbd(_) | StorageSpec::Null(_) => None,
+            StorageSpec::File(_) | StorageSpec::Memory(_) | StorageSpec::Nbd(_) | StorageSpec::Null(_) => {
+                None
+            }
         };
         address
             .into_iter()

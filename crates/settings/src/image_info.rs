@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use image::qcow2::header::{CompressionType, EncryptionMethod, Qcow2Header, autoclear, compatible, incompatible};
+use image::qcow2::header::{
+    CompressionType, EncryptionMethod, Qcow2Header, autoclear, compatible, incompatible,
+};
 use nbd::uri::Uri;
 use serde_json::{Value, json};
 

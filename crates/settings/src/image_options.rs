@@ -23,7 +23,10 @@ use policy::time::Duration;
 use serde_json::Value;
 use storage::{CacheMode, ImageFormat, InvalidValue, StoragePart, rbd::RbdAddress};
 
-use crate::{DiskConfig, ImageLocation, KeyTable as _, Origin, ConfigWithOrigins, RuleError as _, keyval, size, suggest};
+use crate::{
+    ConfigWithOrigins, DiskConfig, ImageLocation, KeyTable as _, Origin, RuleError as _, keyval, size,
+    suggest,
+};
 
 const COMMON_KEYS: [&str; 9] = [
     "auto-read-only",
@@ -127,7 +130,7 @@ impl ImageDescription {
     }
 
     fn read(keys: BTreeMap<String, Option<String>>) -> anyhow::Result<Self> {
-        let mut keys = DriverKeys { left: keys, nodes: Vec::new() };
+        let mut keys = DriverKeys { remaining: keys, nodes: Vec::new() };
         let mut description = Self::plain(ImageLocation::null(0));
         let mut cache = CacheKeys::default();
         // Nodes consume their keys, so that the remaining ones are unknown.
@@ -204,7 +207,12 @@ impl ImageDescription {
         bail!("{prefix}: more than {MAX_NODES} stacked nodes")
     }
 
-    fn read_common(&mut self, keys: &mut DriverKeys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
+    fn read_common(
+        &mut self,
+        keys: &mut DriverKeys,
+        prefix: &str,
+        cache: &mut CacheKeys,
+    ) -> anyhow::Result<()> {
         // Any read-only node makes the whole image read-only.
         self.read_only |= keys.switch(prefix, "read-only")?.unwrap_or(false);
         self.force_share |= keys.switch(prefix, "force-share")?.unwrap_or(false);
@@ -262,7 +270,7 @@ impl ImageDescription {
                 "{prefix}backing={name}: names a node, but named nodes are not supported (leave it empty for no backing file)"
             ),
         }
-        if let Some(key) = keys.first_below(&format!("{prefix}backing.")) {
+        if let Some(key) = keys.first_with_prefix(&format!("{prefix}backing.")) {
             bail!(
                 "{key}: a backing file is opened as the image names it (remove the key, or give {prefix}backing= for none)"
             );
@@ -434,7 +442,7 @@ impl CacheKeys {
 
 /// Keys that no node has consumed yet; a value is `None` for JSON's `null`.
 struct DriverKeys {
-    left: BTreeMap<String, Option<String>>,
+    remaining: BTreeMap<String, Option<String>>,
     /// Prefix, driver and known keys of each node.
     nodes: Vec<(String, &'static str, &'static [&'static str])>,
 }
@@ -447,15 +455,15 @@ impl DriverKeys {
     }
 
     fn has(&self, prefix: &str, key: &str) -> bool {
-        self.left.contains_key(&format!("{prefix}{key}"))
+        self.remaining.contains_key(&format!("{prefix}{key}"))
     }
 
-    fn first_below(&self, prefix: &str) -> Option<&str> {
-        self.left.keys().find(|key| key.starts_with(prefix)).map(String::as_str)
+    fn first_with_prefix(&self, prefix: &str) -> Option<&str> {
+        self.remaining.keys().find(|key| key.starts_with(prefix)).map(String::as_str)
     }
 
     fn remove(&mut self, prefix: &str, key: &str) -> Option<Option<String>> {
-        self.left.remove(&format!("{prefix}{key}"))
+        self.remaining.remove(&format!("{prefix}{key}"))
     }
 
     fn text(&mut self, prefix: &str, key: &str) -> anyhow::Result<Option<String>> {
@@ -503,7 +511,7 @@ impl DriverKeys {
 
     /// Fails with the first key that no node consumed.
     fn reject_unknown(self) -> anyhow::Result<()> {
-        let Some(key) = self.left.keys().next() else { return Ok(()) };
+        let Some(key) = self.remaining.keys().next() else { return Ok(()) };
         // The innermost node whose prefix matches owns the key.
         let node = self.nodes.iter().rfind(|(prefix, ..)| key.starts_with(prefix.as_str()));
         let Some((prefix, driver, own)) = node else { bail!("{key}: is not a known key") };

@@ -15,7 +15,10 @@ fn place(text: &str) -> String {
 #[test]
 fn a_format_lies_over_a_file() {
     let image = read("driver=raw,offset=1M,size=2M,file.driver=file,file.filename=/a,,b").unwrap();
-    assert_eq!((image.format, image.image.to_spec().unwrap().as_str()), (Some(ImageFormat::Raw), "file:/a,b"));
+    assert_eq!(
+        (image.format, image.image.to_spec().unwrap().as_str()),
+        (Some(ImageFormat::Raw), "file:/a,b")
+    );
     assert_eq!(image.part, Some(StoragePart { offset: 1 << 20, size: Some(2 << 20) }));
     let image = read(
         "driver=qcow2,file.filename=a,l2-cache-size=1M,encrypt.key-secret=s,cache.direct=on,read-only=on,\

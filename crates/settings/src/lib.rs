@@ -22,9 +22,7 @@ macro_rules! sizes {
     };
 }
 
-mod socket_access;
 mod address;
-mod option_syntax;
 pub mod arguments;
 pub mod check;
 mod clients;
@@ -32,9 +30,10 @@ mod cluster;
 pub mod config;
 pub mod control;
 mod daemon;
+mod diagnostics;
 pub mod disk;
+pub mod error_keys;
 mod exports;
-mod parsed;
 mod group;
 mod groups;
 mod http;
@@ -44,34 +43,37 @@ mod image_options;
 pub mod key;
 pub mod keyval;
 pub mod log;
-pub mod error_keys;
 mod on_event;
-mod diagnostics;
+mod option_syntax;
 mod origins;
+mod parsed;
+mod parsers;
 pub mod prefetch;
-mod reservations;
 mod qcow2;
 mod recordings;
 mod remarks;
+mod reservations;
 mod sandbox;
 pub mod secret;
-mod throttle;
+mod socket_access;
 pub mod state;
 pub mod suggest;
+mod throttle;
 mod tls;
-mod parsers;
 
 use std::{fmt, ops::Deref, str::FromStr};
 
-pub use socket_access::{FileOwner, SocketAccess, socket_mode};
 pub use address::{ListenAddress, parse_unix_socket};
-pub use option_syntax::AddressedConfig;
 pub use clients::parse_tls_name;
 pub use cluster::{ClusterConfig, EtcdEndpoint, parse_cluster_name, parse_fallback_share};
-pub use daemon::{DaemonConfig, MIN_MEMORY, MAX_WORKERS};
+pub use daemon::{DaemonConfig, MAX_WORKERS, MIN_MEMORY};
+use diagnostics::Spanned;
+pub use diagnostics::{ConfigError, Diagnostics, Origin};
 pub use disk::{DiskConfig, ExportConfig};
-pub use exports::{ExportTarget, FuseConfig, NbdServerConfig, NbdDeviceConfig, NbdExportConfig, VhostUserSocket, UblkConfig, VhostUserBlkConfig};
-pub use parsed::ParsedConfig;
+pub use exports::{
+    ExportTarget, FuseConfig, NbdDeviceConfig, NbdExportConfig, NbdServerConfig, UblkConfig,
+    VhostUserBlkConfig, VhostUserSocket,
+};
 pub use group::GroupConfig;
 pub use http::{HttpConfig, parse_http_name};
 pub use image::ImageLocation;
@@ -79,18 +81,19 @@ pub use image_options::ImageDescription;
 pub use key::{ConfigKey, KeyLiteral};
 pub use log::{LogFormat, LogSettings};
 pub use on_event::EventCommand;
-use diagnostics::Spanned;
-pub use diagnostics::{Diagnostics, Origin, ConfigError};
-pub use origins::{KeyTable, ConfigWithOrigins};
+pub use option_syntax::AddressedConfig;
+pub use origins::{ConfigWithOrigins, KeyTable};
+pub use parsed::ParsedConfig;
+pub use parsers::{
+    RuleError, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser,
+    long_duration, nearest_multiples, parse, polling, seconds, size,
+};
 pub use qcow2::{Qcow2Settings, SecretSource};
 pub use recordings::RecordingConfig;
 pub use sandbox::SandboxMode;
+pub use socket_access::{FileOwner, SocketAccess, socket_mode};
 pub use throttle::ThrottleConfig;
-pub use tls::{TlsCredentialFiles, TlsConfig, TlsMode};
-pub use parsers::{
-    RuleError, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
-    polling, parse, seconds, size, nearest_multiples,
-};
+pub use tls::{TlsConfig, TlsCredentialFiles, TlsMode};
 
 /// A disk with the origins of its keys.
 pub type PlacedDisk = ConfigWithOrigins<DiskConfig>;
@@ -120,7 +123,7 @@ pub struct CheckedDisk {
     /// NBD servers that export the disk.
     pub servers: Vec<NbdServerSpec>,
     /// Exports by other protocols.
-    pub doors: Vec<ExportSpec>,
+    pub exports: Vec<ExportSpec>,
 }
 
 /// NBD server: an endpoint and its exports.
@@ -197,7 +200,7 @@ pub struct NbdExportSpec {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportSpec {
     /// Type, endpoint and settings of the export.
-    pub door: ExportTarget,
+    pub target: ExportTarget,
     /// Index in [`DesiredState::disks`].
     pub disk: usize,
 }

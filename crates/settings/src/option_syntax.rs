@@ -11,7 +11,7 @@
 use std::{fmt, path::Path};
 
 use crate::{
-    key::{ConfigKey, KeyLiteral, ValueError, KeyType},
+    key::{ConfigKey, KeyLiteral, KeyType, ValueError},
     origins::KeyTable,
 };
 

@@ -7,8 +7,8 @@ use std::{
 };
 
 use crate::{
+    diagnostics::{ConfigError, Diagnostics, Origin},
     key::{ConfigKey, ValueError},
-    diagnostics::{Diagnostics, Origin, ConfigError},
 };
 
 /// Config with a table of keys.

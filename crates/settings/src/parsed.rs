@@ -1,7 +1,7 @@
 //! The config of a daemon before rules between its parts are checked: every value is well formed
 //! and has its origin.
 
-use super::{ClusterConfig, DaemonConfig, DiskConfig, GroupConfig, ConfigWithOrigins};
+use super::{ClusterConfig, ConfigWithOrigins, DaemonConfig, DiskConfig, GroupConfig};
 
 /// Config from the command line and the config file.
 #[derive(Clone, Debug, Default)]

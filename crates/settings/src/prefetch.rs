@@ -1,12 +1,14 @@
 //! Settings of reading ahead. Names, defaults and ranges are the policy's. Numbers are kept while
 //! reading ahead is off.
 
-use policy::prefetch::{PrefetchSetting, PrefetchConfig, UnknownPrefetchMode};
+use policy::prefetch::{PrefetchConfig, PrefetchSetting, UnknownPrefetchMode};
 
 use crate::{
     RuleError,
-    key::{ChangePolicy, KeyField, KeyInput, ConfigKey, ConfigValue, KeyLiteral, TransferPolicy, KeyType, table},
     diagnostics::Diagnostics,
+    key::{
+        ChangePolicy, ConfigKey, ConfigValue, KeyField, KeyInput, KeyLiteral, KeyType, TransferPolicy, table,
+    },
     origins::ConfigWithOrigins,
 };
 
@@ -81,7 +83,11 @@ pub fn help(setting: PrefetchSetting) -> String {
 
 /// Reports a minimum window above the maximum, at the key that was given: the defaults are
 /// consistent.
-pub(crate) fn check_windows<T>(placed: &ConfigWithOrigins<T>, settings: &PrefetchConfig, mistakes: &Diagnostics) {
+pub(crate) fn check_windows<T>(
+    placed: &ConfigWithOrigins<T>,
+    settings: &PrefetchConfig,
+    mistakes: &Diagnostics,
+) {
     if let Err(invalid) = settings.validate() {
         let [min, max] = [PrefetchSetting::WindowMin, PrefetchSetting::WindowMax].map(PrefetchSetting::name);
         // If only one of both was given, the mistake is there.
@@ -129,7 +135,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::{DiskConfig, KeyTable as _, Origin, ConfigError};
+    use crate::{ConfigError, DiskConfig, KeyTable as _, Origin};
 
     fn set(numbers: &[(PrefetchSetting, &str)]) -> Result<ConfigWithOrigins<DiskConfig>, ConfigError> {
         let mut disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("disk"));
@@ -166,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_that_cross_are_both_named_at_the_place_of_the_given_one() {
+    fn crossed_windows_are_reported_at_the_given_key() {
         check(
             &[(PrefetchSetting::WindowMax, "64K")],
             "--prefetch-window-max 64K: prefetch-window-min (131072) is above prefetch-window-max (65536); \

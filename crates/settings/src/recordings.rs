@@ -4,12 +4,12 @@
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock, time::Duration};
 
 use crate::{
-    option_syntax::{AddressedConfig, read_options, write_options},
     key::{
-        KeyField, ConfigKey, ConfigValue as _, KeyLiteral,
+        ConfigKey, ConfigValue as _, KeyField, KeyLiteral,
         KeyType::{Path, Size, Text},
         table,
     },
+    option_syntax::{AddressedConfig, read_options, write_options},
     origins::KeyTable,
 };
 

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::{ExportTarget, ExportSpec, DesiredState, ThrottleConfig, throttle::DEFAULT_WEIGHT};
+use crate::{DesiredState, ExportSpec, ExportTarget, ThrottleConfig, throttle::DEFAULT_WEIGHT};
 
 /// Remark on a disk, a group, `[cluster]` or `[daemon]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,8 +43,9 @@ impl DesiredState {
             if disk.settings.watermark > 0 && disk.settings.limits.is_unlimited() {
                 add(WATERMARK_WITHOUT_LIMITS);
             }
-            let is_machines =
-                |export: &ExportSpec| export.disk == index && matches!(export.door, ExportTarget::VhostUserBlk(_));
+            let is_machines = |export: &ExportSpec| {
+                export.disk == index && matches!(export.target, ExportTarget::VhostUserBlk(_))
+            };
             if disk.handover && !self.exports.iter().any(is_machines) {
                 add(HANDOVER_WITHOUT_GUEST);
             }
@@ -56,7 +57,7 @@ impl DesiredState {
     /// Disks whose serial numbers a guest cannot distinguish from another disk's.
     fn duplicate_serials(&self) -> impl Iterator<Item = &str> {
         let mut disk_of = HashMap::new();
-        self.exports.iter().filter_map(move |ExportSpec { door, disk }| {
+        self.exports.iter().filter_map(move |ExportSpec { target: door, disk }| {
             let ExportTarget::VhostUserBlk(machine) = door else { return None };
             let name = &*self.disks[*disk].name;
             // Several exports of one disk may share its serial number.
@@ -77,7 +78,8 @@ impl DesiredState {
     }
 }
 
-const WATERMARK_WITHOUT_LIMITS: &str = "the watermark has no effect, because there are no limits to lift (set some)";
+const WATERMARK_WITHOUT_LIMITS: &str =
+    "the watermark has no effect, because there are no limits to lift (set some)";
 
 const HANDOVER_WITHOUT_GUEST: &str = "handover opens the image only for a virtual machine, and the disk is exported to none (add a vhost-user-blk export, or remove handover)";
 

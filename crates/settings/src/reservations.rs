@@ -10,10 +10,13 @@ use policy::{
     time::Instant,
 };
 
-use super::{DiskConfig, GroupConfig, KeyTable, ConfigWithOrigins, ConfigError};
+use super::{ConfigError, ConfigWithOrigins, DiskConfig, GroupConfig, KeyTable};
 
 /// Fails at the first reservation that exceeds a limit, groups before disks.
-pub(crate) fn check_reservations(groups: &[ConfigWithOrigins<GroupConfig>], disks: &[ConfigWithOrigins<DiskConfig>]) -> Result<(), ConfigError> {
+pub(crate) fn check_reservations(
+    groups: &[ConfigWithOrigins<GroupConfig>],
+    disks: &[ConfigWithOrigins<DiskConfig>],
+) -> Result<(), ConfigError> {
     let mut tree = ThrottleTree::<()>::new(Instant::from_nanos(0));
     let mut nodes = HashMap::new();
     for group in groups {
@@ -34,8 +37,13 @@ pub(crate) fn check_reservations(groups: &[ConfigWithOrigins<GroupConfig>], disk
 }
 
 /// Error of an overbooked reservation. Other errors are reported elsewhere.
-fn overbooked_error<T: KeyTable>(refused: &ThrottleError, placed: &ConfigWithOrigins<T>) -> Option<ConfigError> {
-    let ThrottleError::Overbooked(overbooked @ ReservationExceeded { unit, .. }) = refused else { return None };
+fn overbooked_error<T: KeyTable>(
+    refused: &ThrottleError,
+    placed: &ConfigWithOrigins<T>,
+) -> Option<ConfigError> {
+    let ThrottleError::Overbooked(overbooked @ ReservationExceeded { unit, .. }) = refused else {
+        return None;
+    };
     let rule = overbooked.to_string();
     let rule =
         // The origin already contains the key.

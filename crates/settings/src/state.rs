@@ -1,6 +1,6 @@
 //! weir's own state between runs: small files that are replaced atomically.
 
-mod capacity;
 pub mod atomic_file;
+mod capacity;
 
 pub use capacity::{CapacityFigures, CapacityRecord, CapacityStore};

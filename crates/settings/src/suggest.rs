@@ -26,11 +26,11 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 /// True if `word` is `candidate` without some letters, as `grp` for `group`.
 fn is_abbreviation(word: &str, candidate: &str) -> bool {
     // Two letters are contained in almost any word.
-    const SHORTEST: usize = 3;
+    const MIN_LENGTH: usize = 3;
     let mut letters = candidate.chars();
     let begins_alike = word.chars().next() == candidate.chars().next();
     let is_contained = word.chars().all(|letter| letters.any(|other| other == letter));
-    begins_alike && is_contained && word.len() >= SHORTEST && candidate.len() <= 2 * word.len()
+    begins_alike && is_contained && word.len() >= MIN_LENGTH && candidate.len() <= 2 * word.len()
 }
 
 #[cfg(test)]

@@ -3,13 +3,13 @@
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting, NodeShare},
+    throttle::{LimitKind, LimitPart, LimitSetting, Limits, MAX_VALUE, NodeShare},
     watermark::Watermark,
 };
 
 use crate::{
-    key::{ChangePolicy, KeyField, KeyInput, ConfigKey, KeyLiteral, TransferPolicy, KeyType, table},
     diagnostics::Diagnostics,
+    key::{ChangePolicy, ConfigKey, KeyField, KeyInput, KeyLiteral, KeyType, TransferPolicy, table},
     origins::ConfigWithOrigins,
 };
 
@@ -146,7 +146,8 @@ pub(crate) fn share_keys<T: 'static>(
     settings: fn(&T) -> &ThrottleConfig,
     settings_mut: fn(&mut T) -> &mut ThrottleConfig,
 ) -> Vec<ConfigKey<T>> {
-    let number = |read: fn(&mut ThrottleConfig, u64) -> Result<(), String>, write: fn(&ThrottleConfig) -> u64| {
+    let number = |read: fn(&mut ThrottleConfig, u64) -> Result<(), String>,
+                  write: fn(&ThrottleConfig) -> u64| {
         KeyField::new(
             move |config: &mut T, given| read(settings_mut(config), given.number),
             move |config| Some(KeyLiteral::Number(write(settings(config)))),
@@ -178,7 +179,11 @@ pub(crate) fn share_keys<T: 'static>(
 }
 
 /// Reports limits that break a rule together.
-pub(crate) fn check_limits<T>(placed: &ConfigWithOrigins<T>, settings: &ThrottleConfig, mistakes: &Diagnostics) {
+pub(crate) fn check_limits<T>(
+    placed: &ConfigWithOrigins<T>,
+    settings: &ThrottleConfig,
+    mistakes: &Diagnostics,
+) {
     if let Err(invalid) = settings.limits.validate() {
         mistakes.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
     }

@@ -22,11 +22,11 @@ use super::request::{RequestOp, SimulatedRequest};
 
 /// Memory limit of all backlogs of a simulation, in bytes: at least 26 million requests; about 100
 /// million of a database workload, and 1,000 million sequential ones at one instant.
-pub const MOST_BYTES: usize = 1 << 30;
+pub const MAX_BYTES: usize = 1 << 30;
 // Unit of allocation and accounting.
 const CHUNK_BYTES: usize = 4096;
 // A code is its first byte, and four numbers of at most 64 bits in groups of seven.
-const LONGEST_CODE: usize = 1 + 4 * 10;
+const MAX_CODE: usize = 1 + 4 * 10;
 
 // First byte of a code: the operation in three bits, and flags for omitted numbers.
 const OP_BITS: u8 = 0b111;
@@ -43,7 +43,7 @@ pub struct BacklogMemory(Arc<AtomicUsize>);
 impl BacklogMemory {
     /// True if [`MOST_BYTES`] are in use: the simulation must end.
     pub fn is_full(&self) -> bool {
-        self.0.load(Ordering::Relaxed) >= MOST_BYTES
+        self.0.load(Ordering::Relaxed) >= MAX_BYTES
     }
 
     #[cfg(test)]
@@ -105,7 +105,7 @@ impl Backlog {
 
     pub(super) fn push(&mut self, request: &SimulatedRequest, client: u32) {
         // A code never crosses chunks, so that `pop` can free a chunk as a whole.
-        if self.chunks.back().is_none_or(|last| last.len() + LONGEST_CODE > CHUNK_BYTES) {
+        if self.chunks.back().is_none_or(|last| last.len() + MAX_CODE > CHUNK_BYTES) {
             self.memory.take();
             self.chunks.push_back(Vec::with_capacity(CHUNK_BYTES));
         }
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_request_comes_back_as_it_was_in_its_order() {
+    fn requests_round_trip_in_order() {
         let mut random = fastrand::Rng::with_seed(7);
         let mut at_ns = 0;
         let any = |random: &mut fastrand::Rng| {
@@ -237,11 +237,16 @@ mod tests {
     }
 
     #[test]
-    fn requests_that_resemble_each_other_take_a_byte_each() {
+    fn similar_requests_take_a_byte_each() {
         let memory = BacklogMemory::default();
         let mut backlog = Backlog::new(&memory);
-        let request =
-            |number: u64| SimulatedRequest { at_ns: 5, disk: 0, op: RequestOp::Read, offset: number * 512, length: 512 };
+        let request = |number: u64| SimulatedRequest {
+            at_ns: 5,
+            disk: 0,
+            op: RequestOp::Read,
+            offset: number * 512,
+            length: 512,
+        };
         (0..1_000_000).for_each(|number| backlog.push(&request(number), 1));
         assert!(memory.bytes() < 1_020_000, "{}", memory.bytes());
         // A database workload: arrival in nanoseconds, random offsets in 1 TiB, one length.
@@ -251,7 +256,10 @@ mod tests {
         for number in 0..100_000_u64 {
             let offset = random.u64(..1 << 28) * 4096;
             let at_ns = number * 100_000 + random.u64(..100_000);
-            backlog.push(&SimulatedRequest { at_ns, disk: 0, op: RequestOp::Write, offset, length: 4096 }, u32::MAX);
+            backlog.push(
+                &SimulatedRequest { at_ns, disk: 0, op: RequestOp::Write, offset, length: 4096 },
+                u32::MAX,
+            );
         }
         assert!(memory.bytes() < 1_200_000, "{}", memory.bytes());
         drop(backlog);

@@ -116,7 +116,11 @@ impl ThrottleTimes {
         times
     }
 
-    fn find(&self, direction: Direction, judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket) -> LimitingBucket {
+    fn find(
+        &self,
+        direction: Direction,
+        judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
+    ) -> LimitingBucket {
         match *self.reach[direction.index()] {
             // Most disks have one limit for each direction: nothing to determine.
             [(level, kind)] => LimitingBucket::new(level, kind),

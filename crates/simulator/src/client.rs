@@ -7,7 +7,7 @@ use super::request::{RequestOp, SimulatedRequest};
 
 // Delay after a completion that took no time; otherwise a client would send forever at one
 // instant.
-const LEAST_NS: u64 = 10_000;
+const MIN_NS: u64 = 10_000;
 
 /// Parameters of a client.
 #[derive(Clone, Debug)]
@@ -49,7 +49,7 @@ impl ClosedLoopClient {
     }
 
     pub(super) fn answered(&self, now: u64, at_once: bool) -> Option<u64> {
-        let least_ns = if at_once { LEAST_NS } else { 0 };
+        let least_ns = if at_once { MIN_NS } else { 0 };
         let at = now.saturating_add(self.spec.think_ns.max(least_ns));
         self.is_active(at).then_some(at)
     }
@@ -117,7 +117,7 @@ struct ChainRequest {
 
 impl RequestChain {
     pub(crate) fn new(disk: usize) -> Self {
-        Self { disk, links: Vec::new(), next: 0, begins_ns: 0, least_ns: LEAST_NS, began_ns: 0 }
+        Self { disk, links: Vec::new(), next: 0, begins_ns: 0, least_ns: MIN_NS, began_ns: 0 }
     }
 
     /// Appends a request; for the first one, `think_ns` counts from the start of the recording.
@@ -131,7 +131,7 @@ impl RequestChain {
     /// A delay that is no longer than two requests exists only because the recording was cut: a
     /// client that always has a request in flight was waiting for a completion then.
     pub(crate) fn with_repetition(mut self, rest_ns: u64, longest_ns: u64, whole_ns: u64) -> Self {
-        self.least_ns = LEAST_NS.min(whole_ns / self.links.len().max(1) as u64).max(1);
+        self.least_ns = MIN_NS.min(whole_ns / self.links.len().max(1) as u64).max(1);
         let second_ns = self.links.get(1).map(|second| second.think_ns);
         if let Some(first) = self.links.first_mut() {
             self.begins_ns = first.think_ns;

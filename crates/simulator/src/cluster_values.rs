@@ -4,8 +4,8 @@
 //! have the same length.
 
 use policy::{
-    cluster::{QuotaGrant, HostReport, Term, simulated::StoreValue},
-    throttle::{Limits, LimitSetting},
+    cluster::{HostReport, QuotaGrant, Term, simulated::StoreValue},
+    throttle::{LimitSetting, Limits},
 };
 use serde_json::{Map, Value, json};
 

@@ -13,7 +13,7 @@
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 use policy::{
-    device_model::{IDLE_CREDIT_NS, SimulatedDevice, DeviceRates},
+    device_model::{DeviceRates, IDLE_CREDIT_NS, SimulatedDevice},
     time::{Instant, NANOS_PER_SECOND},
 };
 
@@ -237,7 +237,11 @@ mod tests {
         let a_second = |length| 32.0 * 1e9 / service.of(length) as f64;
         assert!((a_second(4096) / 100_000.0 - 1.0).abs() < 1e-3, "{}", a_second(4096));
         assert!((a_second(1 << 20) / 1024.0 - 1.0).abs() < 1e-3, "{}", a_second(1 << 20));
-        assert_eq!(service_from_rates(0, 0, 32), ServiceTimeSpec::default(), "nothing measured bounds nothing");
+        assert_eq!(
+            service_from_rates(0, 0, 32),
+            ServiceTimeSpec::default(),
+            "nothing measured bounds nothing"
+        );
         assert_eq!(service_from_rates(1000, 0, 1).of(1 << 20), MS, "operations alone");
     }
 }

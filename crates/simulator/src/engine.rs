@@ -23,21 +23,21 @@ use std::{
 use policy::{
     prefetch::InvalidPrefetchSettings,
     request::Direction,
-    throttle::{AdmissionResult, RequestCost, PollDecision, LimitKind, NodeId, ThrottleError, ThrottleTree},
+    throttle::{AdmissionResult, LimitKind, NodeId, PollDecision, RequestCost, ThrottleError, ThrottleTree},
     time::Instant,
 };
 
 use super::{
     backlog::{Backlog, BacklogMemory},
     bucket::{LimitingBucket, ThrottleTimes},
-    client::{RequestChain, ClosedLoopClient},
+    client::{ClosedLoopClient, RequestChain},
     flow::SimulationEvent,
     prefetch::PrefetchModel,
     request::{RequestOp, SimulatedRequest},
-    state::{TreeWithTimer, DiskState, GroupState, NEVER, SimulationState},
+    state::{DiskState, GroupState, NEVER, SimulationState, TreeWithTimer},
     tally::{QueueStatistics, RequestStatistics},
     watermark::WatermarkSampler,
-    world::{DiskSpec, DiskGroupSpec, WorldSpec},
+    world::{DiskGroupSpec, DiskSpec, WorldSpec},
 };
 
 /// Maximum number of disks in a chart: more lines cannot be distinguished.
@@ -209,7 +209,12 @@ impl SimulationEngine {
         let node = self.state.arbiters[arbiter].tree.add(parent, group.hold.limits, group.hold.share);
         let node = node.map_err(|refused| WorldError::Hold(format!("group {}", group.name), refused))?;
         self.watch.add_group(self.state.groups.len(), &group.hold, self.state.now);
-        self.state.groups.push(GroupState { arbiter, node, parent: group.parent, queue: QueueStatistics::default() });
+        self.state.groups.push(GroupState {
+            arbiter,
+            node,
+            parent: group.parent,
+            queue: QueueStatistics::default(),
+        });
         Ok(())
     }
 
@@ -252,7 +257,9 @@ impl SimulationEngine {
     pub fn add_client(&mut self, client: ClosedLoopClient) {
         let number = self.clients.len() as u32;
         for _ in 0..client.spec.depth {
-            self.state.flow.schedule(client.spec.time.start.max(self.state.now), SimulationEvent::Send(number));
+            self.state
+                .flow
+                .schedule(client.spec.time.start.max(self.state.now), SimulationEvent::Send(number));
         }
         self.clients.push(RequestSource::Client(client));
     }
@@ -453,8 +460,9 @@ impl SimulationEngine {
                     // instant.
                     let tree = &self.state.arbiters[arbiter].tree;
                     if tree.waiting(node, direction) > 0 {
-                        disk.held
-                            .begin(direction, self.state.now, |path| limit_of_direction(tree, node, direction, path, now));
+                        disk.held.begin(direction, self.state.now, |path| {
+                            limit_of_direction(tree, node, direction, path, now)
+                        });
                     }
                 }
             }
@@ -564,7 +572,9 @@ impl SimulationEngine {
                 let (tree, node, limited) =
                     (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
-                let may = |cost: &RequestCost, given_back| !limited || tree.try_admit_read_ahead(node, cost, given_back, at);
+                let may = |cost: &RequestCost, given_back| {
+                    !limited || tree.try_admit_read_ahead(node, cost, given_back, at)
+                };
                 // A prefetch must not delay requests: it uses only spare tokens.
                 ahead.read(request, now, &mut self.state.flow, may)
             }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use policy::{
     device_model::DeviceRates,
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     time::NANOS_PER_SECOND,
 };
 use proptest::prelude::*;
@@ -47,7 +47,10 @@ fn alone(disk: DiskSpec) -> WorldSpec {
     WorldSpec { disks: vec![disk], ..WorldSpec::default() }
 }
 
-fn run(world: &WorldSpec, requests: impl IntoIterator<Item = SimulatedRequest>) -> (SimulationEngine, Vec<ResultRow>) {
+fn run(
+    world: &WorldSpec,
+    requests: impl IntoIterator<Item = SimulatedRequest>,
+) -> (SimulationEngine, Vec<ResultRow>) {
     let mut engine = SimulationEngine::new(world, true).unwrap();
     requests.into_iter().for_each(|request| engine.arrive(request, &GO_ON));
     while engine.run(1000) {}
@@ -247,7 +250,8 @@ fn result_names_the_throttling_limit() {
 
 #[test]
 fn clients_wait_for_completions() {
-    let station = StationSpec { read: ServiceTimeSpec::fixed(5 * MS), parallel: Some(1), ..StationSpec::default() };
+    let station =
+        StationSpec { read: ServiceTimeSpec::fixed(5 * MS), parallel: Some(1), ..StationSpec::default() };
     let place = DevicePlacement { station: Some(0), budget: None };
     let world = WorldSpec { stations: vec![station], ..alone(DiskSpec { place, ..disk(Limits::default()) }) };
     let client = ClientSpec {
@@ -272,14 +276,15 @@ fn clients_wait_for_completions() {
 }
 
 #[test]
-fn a_sequential_reader_finds_what_was_read_ahead() {
+fn sequential_reader_hits_its_read_ahead() {
     let station = StationSpec { read: ServiceTimeSpec::fixed(MS), ..StationSpec::default() };
     let place = DevicePlacement { station: Some(0), budget: None };
     let prefetch = policy::prefetch::PrefetchConfig::default();
     let ahead = |prefetch| {
         let disk = DiskSpec { place, prefetch, size_bytes: 1 << 30, ..disk(Limits::default()) };
         let world = WorldSpec { stations: vec![station], ..alone(disk) };
-        let reads = (0..1000).map(|number| SimulatedRequest { offset: number * 4096, ..read(number * 100_000, 4096) });
+        let reads = (0..1000)
+            .map(|number| SimulatedRequest { offset: number * 4096, ..read(number * 100_000, 4096) });
         let (engine, rows) = run(&world, reads);
         let served: u64 = rows.iter().map(|row| row.completed_ns - row.admitted_ns).sum();
         (served / 1000, engine.prefetch(0))
@@ -308,7 +313,9 @@ fn watched(watermark: u8) -> WorldSpec {
 #[test]
 fn a_watermark_lifts_limits_while_the_device_has_room() {
     // 4 MiB/s of 22.
-    let writes = || (0..160).map(|number| SimulatedRequest { op: RequestOp::Write, ..read(number * 62_500_000, 1 << 18) });
+    let writes = || {
+        (0..160).map(|number| SimulatedRequest { op: RequestOp::Write, ..read(number * 62_500_000, 1 << 18) })
+    };
     let longest = |watermark| {
         let (_, rows) = run(&watched(watermark), writes());
         rows.iter().map(|row| row.admitted_ns - row.request.at_ns).max().unwrap()
@@ -321,7 +328,10 @@ fn a_watermark_lifts_limits_while_the_device_has_room() {
 fn idle_time_costs_no_samples() {
     // Overload, idleness, overload: a controller forgets its state within a second.
     let burst = |from: u64| {
-        (0..400).map(move |number| SimulatedRequest { op: RequestOp::Write, ..read(from + number * 10_000_000, 1 << 18) })
+        (0..400).map(move |number| SimulatedRequest {
+            op: RequestOp::Write,
+            ..read(from + number * 10_000_000, 1 << 18)
+        })
     };
     let second_burst = |gap_ns: u64| {
         let (engine, rows) = run(&watched(90), burst(0).chain(burst(gap_ns)));
@@ -347,7 +357,8 @@ fn crowded() -> WorldSpec {
         parent,
     };
     let member = |weight, reservation, group| {
-        let mut disk = DiskSpec { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
+        let mut disk =
+            DiskSpec { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
         disk.hold.share = policy::throttle::NodeShare::new(weight).unwrap().with_reservation(reservation, 0);
         disk
     };

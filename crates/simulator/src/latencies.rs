@@ -5,7 +5,7 @@ use hdrhistogram::Histogram;
 /// Significant digits. Each disk of a simulation has three histograms.
 pub const SIMULATED_DIGITS: u8 = 2;
 // 146 years; longer times count as this.
-const LONGEST_SIMULATED_NS: u64 = 1 << 62;
+const MAX_SIMULATED_NS: u64 = 1 << 62;
 
 /// Latencies in nanoseconds.
 pub type Latencies = Histogram<u64>;
@@ -18,5 +18,5 @@ pub fn growing() -> Latencies {
 /// Adds a latency in nanoseconds.
 #[inline]
 pub fn note(latencies: &mut Latencies, ns: u64) {
-    latencies.record(ns.min(LONGEST_SIMULATED_NS)).expect("it grows as it has to");
+    latencies.record(ns.min(MAX_SIMULATED_NS)).expect("it grows as it has to");
 }

@@ -28,14 +28,14 @@ use std::{
 };
 
 use policy::prefetch;
-pub use recording::{RequestOp, CompletedRequest};
+pub use recording::{CompletedRequest, RequestOp};
 
 use super::{
     client::RequestChain,
     device::DevicePlacement,
-    engine::{SimulationEngine, ResultRow, STEPS},
+    engine::{ResultRow, STEPS, SimulationEngine},
     tally::RequestStatistics,
-    world::{DiskSpec, DiskSettings, DiskGroupSpec, UNKNOWN_SIZE, WorldSpec},
+    world::{DiskGroupSpec, DiskSettings, DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 
 /// A group with the settings to preview.
@@ -139,7 +139,11 @@ pub fn replay(
     let world = WorldSpec {
         groups: groups
             .iter()
-            .map(|group| DiskGroupSpec { name: group.name.clone(), hold: group.settings, parent: group.parent })
+            .map(|group| DiskGroupSpec {
+                name: group.name.clone(),
+                hold: group.settings,
+                parent: group.parent,
+            })
             .collect(),
         disks: disks.iter().map(disk).collect(),
         ..WorldSpec::default()
@@ -265,7 +269,11 @@ fn chains(disk: usize, past: &[CompletedRequest], begin_ns: u64, end_ns: u64) ->
         // The latest completion is the most probable cause of this request. Without one, another
         // request must have been in flight: a new chain.
         let place = answered.pop().unwrap_or_else(|| {
-            chains.push(ReconstructedChain { chain: RequestChain::new(disk), free_ns: begin_ns, longest_ns: 0 });
+            chains.push(ReconstructedChain {
+                chain: RequestChain::new(disk),
+                free_ns: begin_ns,
+                longest_ns: 0,
+            });
             chains.len() - 1
         });
         let ReconstructedChain { chain, free_ns, longest_ns } = &mut chains[place];
@@ -284,10 +292,10 @@ fn chains(disk: usize, past: &[CompletedRequest], begin_ns: u64, end_ns: u64) ->
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{RateLimit, LimitKind, Limits};
+    use policy::throttle::{LimitKind, Limits, RateLimit};
 
     use super::*;
-    use crate::client::{ClosedLoopClient, ClientSpec};
+    use crate::client::{ClientSpec, ClosedLoopClient};
 
     const MS: u64 = 1_000_000;
     const SECOND: u64 = 1000 * MS;
@@ -314,19 +322,27 @@ mod tests {
         let mut world = WorldSpec {
             groups: groups
                 .iter()
-                .map(|group| DiskGroupSpec { name: group.name.clone(), hold: group.settings, parent: group.parent })
+                .map(|group| DiskGroupSpec {
+                    name: group.name.clone(),
+                    hold: group.settings,
+                    parent: group.parent,
+                })
                 .collect(),
             ..WorldSpec::default()
         };
         for (settings, group) in disks {
-            let then = PreviewDisk { name: String::new(), settings: *settings, group: *group, past: Vec::new() };
+            let then =
+                PreviewDisk { name: String::new(), settings: *settings, group: *group, past: Vec::new() };
             let service = crate::device::ServiceTimeSpec::fixed(MS / 5);
             let station = world.add_station(crate::device::StationSpec {
                 read: service,
                 write: service,
                 ..Default::default()
             });
-            world.disks.push(DiskSpec { place: DevicePlacement { station: Some(station), budget: None }, ..disk(&then) });
+            world.disks.push(DiskSpec {
+                place: DevicePlacement { station: Some(station), budget: None },
+                ..disk(&then)
+            });
         }
         let mut engine = SimulationEngine::new(&world, true).unwrap();
         for &(disk, depth, length) in clients {

@@ -10,16 +10,16 @@ const INTERVALS: usize = 1024;
 const FIRST_BITS: u32 = 20;
 // Mean number of events in an interval whose rate is shown: a steady rate then appears steady
 // within a twentieth.
-const LEAST_EVENTS: u64 = 25;
+const MIN_EVENTS: u64 = 25;
 // With fewer intervals a chart shows no course over time, so this precedes `LEAST_EVENTS`.
-const LEAST_INTERVALS: usize = 12;
+const MIN_INTERVALS: usize = 12;
 
 /// A value over time, in intervals of equal length that double as needed.
 #[derive(Clone, Debug, PartialEq)]
-pub struct OverTime {
+pub struct TimeSeries {
     bits: u32,
     values: Vec<u64>,
-    joins: JoinRule,
+    join_rule: JoinRule,
     /// Current level of a series of peaks; 0 for sums.
     level: u64,
     /// Time of the last note, in nanoseconds.
@@ -42,16 +42,16 @@ impl JoinRule {
     }
 }
 
-impl OverTime {
+impl TimeSeries {
     /// Series of the sum of the values in each interval.
     pub fn sums() -> Self {
         let values = Vec::with_capacity(INTERVALS);
-        Self { bits: FIRST_BITS, values, joins: JoinRule::Sum, level: 0, last_ns: 0 }
+        Self { bits: FIRST_BITS, values, join_rule: JoinRule::Sum, level: 0, last_ns: 0 }
     }
 
     /// Series of the highest level in each interval.
     pub(crate) fn peaks() -> Self {
-        Self { joins: JoinRule::Peak, ..Self::sums() }
+        Self { join_rule: JoinRule::Peak, ..Self::sums() }
     }
 
     /// Records a level that lasts until the next one; for [`peaks`](Self::peaks).
@@ -63,7 +63,7 @@ impl OverTime {
     /// Adds a value at a time in nanoseconds.
     pub fn note(&mut self, at: u64, value: u64) {
         let interval = self.interval(at);
-        self.values[interval] = self.joins.join(self.values[interval], value);
+        self.values[interval] = self.join_rule.join(self.values[interval], value);
     }
 
     /// Adds the nanoseconds of a period to the intervals that it covers.
@@ -75,7 +75,7 @@ impl OverTime {
             let begins_ns = (interval as u64) << self.bits;
             let ends_ns = begins_ns.saturating_add(1 << self.bits);
             let inside_ns = to_ns.min(ends_ns) - from_ns.max(begins_ns);
-            self.values[interval] = self.joins.join(self.values[interval], inside_ns);
+            self.values[interval] = self.join_rule.join(self.values[interval], inside_ns);
         }
     }
 
@@ -90,7 +90,7 @@ impl OverTime {
         }
         self.values.resize(self.values.len().max(other.values.len()), 0);
         for (ours, theirs) in self.values.iter_mut().zip(&other.values) {
-            *ours = self.joins.join(*ours, *theirs);
+            *ours = self.join_rule.join(*ours, *theirs);
         }
         self.last_ns = self.last_ns.max(other.last_ns);
     }
@@ -117,7 +117,7 @@ impl OverTime {
     }
 
     fn halve(&mut self) {
-        let joins = self.joins;
+        let joins = self.join_rule;
         let pairs = self.values.chunks(2).map(|pair| pair.iter().copied().fold(0, |a, b| joins.join(a, b)));
         let halved: Vec<u64> = pairs.collect();
         self.values.clear();
@@ -131,7 +131,7 @@ impl OverTime {
     }
 
     /// The series with at most `most` intervals.
-    pub fn within(&self, most: usize) -> Self {
+    pub fn with_at_most(&self, most: usize) -> Self {
         let mut series = self.clone();
         while series.values.len() > most {
             series.halve();
@@ -148,11 +148,11 @@ impl OverTime {
 
     /// The series with at most `most` intervals, joined until each has enough events for a rate;
     /// `counts` is the number of events.
-    pub fn steady(&self, counts: &Self, most: usize) -> Self {
-        let mut counts = counts.within(most);
+    pub fn joined_for_rates(&self, counts: &Self, most: usize) -> Self {
+        let mut counts = counts.with_at_most(most);
         let events: u64 = counts.values.iter().sum();
-        while counts.values.len() >= 2 * LEAST_INTERVALS
-            && events < LEAST_EVENTS.saturating_mul(counts.values.len() as u64)
+        while counts.values.len() >= 2 * MIN_INTERVALS
+            && events < MIN_EVENTS.saturating_mul(counts.values.len() as u64)
         {
             counts.halve();
         }
@@ -183,7 +183,7 @@ impl OverTime {
 
 /// Latencies over time, in intervals like those of [`OverTime`], with a precision of a sixteenth.
 #[derive(Clone, Debug)]
-pub struct LatencyOverTime {
+pub struct LatencySeries {
     bits: u32,
     /// Histogram of latencies of each interval.
     intervals: Vec<Vec<u32>>,
@@ -195,15 +195,15 @@ const LATENCY_INTERVALS: usize = 128;
 const STEP_BITS: u32 = 4;
 const STEPS: usize = (65 - STEP_BITS as usize) << STEP_BITS;
 // Mean number of requests in an interval whose p99 is shown.
-const LEAST_LATENCIES: u64 = 50;
+const MIN_LATENCIES: u64 = 50;
 
-impl Default for LatencyOverTime {
+impl Default for LatencySeries {
     fn default() -> Self {
         Self { bits: FIRST_BITS, intervals: Vec::new() }
     }
 }
 
-impl LatencyOverTime {
+impl LatencySeries {
     /// Adds a latency at a time; both in nanoseconds.
     pub fn note(&mut self, at: u64, ns: u64) {
         // The length of an interval is a power of two, so that joining pairs keeps all counts.
@@ -247,8 +247,8 @@ impl LatencyOverTime {
         let mut series = self.clone();
         let count = |counts: &Vec<u32>| counts.iter().map(|count| u64::from(*count)).sum::<u64>();
         let all: u64 = series.intervals.iter().map(count).sum();
-        while series.intervals.len() >= 2 * LEAST_INTERVALS
-            && all < LEAST_LATENCIES.saturating_mul(series.intervals.len() as u64)
+        while series.intervals.len() >= 2 * MIN_INTERVALS
+            && all < MIN_LATENCIES.saturating_mul(series.intervals.len() as u64)
         {
             series.halve();
         }
@@ -294,21 +294,21 @@ mod tests {
 
     #[test]
     fn a_series_of_any_length_keeps_its_sum() {
-        let mut series = OverTime::sums();
+        let mut series = TimeSeries::sums();
         (0..100_000).for_each(|number| series.note(number * S, 1));
-        let series = series.within(100);
+        let series = series.with_at_most(100);
         let points: Vec<_> = series.points().collect();
         assert!(points.len() <= 100 && points.len() >= 50, "{}", points.len());
         assert_eq!(points.iter().map(|(_, value)| value).sum::<u64>(), 100_000);
         assert!(points.iter().skip(1).all(|(at, _)| *at > series.interval_s()));
-        let mut peaks = OverTime::peaks();
+        let mut peaks = TimeSeries::peaks();
         (0..5000).for_each(|number| peaks.note(number * S, number % 7));
-        assert!(peaks.within(10).points().all(|(_, value)| value == 6));
+        assert!(peaks.with_at_most(10).points().all(|(_, value)| value == 6));
     }
 
     #[test]
     fn level_lasts_until_the_next() {
-        let mut waiting = OverTime::peaks();
+        let mut waiting = TimeSeries::peaks();
         for (at, level) in [(0, 2300), (5, 2299), (9, 0), (12, 1), (14, 1)] {
             waiting.set_level(at << FIRST_BITS, level);
         }
@@ -320,12 +320,12 @@ mod tests {
     }
 
     #[test]
-    fn a_steady_rate_is_drawn_steady_however_low_it_is() {
+    fn constant_rate_has_a_flat_series() {
         for (iops, seconds) in [(15, 60), (2, 600), (10_000, 3)] {
-            let mut done = OverTime::sums();
+            let mut done = TimeSeries::sums();
             (0..iops * seconds).for_each(|number| done.note(number * S / iops, 1));
-            let rates = done.steady(&done, 512).rates();
-            assert!(rates.len() >= LEAST_INTERVALS, "{} points", rates.len());
+            let rates = done.joined_for_rates(&done, 512).rates();
+            assert!(rates.len() >= MIN_INTERVALS, "{} points", rates.len());
             for (at, rate) in &rates {
                 let times = rate / iops as f64;
                 assert!((0.9..1.1).contains(&times), "{iops} a second: {rate} at {at}");
@@ -334,8 +334,8 @@ mod tests {
     }
 
     #[test]
-    fn a_stretch_is_divided_over_its_intervals() {
-        let mut waited = OverTime::sums();
+    fn span_is_divided_over_its_intervals() {
+        let mut waited = TimeSeries::sums();
         let interval = 1 << FIRST_BITS;
         waited.add_span(interval / 2, 3 * interval);
         waited.add_span(5, 5);
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_latency_is_known_within_a_sixteenth() {
+    fn latency_is_accurate_to_a_sixteenth() {
         let mut last = 0;
         for ns in
             (0..64).flat_map(|bit| [1_u64 << bit, (1_u64 << bit) | (1_u64 << bit >> 1)]).chain([u64::MAX])
@@ -363,8 +363,8 @@ mod tests {
     }
 
     #[test]
-    fn latencies_are_drawn_where_they_were() {
-        let mut latency = LatencyOverTime::default();
+    fn slow_requests_show_only_in_their_intervals() {
+        let mut latency = LatencySeries::default();
         for number in 0..60_000_u64 {
             let is_slow = number >= 30_000 && number % 20 == 0;
             latency.note(number * S / 1000, if is_slow { 80_000_000 } else { 1_000_000 });
@@ -382,12 +382,12 @@ mod tests {
 
     #[test]
     fn several_series_are_added() {
-        let (mut one, mut other) = (OverTime::sums(), OverTime::sums());
+        let (mut one, mut other) = (TimeSeries::sums(), TimeSeries::sums());
         (0..4000).for_each(|number| one.note(number << 20, 1));
         (0..100).for_each(|number| other.note(number << 20, 2));
         other.add(&one);
         assert_eq!(other.points().map(|(_, value)| value).sum::<u64>(), 4200);
-        one.add(&OverTime::sums());
+        one.add(&TimeSeries::sums());
         assert_eq!(one.points().map(|(_, value)| value).sum::<u64>(), 4000);
     }
 }

@@ -11,7 +11,10 @@
 //! The twin of block's `layer/prefetch`, without data: a chunk is the time of its arrival.
 
 use policy::{
-    prefetch::{PrefetchCache, CachedRange, Fetch, FetchId, CacheLookup, InvalidPrefetchSettings, PrefetchMode, CachePart, PrefetchStats, WriteId},
+    prefetch::{
+        CacheLookup, CachePart, CachedRange, Fetch, FetchId, InvalidPrefetchSettings, PrefetchCache,
+        PrefetchMode, PrefetchStats, WriteId,
+    },
     throttle::{RequestCost, SpareRefund},
     time::Instant,
 };
@@ -83,7 +86,8 @@ impl PrefetchModel {
                 };
                 for fetch in self.cache.begin(&ahead, range, at, make) {
                     let Fetch { id, range, token } = fetch;
-                    let arrives = flow.devices.begin(self.place, RequestOp::Read, range.end - range.start, now);
+                    let arrives =
+                        flow.devices.begin(self.place, RequestOp::Read, range.end - range.start, now);
                     self.chunks[token as usize] = arrives;
                     flow.schedule(arrives, SimulationEvent::Chunk(disk, id));
                 }

@@ -5,7 +5,7 @@
 
 use crate::{
     latencies::{self, Latencies},
-    over_time::OverTime,
+    over_time::TimeSeries,
 };
 
 /// Waiting requests of a disk or group.
@@ -70,11 +70,11 @@ pub struct RequestStatistics {
 #[derive(Clone, Debug)]
 pub struct DiskChart {
     /// Completed requests.
-    pub done: OverTime,
+    pub done: TimeSeries,
     /// Bytes of completed requests.
-    pub done_bytes: OverTime,
+    pub done_bytes: TimeSeries,
     /// Number of waiting requests.
-    pub waiting: OverTime,
+    pub waiting: TimeSeries,
 }
 
 impl Default for RequestStatistics {
@@ -86,8 +86,8 @@ impl Default for RequestStatistics {
 
 impl RequestStatistics {
     pub(crate) fn drawn() -> Self {
-        let [done, done_bytes] = [(); 2].map(|()| OverTime::sums());
-        let drawn = DiskChart { done, done_bytes, waiting: OverTime::peaks() };
+        let [done, done_bytes] = [(); 2].map(|()| TimeSeries::sums());
+        let drawn = DiskChart { done, done_bytes, waiting: TimeSeries::peaks() };
         Self { drawn: Some(Box::new(drawn)), ..Self::default() }
     }
 

@@ -8,33 +8,33 @@
 use policy::{
     throttle::{AdmissionCounters, Enforcement, Limits, NodeId},
     time::{Duration, Instant},
-    watermark::{DeviceConsumption, WatermarkController, UtilizationSample, GroupConsumption, Watermark},
+    watermark::{DeviceConsumption, GroupConsumption, UtilizationSample, Watermark, WatermarkController},
 };
 
 use super::{
     device::DevicePlacement,
     flow::{EventQueue, SimulationEvent},
     state::SimulationState,
-    world::{DiskSpec, DiskSettings},
+    world::{DiskSettings, DiskSpec},
 };
 
 // The same as in the daemon.
 const INTERVAL_NS: u64 = 50_000_000;
 // 10 s: a controller's memory of utilization, smoothed over 150 ms, is then below its resolution.
-const IDLE_LOOKS: u32 = 200;
+const MAX_IDLE_SAMPLES: u32 = 200;
 
 #[derive(Debug, Default)]
 pub(super) struct WatermarkSampler {
     targets: Vec<WatermarkTarget>,
     devices: Vec<SampledDevice>,
-    awake: bool,
+    is_sampling: bool,
     /// Number of consecutive samples without any work.
-    idle_looks: u32,
+    idle_samples: u32,
 }
 
 #[derive(Debug)]
 struct WatermarkTarget {
-    who: TargetOwner,
+    owner: TargetOwner,
     limits: Limits,
     watermark: Watermark,
     /// Indices in [`WatermarkSampler::devices`].
@@ -71,9 +71,10 @@ impl WatermarkSampler {
         }
         let Some(place) = disk.watched else { return };
         let groups = std::iter::successors(disk.group, |&group| state.groups[group].parent);
-        let all: Vec<TargetOwner> = groups.map(TargetOwner::Group).chain([TargetOwner::Disk(index)]).collect();
+        let all: Vec<TargetOwner> =
+            groups.map(TargetOwner::Group).chain([TargetOwner::Disk(index)]).collect();
         for who in all {
-            let Some(target) = self.targets.iter_mut().find(|target| target.who == who) else { continue };
+            let Some(target) = self.targets.iter_mut().find(|target| target.owner == who) else { continue };
             let known = self.devices.iter().position(|device| device.place == place);
             let device = known.unwrap_or_else(|| {
                 self.devices.push(SampledDevice::new(place, state));
@@ -90,7 +91,7 @@ impl WatermarkSampler {
         if hold.watermark != Watermark::ALWAYS {
             let DiskSettings { limits, watermark, .. } = *hold;
             self.targets.push(WatermarkTarget {
-                who,
+                owner: who,
                 limits,
                 watermark,
                 devices: Vec::new(),
@@ -102,7 +103,7 @@ impl WatermarkSampler {
 
     pub(super) fn begin(&mut self, flow: &mut EventQueue) {
         if !self.devices.is_empty() {
-            self.awake = true;
+            self.is_sampling = true;
             flow.schedule(0, SimulationEvent::Watch);
         }
     }
@@ -111,15 +112,15 @@ impl WatermarkSampler {
     /// interval.
     pub(super) fn is_due(&mut self) -> bool {
         // Any request ends the idle period, also while samples are still being taken.
-        self.idle_looks = 0;
-        !self.awake && !self.devices.is_empty()
+        self.idle_samples = 0;
+        !self.is_sampling && !self.devices.is_empty()
     }
 
     /// Schedules the next sample if anything may change until then.
     pub(super) fn schedule_next(&mut self, flow: &mut EventQueue, now: u64) {
         let next = last_sample(now).checked_add(INTERVAL_NS);
-        self.awake = self.idle_looks < IDLE_LOOKS && next.is_some();
-        if let (true, Some(next)) = (self.awake, next) {
+        self.is_sampling = self.idle_samples < MAX_IDLE_SAMPLES && next.is_some();
+        if let (true, Some(next)) = (self.is_sampling, next) {
             flow.schedule(next, SimulationEvent::Watch);
         }
     }
@@ -128,7 +129,8 @@ impl WatermarkSampler {
     pub(super) fn sample(&mut self, state: &mut SimulationState) -> Vec<usize> {
         let at = last_sample(state.now);
         let mut idle = state.flow.is_idle();
-        let mut consumed: Vec<DeviceConsumption> = self.devices.iter().map(|_| DeviceConsumption::default()).collect();
+        let mut consumed: Vec<DeviceConsumption> =
+            self.devices.iter().map(|_| DeviceConsumption::default()).collect();
         for target in &mut self.targets {
             // First all targets, because several may share a device: its sample needs their sum.
             let Some(taken) = target.utilization_since_last_sample(state, at) else { continue };
@@ -140,7 +142,7 @@ impl WatermarkSampler {
             idle &= !observed.observe(state.worked_ns(observed.place), at, &consumed);
         }
         // Idle if no device worked and no other event is pending.
-        self.idle_looks = if idle { self.idle_looks + 1 } else { 0 };
+        self.idle_samples = if idle { self.idle_samples + 1 } else { 0 };
         let Self { targets, devices, .. } = self;
         targets.iter_mut().filter_map(|target| target.decide(devices, state)).collect()
     }
@@ -194,15 +196,19 @@ impl WatermarkTarget {
             return None;
         }
         self.enforcement = enforcement;
-        let (arbiter, node) = self.who.place(state);
+        let (arbiter, node) = self.owner.place(state);
         let now = Instant::from_nanos(state.now);
         state.arbiters[arbiter].tree.enforce(node, enforcement, now);
         Some(arbiter)
     }
 
     /// Work that passed since the last sample, compared with the limits; `None` if no time passed.
-    fn utilization_since_last_sample(&mut self, state: &SimulationState, at: u64) -> Option<GroupConsumption> {
-        let (arbiter, node) = self.who.place(state);
+    fn utilization_since_last_sample(
+        &mut self,
+        state: &SimulationState,
+        at: u64,
+    ) -> Option<GroupConsumption> {
+        let (arbiter, node) = self.owner.place(state);
         let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));
         let passed = [stats.reads, stats.writes];
         let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));

@@ -160,7 +160,11 @@ impl<D: AlignedDevice> Align<D> {
         let alignment = device.alignment();
         assert!(alignment.offset.is_power_of_two() && alignment.memory.is_power_of_two());
         Self {
-            shared: Arc::new(AlignShared { device, locks: RangeLocks::default(), flushes: Flushes::default() }),
+            shared: Arc::new(AlignShared {
+                device,
+                locks: RangeLocks::default(),
+                flushes: Flushes::default(),
+            }),
             alignment,
         }
     }
@@ -186,7 +190,7 @@ impl<D: AlignedDevice> Align<D> {
     /// See [`Storage::resize`](super::Storage::resize).
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         if size_bytes != self.size_bytes() {
-            resize::check(size_bytes, self.device().size_multiple())?;
+            resize::check_size(size_bytes, self.device().size_multiple())?;
         }
         // Runs to its end even if the caller is cancelled: the device may change the size late, and
         // writes are excluded until then.

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_fails_what_it_names_and_nothing_else() {
+    fn rule_fails_only_matching_requests() {
         sim::run(1, async {
             let fault = faulty(&["kind=read,offset=1M-2M,error=ENOSPC,count=2"]);
             assert_eq!(read(&fault, 0).await, Ok(()));

@@ -43,7 +43,7 @@ use std::{
 pub(super) use self::open::{FileOptions, KINDS, not_an_image, open};
 pub use self::{
     cache_mode::CacheMode,
-    passed::{PassedFiles, PassedFile},
+    passed::{PassedFile, PassedFiles},
 };
 use isolation::FileIsolation;
 use space::SpaceCount;
@@ -51,19 +51,18 @@ use sync::Syncs;
 
 use super::{
     BlockSize, Durability, Extent, FileStamp, ZeroOptions,
-    align::{Alignment, AlignedDevice, ZeroCopyDevice},
+    align::{AlignedDevice, Alignment, ZeroCopyDevice},
     lock,
     open_error::OpenError,
     resize::{ResizeError, SECTOR},
 };
 use reactor::{
     buffer::{IoBuffer, Segment, Segments},
-    debug_assert_may_block,
+    coarse_now, debug_assert_may_block,
     error::{Error, Result},
     guest::GuestBytes,
-    operation::{self, CloseHook, Fd, MAX_SEGMENTS},
-    coarse_now,
     log_rate_limit::LogRateLimit,
+    operation::{self, CloseHook, Fd, MAX_SEGMENTS},
     ublk::RegisteredData,
     yield_now,
 };

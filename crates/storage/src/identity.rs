@@ -3,7 +3,7 @@
 //!
 //! Never opens or locks anything. Delay, rate and fault wrappers are not part of the identity.
 
-use super::{CacheMode, StoragePart, Storage, rbd::RbdStorage};
+use super::{CacheMode, Storage, StoragePart, rbd::RbdStorage};
 
 /// Identity of a storage. Two storages with equal identities read and write the same bytes in the
 /// same way.

@@ -49,12 +49,12 @@ mod spec;
 mod wrapped;
 
 pub use file::FileIdentity;
-pub use file::{CacheMode, FileStorage, PassedFiles, PassedFile};
+pub use file::{CacheMode, FileStorage, PassedFile, PassedFiles};
 pub use identity::StorageIdentity;
 pub use invalid_value::InvalidValue;
 pub use lock::find_user;
 pub use open::{OpenOptions, open_storage, probe_anywhere};
-pub use open::{open_async, open_bottom, add_wrappers};
+pub use open::{add_wrappers, open_async, open_bottom};
 pub use open_error::OpenError;
 pub use options::InvalidOption;
 pub use own_mounts::OwnMount;
@@ -358,7 +358,10 @@ impl Storage {
         match self {
             Self::Rbd(image) => image.device().writes_through(),
             Self::Wrapped(wrapped) => wrapped.inner().writes_through(),
-            _ => self.bottom_file().is_some_and(FileStorage::writes_through) || self.bottom_nbd().is_some_and(NbdStorage::writes_through),
+            _ => {
+                self.bottom_file().is_some_and(FileStorage::writes_through)
+                    || self.bottom_nbd().is_some_and(NbdStorage::writes_through)
+            }
         }
     }
 
@@ -390,7 +393,9 @@ impl Storage {
     /// Age of the oldest request in flight, for RBD and NBD. It grows while the cluster or the
     /// server does not answer.
     pub fn oldest_request(&self) -> Option<Duration> {
-        self.bottom_rbd().and_then(RbdStorage::oldest_request).or_else(|| self.bottom_nbd().and_then(NbdStorage::oldest_request_age))
+        self.bottom_rbd()
+            .and_then(RbdStorage::oldest_request)
+            .or_else(|| self.bottom_nbd().and_then(NbdStorage::oldest_request_age))
     }
 
     /// Notification (`ResizeNotifier`) that another client may have resized the image; the reaction
@@ -435,13 +440,15 @@ impl Storage {
 
     /// True if the page cache has lost writes. Flushes fail from then on.
     pub fn has_lost_writes(&self) -> bool {
-        self.bottom_file().is_some_and(FileStorage::has_lost_writes) || self.bottom_nbd().is_some_and(NbdStorage::has_lost_writes)
+        self.bottom_file().is_some_and(FileStorage::has_lost_writes)
+            || self.bottom_nbd().is_some_and(NbdStorage::has_lost_writes)
     }
 
     /// True if other processes may write to it: it was opened despite another writer, or the file
     /// system has no locks.
     pub fn has_other_writers(&self) -> bool {
-        self.bottom_file().is_some_and(|file| !file.is_protected()) || self.bottom_nbd().is_some_and(NbdStorage::is_shared)
+        self.bottom_file().is_some_and(|file| !file.is_protected())
+            || self.bottom_nbd().is_some_and(NbdStorage::is_shared)
     }
 
     /// See [`OpenOptions::handover`].
@@ -465,7 +472,8 @@ impl Storage {
 
     /// True if operations may be in flight in the kernel, including abandoned ones.
     pub fn is_busy(&self) -> bool {
-        self.bottom_file().is_some_and(FileStorage::is_busy) || self.bottom_rbd().and_then(RbdStorage::oldest_request).is_some()
+        self.bottom_file().is_some_and(FileStorage::is_busy)
+            || self.bottom_rbd().and_then(RbdStorage::oldest_request).is_some()
     }
 
     /// Descriptors to pass to the new process of an upgrade; `None` if the bottom is not a file, or

@@ -161,8 +161,11 @@ pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: LockMode) -> Resu
 }
 
 fn place_locks(file: BorrowedFd<'_>, name: &str, wanted: LockMode) -> Result<bool, Conflict> {
-    let bytes =
-        wanted.used_permissions().iter().map(|n| USED_BASE + n).chain(wanted.denied_permissions().iter().map(|n| DENIED_BASE + n));
+    let bytes = wanted
+        .used_permissions()
+        .iter()
+        .map(|n| USED_BASE + n)
+        .chain(wanted.denied_permissions().iter().map(|n| DENIED_BASE + n));
     // Place all before looking for conflicts: see the module's comment.
     for byte in bytes {
         match place_lock(file, byte) {
@@ -220,14 +223,17 @@ pub fn find_user(path: &Path, read_only: bool) -> Option<OpenError> {
 /// locked (observed on a busy machine).
 pub(super) fn release(file: impl AsFd) {
     debug_assert_may_block();
-    let all = libc::flock { l_len: DENIED_BASE + RESIZE + 1 - USED_BASE, ..request(libc::F_UNLCK, USED_BASE) };
+    let all =
+        libc::flock { l_len: DENIED_BASE + RESIZE + 1 - USED_BASE, ..request(libc::F_UNLCK, USED_BASE) };
     // Fails only if the file system has no locks; then there is nothing to release.
     let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));
 }
 
 fn remedy(wanted: LockMode, permission: i64) -> &'static str {
     match wanted {
-        LockMode::Write if permission == WRITE => "stop it, or serve the image with --read-only --force-share",
+        LockMode::Write if permission == WRITE => {
+            "stop it, or serve the image with --read-only --force-share"
+        }
         LockMode::Read => "stop it, or read what it writes with --force-share",
         LockMode::Write | LockMode::ReadShared => "stop it",
     }

@@ -202,7 +202,7 @@ impl MemoryStorage {
     }
 
     pub(super) fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        resize::check(size_bytes, 1)?;
+        resize::check_size(size_bytes, 1)?;
         if size_bytes > Self::MAX_SIZE_BYTES {
             return Err(ResizeError::TooLarge { largest: Self::MAX_SIZE_BYTES });
         }
@@ -572,7 +572,8 @@ mod tests {
                     // Directly to the pages, as a write that was checked before the shrink.
                     let mut random = fastrand::Rng::with_seed(thread);
                     for _ in 0..20_000 {
-                        let piece = PagePiece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };
+                        let piece =
+                            PagePiece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };
                         let _ = memory.modify_page(&piece, |bytes| bytes.fill(1));
                     }
                 });

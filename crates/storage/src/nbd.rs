@@ -23,23 +23,23 @@
 //! A request's time has no bound, as with a disk; `status` shows the age of the oldest one. The
 //! protocol itself is in [`nbd`].
 
-mod operation;
 mod connection;
 mod link;
 mod open;
+mod operation;
 mod unflushed;
 
 use std::sync::Arc;
 
 pub use self::link::NbdLinkStatus;
 pub(super) use self::open::open;
-pub use self::open::{ResolvedServerCache, NbdOptions, SimulatedDialer, simulated};
+pub use self::open::{NbdOptions, ResolvedServerCache, SimulatedDialer, simulated};
 use policy::time::Duration;
 
-use self::{operation::NbdOperation, link::NbdLink, unflushed::NbdChange};
+use self::{link::NbdLink, operation::NbdOperation, unflushed::NbdChange};
 use super::{
     BlockSize, CacheMode, Durability, Extent, MAX_EXTENTS, PassedFiles, ZeroOptions,
-    align::{Alignment, AlignedDevice},
+    align::{AlignedDevice, Alignment},
     push_extent,
     resize::ResizeError,
 };
@@ -164,7 +164,7 @@ impl AlignedDevice for NbdStorage {
         let link = Arc::clone(&self.link);
         spawn_detached(async move { link.reopen().await }).await.unwrap_or(Err(Error::SHUTDOWN))?;
         let now = self.size_bytes();
-        if now == size_bytes { Ok(()) } else { Err(ResizeError::Remote { size_bytes: now }) }
+        if now == size_bytes { Ok(()) } else { Err(ResizeError::NbdExport { size_bytes: now }) }
     }
 
     fn description(&self) -> String {

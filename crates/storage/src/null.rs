@@ -31,7 +31,7 @@ impl NullStorage {
     }
 
     pub(super) fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        resize::check(size_bytes, 1)?;
+        resize::check_size(size_bytes, 1)?;
         self.size_bytes.store(size_bytes, Relaxed);
         Ok(())
     }

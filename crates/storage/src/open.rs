@@ -8,12 +8,13 @@ use std::{path::Path, sync::Arc};
 use policy::time::Duration;
 
 use super::{
-    CacheMode, ImageFormat, MemoryStorage, NullStorage, OpenError, StoragePart, PassedFiles, Root, StorageSpec, Storage,
+    CacheMode, ImageFormat, MemoryStorage, NullStorage, OpenError, PassedFiles, Root, Storage, StoragePart,
+    StorageSpec,
     align::Align,
     delay::DelayOptions,
     fault::FaultRule,
     file::{self, FileOptions},
-    nbd::{ResolvedServerCache, NbdOptions},
+    nbd::{NbdOptions, ResolvedServerCache},
     probe::{Probed, probe_beginning, probe_file},
     rate::{RateBudgets, RateOptions},
     rbd,

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_without_a_size_goes_to_the_end() {
+    fn part_without_a_size_extends_to_the_end() {
         sim::run(1, async {
             let part = Storage::memory(4096).part(StoragePart { offset: 1024, size: None });
             assert_eq!(part.size_bytes(), 3072);

@@ -219,7 +219,11 @@ fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usi
 ///
 /// # Errors
 /// No format was given, and the image looks neither raw nor like qcow2.
-pub fn check_format(explicit: Option<ImageFormat>, probed: Probed, name: &str) -> Result<ImageFormat, OpenError> {
+pub fn check_format(
+    explicit: Option<ImageFormat>,
+    probed: Probed,
+    name: &str,
+) -> Result<ImageFormat, OpenError> {
     match (explicit, probed) {
         (Some(format), _) => Ok(format),
         (None, Probed::Raw | Probed::Archive(_)) => Ok(ImageFormat::Raw),

@@ -31,15 +31,15 @@
 
 mod address;
 mod backend;
-mod resize_notifier;
 #[cfg(test)]
 mod fake;
-mod slots;
 #[allow(unsafe_code)]
 mod librbd;
+mod ownership;
+mod resize_notifier;
+mod slots;
 #[cfg(test)]
 mod tests;
-mod ownership;
 
 use std::{
     future::Future,
@@ -60,12 +60,12 @@ pub use self::librbd::{abandon_closing, is_loaded, load, remedy, wait_for_closin
 pub use self::{address::RbdAddress, resize_notifier::ResizeNotifier};
 use self::{
     backend::{RbdBackend, ResumeOutcome},
-    slots::RbdRequestSlots,
     ownership::ImageOwnership,
+    slots::RbdRequestSlots,
 };
 use super::{
     BlockSize, CacheMode, Durability, Extent, MAX_EXTENTS, OpenError, PassedFiles, RangeLocks, ZeroOptions,
-    align::{Alignment, AlignedDevice},
+    align::{AlignedDevice, Alignment},
     probe::{HEADER_BYTES, Probed, probe_ends},
     push_extent,
     resize::ResizeError,

@@ -20,7 +20,7 @@ pub enum ResizeError {
     #[error(
         "it is a block device of {size_bytes} bytes (resize the device itself first, then give its new size here)"
     )]
-    Device {
+    BlockDevice {
         /// Current size of the device, which is in force now.
         size_bytes: u64,
     },
@@ -28,12 +28,14 @@ pub enum ResizeError {
     #[error(
         "its size at the NBD server is {size_bytes} bytes (resize the export there first, then give its new size here)"
     )]
-    Remote {
+    NbdExport {
         /// Current size of the export, which is in force now.
         size_bytes: u64,
     },
     /// The storage is a part, of a fixed size, of a file.
-    #[error("it is a part of {size_bytes} bytes of a file (serve the file without `size` so that it can grow)")]
+    #[error(
+        "it is a part of {size_bytes} bytes of a file (serve the file without `size` so that it can grow)"
+    )]
     Part {
         /// Size of the part.
         size_bytes: u64,
@@ -55,7 +57,7 @@ pub enum ResizeError {
         "its snapshots do not record the size of the disk, because version 2 of qcow2 has no place for it (delete \
          them with `weir image snapshot -d`, or make it version 3 with `qemu-img amend -o compat=1.1`)"
     )]
-    Snapshots,
+    SnapshotsWithoutSize,
     /// The system rejected it.
     #[error("{0} (the size is unchanged)")]
     Failed(Error),
@@ -68,7 +70,7 @@ impl From<Error> for ResizeError {
 }
 
 /// Checks that `size_bytes` is a non-zero multiple of `multiple`.
-pub(super) fn check(size_bytes: u64, multiple: u64) -> Result<(), ResizeError> {
+pub(super) fn check_size(size_bytes: u64, multiple: u64) -> Result<(), ResizeError> {
     if size_bytes == 0 || !size_bytes.is_multiple_of(multiple) {
         return Err(ResizeError::Unaligned { multiple });
     }

@@ -27,7 +27,7 @@ use policy::time::Duration;
 
 use super::{
     BlockSize, Durability, Extent, ZeroOptions,
-    align::{Alignment, AlignedDevice, ZeroCopyDevice},
+    align::{AlignedDevice, Alignment, ZeroCopyDevice},
     resize::ResizeError,
 };
 use reactor::{

@@ -9,9 +9,9 @@ use std::{pin::Pin, sync::Arc};
 use policy::request::Direction;
 
 use super::{
-    BlockSize, Durability, Extent, StoragePart, ResizeError, Storage, ZeroOptions,
+    BlockSize, Durability, Extent, ResizeError, Storage, StoragePart, ZeroOptions,
     delay::{Delay, DelayOptions},
-    fault::{FaultRule, FaultInjector, StorageRequestKind},
+    fault::{FaultInjector, FaultRule, StorageRequestKind},
     rate::RateBudget,
 };
 use reactor::{
@@ -153,7 +153,13 @@ impl Wrapped {
     }
 
     /// Runs a request of this kind and range on the inner storage, through the wrapper.
-    async fn run<T>(&self, kind: StorageRequestKind, offset: u64, length: u64, below: InnerFuture<'_, T>) -> Result<T> {
+    async fn run<T>(
+        &self,
+        kind: StorageRequestKind,
+        offset: u64,
+        length: u64,
+        below: InnerFuture<'_, T>,
+    ) -> Result<T> {
         match &self.wrapper {
             Wrapper::Part(_) => below.await,
             Wrapper::Delay(delay) => {
@@ -186,7 +192,8 @@ impl Wrapped {
             }
             Wrapper::Fault(faults) => {
                 // A flush has no range.
-                let range = (kind != StorageRequestKind::Flush).then(|| offset..offset.saturating_add(length));
+                let range =
+                    (kind != StorageRequestKind::Flush).then(|| offset..offset.saturating_add(length));
                 faults.check(kind, range.as_ref())?;
                 below.await
             }
@@ -220,12 +227,22 @@ impl Wrapped {
     }
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.run(StorageRequestKind::Discard, offset, length, Box::pin(self.inner.discard(self.inner_offset(offset), length)))
-            .await
+        self.run(
+            StorageRequestKind::Discard,
+            offset,
+            length,
+            Box::pin(self.inner.discard(self.inner_offset(offset), length)),
+        )
+        .await
     }
 
     pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        self.run(StorageRequestKind::Status, offset, length, Box::pin(self.inner.block_status(self.inner_offset(offset), length)))
-            .await
+        self.run(
+            StorageRequestKind::Status,
+            offset,
+            length,
+            Box::pin(self.inner.block_status(self.inner_offset(offset), length)),
+        )
+        .await
     }
 }

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_subject_is_written_in_its_own_order_and_escaped() {
+    fn subject_keeps_attribute_order_and_is_escaped() {
         let mut name = X509NameBuilder::new().unwrap();
         for (nid, text) in [
             (Nid::COUNTRYNAME, "GB"),

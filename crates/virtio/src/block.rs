@@ -25,7 +25,7 @@ mod tests;
 use reactor::guest::GuestBytes;
 use smallvec::SmallVec;
 
-use super::ring::{DescriptorChain, Places, ChainTicket};
+use super::ring::{ChainMemory, ChainTicket, DescriptorChain};
 
 /// Unit of a request's offset and length and of the device's capacity, whatever its block size.
 pub const SECTOR_BYTES: u64 = 512;
@@ -154,9 +154,16 @@ impl BlkRequest {
     /// Number of bytes of the disk that it reads, writes or discards.
     pub fn bytes(&self) -> u64 {
         match &self.kind {
-            BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => sum(places) as u64,
-            BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => ranges.iter().map(|range| range.bytes).sum(),
-            BlkOperation::Flush | BlkOperation::Id(_) | BlkOperation::Completed(_) | BlkOperation::PartOfBlock => 0,
+            BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => {
+                sum(places) as u64
+            }
+            BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => {
+                ranges.iter().map(|range| range.bytes).sum()
+            }
+            BlkOperation::Flush
+            | BlkOperation::Id(_)
+            | BlkOperation::Completed(_)
+            | BlkOperation::PartOfBlock => 0,
         }
     }
 
@@ -183,7 +190,8 @@ impl BlkRequest {
     #[must_use]
     pub fn finish(self, status: BlkStatus) -> u32 {
         self.status.write(0, &[status as u8]);
-        let fills = matches!(self.kind, BlkOperation::Read { .. } | BlkOperation::Id(_)) && status == BlkStatus::Ok;
+        let fills =
+            matches!(self.kind, BlkOperation::Read { .. } | BlkOperation::Id(_)) && status == BlkStatus::Ok;
         // The length counts contiguous bytes from the first writable one. How much a failed read
         // has written is unknown, so it is 0. If only the status is writable, its byte counts.
         if fills || self.data_bytes == 0 { self.data_bytes + 1 } else { 0 }
@@ -238,7 +246,12 @@ impl From<BlkStatus> for BlkRejection {
 /// Parses and validates a request. The first `reads` pieces are readable; the writable ones do not
 /// include the status.
 #[inline]
-fn validate(mut places: Places, reads: usize, descriptors: usize, device: &BlkDeviceConfig) -> Result<BlkOperation, BlkRejection> {
+fn validate(
+    mut places: ChainMemory,
+    reads: usize,
+    descriptors: usize,
+    device: &BlkDeviceConfig,
+) -> Result<BlkOperation, BlkRejection> {
     let mut header = [0; HEADER_BYTES];
     let mut readable = &mut places[..reads];
     if !copy_front(&mut readable, &mut header) {
@@ -264,7 +277,9 @@ fn validate(mut places: Places, reads: usize, descriptors: usize, device: &BlkDe
         kind::GET_ID => Ok(BlkOperation::Id(places.drain(reads..).collect())),
         // No flag is valid for DISCARD (§ 5.2.6.2).
         kind::DISCARD => device.ranges(readable, device.discard, 0).map(BlkOperation::Discard),
-        kind::WRITE_ZEROES => device.ranges(readable, device.write_zeroes, UNMAP).map(BlkOperation::WriteZeroes),
+        kind::WRITE_ZEROES => {
+            device.ranges(readable, device.write_zeroes, UNMAP).map(BlkOperation::WriteZeroes)
+        }
         _ => Err(BlkStatus::Unsupported.into()),
     }
 }
@@ -284,7 +299,12 @@ impl BlkDeviceConfig {
     }
 
     /// Byte offset of the data of a read or write.
-    fn data_offset(&self, places: &[GuestBytes], sector: u64, descriptors: usize) -> Result<u64, BlkRejection> {
+    fn data_offset(
+        &self,
+        places: &[GuestBytes],
+        sector: u64,
+        descriptors: usize,
+    ) -> Result<u64, BlkRejection> {
         // The header and the status may have their own descriptors.
         let most = u64::from(self.max_segments);
         // A buffer that crosses a border of memory regions has two pieces, which is rare.

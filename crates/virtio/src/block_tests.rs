@@ -54,7 +54,13 @@ impl BlkTestGuest {
 
     /// Parses a request with these readable bytes and writable lengths, divided into descriptors of
     /// these lengths.
-    fn ask(&mut self, readable: &[u8], cuts: &[u32], writable: &[u32], device: &BlkDeviceConfig) -> Option<BlkRequest> {
+    fn ask(
+        &mut self,
+        readable: &[u8],
+        cuts: &[u32],
+        writable: &[u32],
+        device: &BlkDeviceConfig,
+    ) -> Option<BlkRequest> {
         self.memory.range(DATA, readable.len()).expect("inside").write(0, readable);
         let mut address = DATA;
         let mut buffers = Vec::new();
@@ -196,7 +202,8 @@ fn each_range_is_validated() {
     let two = [range(0, 100, 0), range(SECTORS - 1, 1, 0)].concat();
     let wanted = [(0, 100 * SECTOR_BYTES), ((SECTORS - 1) * SECTOR_BYTES, SECTOR_BYTES)];
     for kind in [kind::DISCARD, kind::WRITE_ZEROES] {
-        let (BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges)) = request(kind, 7, &two, 0, &device()).kind
+        let (BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges)) =
+            request(kind, 7, &two, 0, &device()).kind
         else {
             panic!("they are ranges")
         };
@@ -217,7 +224,8 @@ fn each_range_is_validated() {
     }
     // The only flag is valid for zeroing only (§ 5.2.6.2).
     answers(BlkStatus::Unsupported, kind::DISCARD, 0, &range(0, 1, UNMAP), 0);
-    let BlkOperation::WriteZeroes(ranges) = request(kind::WRITE_ZEROES, 0, &range(0, 1, UNMAP), 0, &device()).kind
+    let BlkOperation::WriteZeroes(ranges) =
+        request(kind::WRITE_ZEROES, 0, &range(0, 1, UNMAP), 0, &device()).kind
     else {
         panic!("they are zeroes")
     };

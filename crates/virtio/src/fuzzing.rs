@@ -4,14 +4,14 @@
 //! The input is a ring's shape followed by steps, most of which are plausible, so that a fuzzer
 //! reaches chains and requests without guessing a ring first.
 
-use reactor::guest::{GuestMemory, GuestBytes, Region};
+use reactor::guest::{GuestBytes, GuestMemory, Region};
 
 use super::{
-    block::{BlkDeviceConfig, BlkOperation, BlkRange, RangeLimits, BlkRequest, BlkStatus, parse},
+    block::{BlkDeviceConfig, BlkOperation, BlkRange, BlkRequest, BlkStatus, RangeLimits, parse},
     ring::{
-        InflightQueueArea, RingLayout, MAX_DESCRIPTORS, RingParts, Virtqueue, ChainTicket,
-        driver::{DriverBuffer, RingDriver},
+        ChainTicket, InflightQueueArea, MAX_DESCRIPTORS, RingLayout, RingParts, Virtqueue,
         access_hook::{RingAccess, with_hook},
+        driver::{DriverBuffer, RingDriver},
     },
 };
 
@@ -180,8 +180,10 @@ impl RingFuzzGuest {
                     let (ticket, request) = parse(chain, &DEVICE_RULES);
                     if let Some(request) = &request {
                         check(request);
-                        self.requests +=
-                            usize::from(!matches!(request.kind, BlkOperation::Completed(_) | BlkOperation::PartOfBlock));
+                        self.requests += usize::from(!matches!(
+                            request.kind,
+                            BlkOperation::Completed(_) | BlkOperation::PartOfBlock
+                        ));
                     }
                     self.held.push((ticket, request));
                     assert!(self.held.len() <= usize::from(ring.in_flight()));
@@ -230,12 +232,17 @@ fn check(request: &BlkRequest) {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= DISK_BYTES));
     };
     match &request.kind {
-        BlkOperation::Read { offset, .. } | BlkOperation::Write { offset, .. } => inside(*offset, request.bytes()),
+        BlkOperation::Read { offset, .. } | BlkOperation::Write { offset, .. } => {
+            inside(*offset, request.bytes())
+        }
         BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => {
             assert!((1..=4).contains(&ranges.len()));
             ranges.iter().for_each(|&BlkRange { offset, bytes, .. }| inside(offset, bytes));
         }
-        BlkOperation::Flush | BlkOperation::Id(_) | BlkOperation::Completed(_) | BlkOperation::PartOfBlock => {}
+        BlkOperation::Flush
+        | BlkOperation::Id(_)
+        | BlkOperation::Completed(_)
+        | BlkOperation::PartOfBlock => {}
     }
 }
 

@@ -27,13 +27,13 @@
 //!
 //! Never waits, makes no system call, and does not interpret the buffers.
 
+#[cfg(any(test, fuzzing, feature = "meddler"))]
+pub mod access_hook;
 mod cells;
 mod chain;
 pub mod driver;
 mod inflight;
 mod layout;
-#[cfg(any(test, fuzzing, feature = "meddler"))]
-pub mod access_hook;
 mod packed;
 mod position;
 mod regions;
@@ -41,13 +41,13 @@ mod split;
 #[cfg(test)]
 mod tests;
 
-use reactor::guest::{GuestMemory, GuestBytes};
+use reactor::guest::{GuestBytes, GuestMemory};
 
 pub use self::{
-    chain::{DescriptorChain, ChainFault, MAX_DESCRIPTORS, ChainTicket},
+    chain::{ChainFault, ChainTicket, DescriptorChain, MAX_DESCRIPTORS},
     inflight::InflightQueueArea,
-    layout::{RingLayout, MAX_SIZE, RingParts},
-    regions::Places,
+    layout::{MAX_SIZE, RingLayout, RingParts},
+    regions::ChainMemory,
 };
 use self::{packed::PackedRing, regions::Regions, split::SplitRing};
 
@@ -228,14 +228,14 @@ impl Virtqueue {
 
     /// Suppresses kicks while the queue is polled. Kicks may still arrive.
     pub fn suppress_kicks(&mut self) {
-        either!(&mut self.kind, half => half.silence());
+        either!(&mut self.kind, half => half.suppress_kicks());
     }
 
     /// Requests a kick when the driver makes the next chain available. True if there is one
     /// already, for which no kick may arrive.
     #[must_use]
     pub fn enable_kicks(&mut self) -> bool {
-        either!(&mut self.kind, half => half.listen())
+        either!(&mut self.kind, half => half.enable_kicks())
     }
 
     /// Number of chains in flight, including those found in the in-flight area.

@@ -8,7 +8,7 @@ use api::DiskStatus;
 use clap::{Arg, builder::Resettable};
 use serde_json::{Map, Value, json};
 use settings::{
-    DiskConfig, ExportConfig, ImageLocation, ConfigKey, KeyTable, Origin, ConfigWithOrigins, ConfigError,
+    ConfigError, ConfigKey, ConfigWithOrigins, DiskConfig, ExportConfig, ImageLocation, KeyTable, Origin,
     arguments::{ConfigKeyArgs, OptionSelection},
 };
 use storage::{StorageSpec, rbd::RbdAddress};
@@ -142,7 +142,10 @@ pub(crate) fn add_export(disk: &mut ConfigWithOrigins<DiskConfig>, export: Expor
 ///
 /// # Errors
 /// The daemon's.
-pub(crate) fn add_to_daemon(client: &mut ControlClient, disk: &ConfigWithOrigins<DiskConfig>) -> Result<Value, client::ClientError> {
+pub(crate) fn add_to_daemon(
+    client: &mut ControlClient,
+    disk: &ConfigWithOrigins<DiskConfig>,
+) -> Result<Value, client::ClientError> {
     let mut keys = keys(disk);
     // The protocol passes exports beside the keys, as they have types of their own.
     let exports = keys.remove("export");
@@ -158,7 +161,10 @@ pub(crate) fn add_to_daemon(client: &mut ControlClient, disk: &ConfigWithOrigins
 ///
 /// # Errors
 /// If a value is malformed.
-pub(crate) fn adopt_ceph_access(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[DiskStatus]) -> Result<(), ConfigError> {
+pub(crate) fn adopt_ceph_access(
+    disk: &mut ConfigWithOrigins<DiskConfig>,
+    disks: &[DiskStatus],
+) -> Result<(), ConfigError> {
     let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
     // Values that differ between the daemon's images cannot be guessed for the new one.
     let (Some(own), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {

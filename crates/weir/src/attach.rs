@@ -20,12 +20,12 @@ mod arguments;
 mod detach;
 mod host;
 mod keeper;
+mod kind;
 mod lasting_users;
 mod list;
 mod orphans;
 mod record;
 mod server;
-mod kind;
 
 use std::{
     fs,
@@ -41,19 +41,19 @@ use console::{CommandFailure, print, print_json, print_notice};
 use control::openers::{DeviceOpeners, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
-pub(crate) use orphans::run_guard as guard;
+use kind::AttachKind;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
+pub(crate) use orphans::run_guard as guard;
 use record::AttachmentRecord;
 use serde::{Deserialize, Serialize};
 use settings::{UblkConfig, control::VARIABLE};
-use kind::AttachKind;
 
 use crate::{
     added_keys,
-    client::{ControlClient, ClientError, ControlAddress},
+    client::{ClientError, ControlAddress, ControlClient},
 };
 
 /// Interval at which a caller that waits for a keeper checks if the keeper is stopped, in
@@ -84,7 +84,8 @@ pub(crate) struct AttachRequest {
 impl AttachRequest {
     /// Parameters of the ublk device.
     pub(crate) fn ublk(&self) -> anyhow::Result<UblkConfig> {
-        let ublk: UblkConfig = self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
+        let ublk: UblkConfig =
+            self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
         Ok(UblkConfig { number: self.number.or(ublk.number), ..ublk })
     }
 
@@ -171,7 +172,10 @@ fn is_mounted(wanted: &AttachRequest) -> anyhow::Result<bool> {
             && attached.mount.as_ref() == Some(directory)
             && DeviceOpeners::of_device(&attached.device).mounts.contains(directory)
     };
-    Ok(AttachmentRecord::all()?.iter().filter_map(AttachmentRecord::attached).any(|attached| is_it(&attached)))
+    Ok(AttachmentRecord::all()?
+        .iter()
+        .filter_map(AttachmentRecord::attached)
+        .any(|attached| is_it(&attached)))
 }
 
 fn print_attachment(attached: &Attachment, json: bool) -> Result<(), CommandFailure> {
@@ -325,7 +329,9 @@ fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<Dev
         Ok(Ok(report)) => report,
         Err(error) | Ok(Err(error)) if is_asked_for => return Err(error.into()),
         // A stopped daemon must not prevent attaching, unless it was named explicitly.
-        Err(ClientError::Timeout(_)) | Ok(Err(ClientError::Timeout(_))) => return Ok(DeviceDaemon::Silent(at)),
+        Err(ClientError::Timeout(_)) | Ok(Err(ClientError::Timeout(_))) => {
+            return Ok(DeviceDaemon::Silent(at));
+        }
         Err(_) => return Ok(DeviceDaemon::None),
         Ok(Err(error)) => return Err(error.into()),
     };
@@ -401,6 +407,8 @@ pub(crate) fn find_attachment(what: &Path) -> anyhow::Result<Option<(AttachmentR
     if let (Some((index, _)), None) = (of_image.next(), of_image.next()) {
         return Ok(Some(all.swap_remove(index)));
     }
-    let mounted = all.into_iter().find(|(_, attached)| DeviceOpeners::of_device(&attached.device).mounts.contains(&real));
+    let mounted = all
+        .into_iter()
+        .find(|(_, attached)| DeviceOpeners::of_device(&attached.device).mounts.contains(&real));
     Ok(mounted.map(|(place, attached)| (place, Attachment { mount: Some(real), ..attached })))
 }

@@ -9,8 +9,8 @@ use daemon::serve::{QEMU_HEADING, ServeArgs};
 use settings::arguments::limits;
 
 use crate::{
-    disks_and_groups, attach, cluster, complete, generate, mount_helper, prefetch, record, reload, resume, status,
-    throttle, top, verify,
+    attach, cluster, complete, disks_and_groups, generate, mount_helper, prefetch, record, reload, resume,
+    status, throttle, top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";

@@ -6,9 +6,9 @@
 //! Never waits without limit: connecting, writing and reading have a deadline each. Never holds
 //! more of a response than [`MAX_ANSWER_BYTES`], since the process that listens need not be weir.
 
-mod message;
 pub(crate) mod change;
 pub(crate) mod latency;
+mod message;
 pub(crate) mod rates;
 pub(crate) mod report;
 
@@ -23,9 +23,9 @@ use std::{
     time::Duration,
 };
 
-use message::{QmpServerMessage, QmpServerEvent, QmpServerError};
 use console::CommandFailure;
 use latency::DiskRequestTimes;
+use message::{QmpServerError, QmpServerEvent, QmpServerMessage};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use report::DaemonReport;
 use serde_json::{Value, json, value::RawValue};
@@ -132,7 +132,8 @@ impl ControlClient {
 
     /// Connects to the daemon that `--qmp` names, or to the default one.
     pub(crate) fn reach(option: Option<ControlAddress>) -> Result<Self, CommandFailure> {
-        let target = ControlAddress::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+        let target =
+            ControlAddress::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
         Ok(Self::connect(&target)?)
     }
 
@@ -241,13 +242,15 @@ impl ControlClient {
         if !text.get().starts_with('{') {
             return Err(self.protocol_error("sent a status that is not an object"));
         }
-        DaemonReport::read(text.get()).map_err(|error| self.protocol_error(&format!("sent a malformed status: {error}")))
+        DaemonReport::read(text.get())
+            .map_err(|error| self.protocol_error(&format!("sent a malformed status: {error}")))
     }
 
     /// Latency histograms of each disk. The daemon counts from the first such command.
     pub(crate) fn latencies(&mut self) -> Result<DiskRequestTimes, ClientError> {
         let answer = self.execute("x-weir-query-latencies", json!({}))?;
-        latency::read(answer).map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
+        latency::read(answer)
+            .map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
 
     /// As [`Client::status`], with [`Client::latencies`] in the report. A daemon of an older

@@ -12,7 +12,7 @@ use console::{
 };
 use serde_json::json;
 
-use crate::client::{ControlClient, ControlAddress};
+use crate::client::{ControlAddress, ControlClient};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -65,7 +65,8 @@ pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
             Ok(print(&show(&report))?)
         }
         ClusterCommand::Forget { host, json, qmp } => {
-            let done = ControlClient::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
+            let done =
+                ControlClient::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
             Ok(if json { print_json(&done) } else { print(&format!("{host}: removed\n")) }?)
         }
     }

@@ -15,7 +15,7 @@ use policy::throttle::LimitSetting;
 use serde_json::json;
 use storage::{CacheMode, ImageFormat};
 
-use crate::client::{ControlClient, ControlAddress, report::DaemonReport};
+use crate::client::{ControlAddress, ControlClient, report::DaemonReport};
 
 /// Environment variable with the name of the shell.
 pub(crate) const VARIABLE: &str = "WEIR_COMPLETE";
@@ -61,7 +61,9 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
         // Trace formats: the definition lists all of them.
         (Some("format"), "FORMAT") if !argument.get_possible_values().is_empty() => argument,
-        (Some("format"), "FORMAT") => argument.add(words([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name))),
+        (Some("format"), "FORMAT") => {
+            argument.add(words([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name)))
+        }
         (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
         (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
         (Some("discard"), "MODE") => argument.add(words(["unmap", "ignore"])),
@@ -84,7 +86,9 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (None, "NAME") if command[1] == "add" => argument,
         (_, "GROUP") => argument.add(ArgValueCandidates::new(|| daemon_names(groups))),
         (_, "DISK") => argument.add(ArgValueCandidates::new(|| daemon_names(disks))),
-        (_, "DISK|GROUP") | (None, "NAME") => argument.add(ArgValueCandidates::new(|| daemon_names(disks_and_groups))),
+        (_, "DISK|GROUP") | (None, "NAME") => {
+            argument.add(ArgValueCandidates::new(|| daemon_names(disks_and_groups)))
+        }
         (_, value) if value.starts_with("DIR") => argument.value_hint(ValueHint::DirPath),
         (_, value) if ["IMAGE", "FILE", "SOURCE", "TRACE"].iter().any(|path| value.starts_with(path)) => {
             argument.value_hint(ValueHint::AnyPath)
@@ -145,7 +149,8 @@ mod tests {
         let words: Vec<_> = line.split(' ').map(Into::into).collect();
         let last = words.len() - 1;
         let here = std::env::current_dir().unwrap();
-        let found = engine::complete(&mut with_shown_limits(Cli::full_command()), words, last, Some(&here)).unwrap();
+        let found =
+            engine::complete(&mut with_shown_limits(Cli::full_command()), words, last, Some(&here)).unwrap();
         found.iter().map(|one| one.get_value().to_string_lossy().into_owned()).collect()
     }
 

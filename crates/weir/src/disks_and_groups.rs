@@ -30,7 +30,11 @@ struct ControlArgs {
 }
 
 /// Renames the new config file into place and prints the change.
-fn finish(what: (&str, &str, &str), saving: Option<PreparedConfigFile>, json: bool) -> Result<(), CommandFailure> {
+fn finish(
+    what: (&str, &str, &str),
+    saving: Option<PreparedConfigFile>,
+    json: bool,
+) -> Result<(), CommandFailure> {
     finish_with_response(what, saving, json, &Value::Null)
 }
 

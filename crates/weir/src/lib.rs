@@ -23,13 +23,13 @@
 //! crates. Never does work itself: the work of a command is in the module of its name.
 
 mod added_keys;
-mod disks_and_groups;
 mod attach;
 mod background;
 mod cli;
 mod client;
 mod cluster;
 mod complete;
+mod disks_and_groups;
 mod generate;
 mod mount_helper;
 mod prefetch;
@@ -37,8 +37,8 @@ mod qemu;
 mod record;
 mod reload;
 mod resume;
-mod settings_command;
 mod served;
+mod settings_command;
 mod status;
 mod throttle;
 mod top;
@@ -52,7 +52,7 @@ use std::{
 
 use clap::error::ErrorKind;
 use cli::{Cli, WeirCommand};
-use console::{CommandFailure, print_error, logging};
+use console::{CommandFailure, logging, print_error};
 use storage::rbd;
 
 /// Longest wait for Ceph to close images at the end. A cluster that does not respond keeps them

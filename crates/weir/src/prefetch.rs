@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 
 use crate::{
     client::{
-        change::{SettingsChange, SettingName},
-        report::{StatusNode, DaemonReport},
+        change::{SettingName, SettingsChange},
+        report::{DaemonReport, StatusNode},
     },
-    settings_command::{SettingsCommandArgs, SettingsCommand},
+    settings_command::{SettingsCommand, SettingsCommandArgs},
 };
 
 impl SettingsCommand for PrefetchArgs {
@@ -53,7 +53,8 @@ fn find<'a>(report: &'a DaemonReport, name: &str) -> Result<&'a DiskStatus, Stri
 
 fn show(disk: &DiskStatus) -> String {
     let mut text = format!("disk {}\n", disk.name);
-    let settings = SettingName::of_prefetch().map(|name| (name.text(), name.format(&name.of(&disk.settings))));
+    let settings =
+        SettingName::of_prefetch().map(|name| (name.text(), name.format(&name.of(&disk.settings))));
     let settings: Vec<_> = settings.collect();
     let width = settings.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     for (name, value) in settings.into_iter().chain(figures(&disk.read_ahead)) {

@@ -20,7 +20,7 @@ use std::{
 };
 
 use clap::error::ErrorKind;
-use console::{CommandFailure, print_error_as, logging, print};
+use console::{CommandFailure, logging, print, print_error_as};
 use daemon::serve::ServeArgs;
 
 use crate::background;

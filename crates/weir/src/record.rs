@@ -29,7 +29,7 @@ use api::FinishedRecording;
 use clap::Args;
 use console::{
     CommandFailure, figures, print_json, print_notice,
-    signals::{SignalRequest, BlockedSignals},
+    signals::{BlockedSignals, SignalRequest},
 };
 use lab::trace::convert::LiveConversion;
 use nix::{
@@ -39,7 +39,7 @@ use nix::{
 };
 use serde_json::json;
 
-use crate::client::{ControlClient, ControlAddress};
+use crate::client::{ControlAddress, ControlClient};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

@@ -7,7 +7,7 @@ use console::{
 };
 use serde_json::{Value, json};
 
-use crate::client::{ControlClient, ControlAddress, change::SettingName, change::SettingValue};
+use crate::client::{ControlAddress, ControlClient, change::SettingName, change::SettingValue};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

@@ -6,7 +6,7 @@ use clap::Args;
 use console::{CommandFailure, print, print_json};
 use serde_json::json;
 
-use crate::client::{ControlClient, ControlAddress};
+use crate::client::{ControlAddress, ControlClient};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

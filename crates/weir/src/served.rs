@@ -15,7 +15,7 @@ use image_tool::ServedDisk;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::json;
 
-use crate::client::{ControlClient, ClientError, ControlAddress};
+use crate::client::{ClientError, ControlAddress, ControlClient};
 
 /// The daemon's disk with this image. The daemon is that of `WEIR_QMP`, or the default one. `None`
 /// if it does not run, does not respond, or has no such disk.
@@ -43,7 +43,13 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
             error => error.into(),
         })
     };
-    Some(ServedDisk { name, daemon: target.to_string(), format, size_bytes: disk.size, resize: Box::new(resize) })
+    Some(ServedDisk {
+        name,
+        daemon: target.to_string(),
+        format,
+        size_bytes: disk.size,
+        resize: Box::new(resize),
+    })
 }
 
 /// Working directory of the daemon, to resolve its relative paths; `None` without permission.

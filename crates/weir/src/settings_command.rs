@@ -4,21 +4,21 @@
 //! force and then fail to be saved for a foreseeable reason.
 
 mod arguments;
-mod edit;
 mod config_file;
+mod edit;
 
 use anyhow::{Context as _, anyhow};
 use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
+pub(crate) use config_file::PreparedConfigFile;
 use console::{CommandFailure, print, print_json};
 pub(crate) use edit::{with_table, without_table};
-pub(crate) use config_file::PreparedConfigFile;
 use serde_json::{Value, json};
 
 use crate::client::{
-    ControlClient, ClientError, ControlAddress,
-    change::{SettingsChange, SettingName},
-    report::{StatusNode, DaemonReport},
+    ClientError, ControlAddress, ControlClient,
+    change::{SettingName, SettingsChange},
+    report::{DaemonReport, StatusNode},
 };
 
 /// A command that shows or changes the settings of one disk or group.
@@ -106,7 +106,12 @@ pub(crate) fn prepare(
     PreparedConfigFile::prepare(&path, edit).map(Some)
 }
 
-fn change_to_json(name: &str, before: &MemberSettings, change: &SettingsChange, saved: Option<&str>) -> Value {
+fn change_to_json(
+    name: &str,
+    before: &MemberSettings,
+    change: &SettingsChange,
+    saved: Option<&str>,
+) -> Value {
     let value = |(setting, value): (SettingName, &_)| {
         let both =
             json!({ "before": Value::from(setting.of(before)), "after": Value::from(Clone::clone(value)) });
@@ -120,7 +125,12 @@ fn change_to_json(name: &str, before: &MemberSettings, change: &SettingsChange, 
     changed
 }
 
-fn describe_change(name: &str, before: &MemberSettings, change: &SettingsChange, saved: Option<&str>) -> String {
+fn describe_change(
+    name: &str,
+    before: &MemberSettings,
+    change: &SettingsChange,
+    saved: Option<&str>,
+) -> String {
     let mut text: String =
         change.describe(before).into_iter().map(|line| format!("{name}: {line}\n")).collect();
     if let Some(path) = saved {

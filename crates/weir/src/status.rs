@@ -11,14 +11,14 @@ use std::{
     time::Duration,
 };
 
-use api::{IntervalLatency, RateStatus, DaemonStatus, TransferRate, WaitRate};
+use api::{DaemonStatus, IntervalLatency, RateStatus, TransferRate, WaitRate};
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
 use console::{CommandFailure, print, print_json};
 
 use crate::client::{
     ControlClient,
     latency::RequestLatency,
-    rates::{NodeRate, IntervalRates},
+    rates::{IntervalRates, NodeRate},
     report::DaemonReport,
 };
 

@@ -11,10 +11,10 @@ use serde_json::{Map, Value, json};
 use crate::{
     client::{
         ControlClient,
-        change::{SettingsChange, SettingName},
-        report::{StatusNode, DaemonReport},
+        change::{SettingName, SettingsChange},
+        report::{DaemonReport, StatusNode},
     },
-    settings_command::{self, SettingsCommandArgs, SettingsCommand},
+    settings_command::{self, SettingsCommand, SettingsCommandArgs},
 };
 
 impl SettingsCommand for ThrottleArgs {
@@ -88,7 +88,11 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
                 "showing the last known state, as etcd is unreachable: {why}"
             ));
         }
-        return Ok(if arguments.json { print_json(group) } else { print(&format_cluster_limits(group, &settings)) }?);
+        return Ok(if arguments.json {
+            print_json(group)
+        } else {
+            print(&format_cluster_limits(group, &settings))
+        }?);
     }
     asked.insert("group".to_owned(), json!(arguments.name));
     let done = client.execute("x-weir-cluster-set", Value::Object(asked))?;
@@ -167,7 +171,8 @@ fn show(report: &DaemonReport, name: &str, node: StatusNode<'_>) -> String {
     let settings = node.settings();
     let mut text = format!("{} {name}\n", node.kind());
     // The weight matters even at its default, since shares are relative to it.
-    let is_shown = |known: &SettingName| known.of(settings) != known.default() || *known == SettingName::Weight;
+    let is_shown =
+        |known: &SettingName| known.of(settings) != known.default() || *known == SettingName::Weight;
     let shown: Vec<_> = SettingName::of_throttle().filter(is_shown).collect();
     let width = shown.iter().map(|name| name.text().len()).max().unwrap_or(0);
     for name in shown {

@@ -30,14 +30,15 @@ use console::{
     keys::ExitKey,
     screen::{self, Screen},
 };
-use source::{SettingsUpdate, WeirTopEvent, TopEventSource};
+use source::{SettingsUpdate, TopEventSource, WeirTopEvent};
 use state::{TopAction, TopState};
 
-use crate::client::{ControlClient, ControlAddress};
+use crate::client::{ControlAddress, ControlClient};
 
 /// Runs until the user quits. Reconnects if the daemon goes away later.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), CommandFailure> {
-    let target = ControlAddress::choose(arguments.qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+    let target = ControlAddress::choose(arguments.qmp)
+        .map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
     // Checked before connecting, so that the message does not depend on the daemon.
     if !screen::is_possible() {
         return Err(anyhow!(

@@ -8,8 +8,8 @@
 //! ```
 
 mod arguments;
-mod configured;
 mod checker;
+mod configured;
 mod latency;
 
 use std::{
@@ -20,11 +20,11 @@ use std::{
 
 use anyhow::anyhow;
 pub(crate) use arguments::{EXAMPLES, VerifyArgs};
+use checker::{GuaranteeChecker, GuaranteeFinding, GuaranteeVerdict, TimedReport};
 use console::{
     CommandFailure, figures, print, print_json, print_notice,
     table::{TextTable, columns},
 };
-use checker::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict};
 use lab::interruption::SignalInterruption;
 use latency::LatencyCheck;
 use serde_json::json;
@@ -119,7 +119,8 @@ fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), Co
     } else {
         print(&text(findings))?;
     }
-    let count = |wanted: &GuaranteeVerdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
+    let count =
+        |wanted: &GuaranteeVerdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
     match (count(&GuaranteeVerdict::Broken), count(&GuaranteeVerdict::Held)) {
         // A script must not take the absence of load for success.
         (0, 0) => {

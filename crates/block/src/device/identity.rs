@@ -260,7 +260,9 @@ mod tests {
     #[test]
     fn the_disk_below_this_very_test_is_found_or_there_is_none() {
         let here = fs::metadata(".").expect("a directory");
-        if let Ok(identity) = DeviceIdentity::resolve(DeviceNumber::unpack(here.dev()), &SysfsRoots::default()) {
+        if let Ok(identity) =
+            DeviceIdentity::resolve(DeviceNumber::unpack(here.dev()), &SysfsRoots::default())
+        {
             assert!(identity.directory().join("stat").exists(), "{identity:?}");
             assert!(identity.node().starts_with("/dev/"));
         }

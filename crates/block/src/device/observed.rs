@@ -8,7 +8,7 @@ use std::sync::Arc;
 use policy::{
     throttle::Enforcement,
     time::Instant,
-    watermark::{DeviceConsumption, WatermarkController, UtilizationSample, Watermark},
+    watermark::{DeviceConsumption, UtilizationSample, Watermark, WatermarkController},
 };
 
 use super::{Device, UtilizationMeter};
@@ -36,7 +36,12 @@ impl DeviceObserver {
             write_bps = capacity.write_bps,
             "watermarks observe this device"
         );
-        Self { device, meter: UtilizationMeter::default(), controller: WatermarkController::new(), failing: false }
+        Self {
+            device,
+            meter: UtilizationMeter::default(),
+            controller: WatermarkController::new(),
+            failing: false,
+        }
     }
 
     /// Adds an observation: the device's utilization, and the consumption of all targets with a

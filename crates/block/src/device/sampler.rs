@@ -175,7 +175,8 @@ impl SamplerState {
         for device in &subject.devices {
             // Counted before the old devices are released, so that a device in both keeps its
             // state.
-            let observed = || ObservedDevice { observed: DeviceObserver::new(Arc::clone(device)), targets: 0 };
+            let observed =
+                || ObservedDevice { observed: DeviceObserver::new(Arc::clone(device)), targets: 0 };
             self.devices.entry(device.id()).or_insert_with(observed).targets += 1;
         }
         let (mut last, mut enforcement) = (None, Enforcement::Enforced);

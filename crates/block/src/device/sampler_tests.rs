@@ -176,14 +176,22 @@ fn consumption_is_relative_to_the_limits() {
         set(&target.passed, [counters(7, 1 << 20), counters(1, 3 << 20)]);
         pause(2000).await;
         consumed.add(&watched.consumption(now()).expect("a second look"));
-        assert_eq!((consumed.combined_multiple(), consumed.max_multiple()), (2000, 2000), "four seconds' worth in two");
+        assert_eq!(
+            (consumed.combined_multiple(), consumed.max_multiple()),
+            (2000, 2000),
+            "four seconds' worth in two"
+        );
         let nothing = [counters(0, 0), counters(0, 0)];
         let idle = GroupConsumption::since(&nothing, &nothing, Duration::from_secs(2), target.limits());
         consumed.add(&idle.expect("no counter fell"));
         set(&target.passed, nothing);
         pause(2000).await;
         assert!(watched.consumption(now()).is_none(), "counters fell");
-        assert_eq!((consumed.combined_multiple(), consumed.max_multiple()), (1000, 2000), "and another that took nothing");
+        assert_eq!(
+            (consumed.combined_multiple(), consumed.max_multiple()),
+            (1000, 2000),
+            "and another that took nothing"
+        );
     });
 }
 

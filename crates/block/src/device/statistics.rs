@@ -121,9 +121,14 @@ mod tests {
     #[test]
     fn times_wrap_and_other_totals_that_fall_are_of_another_disk() {
         let (before, after) = (u64::from(u32::MAX), 7);
-        let before =
-            DeviceStatistics { reads: 4, busy_ms: before, queued_ms: before - 10, ..DeviceStatistics::default() };
-        let after = DeviceStatistics { reads: 9, busy_ms: after, queued_ms: after, ..DeviceStatistics::default() };
+        let before = DeviceStatistics {
+            reads: 4,
+            busy_ms: before,
+            queued_ms: before - 10,
+            ..DeviceStatistics::default()
+        };
+        let after =
+            DeviceStatistics { reads: 9, busy_ms: after, queued_ms: after, ..DeviceStatistics::default() };
         let done = DeviceStatistics { reads: 5, busy_ms: 8, queued_ms: 18, ..DeviceStatistics::default() };
         assert_eq!(after.since(&before), Some(done));
         assert_eq!(before.since(&after), None);
@@ -143,7 +148,13 @@ mod tests {
         write(2);
         assert_eq!(
             source.read().expect("a line"),
-            DeviceStatistics { reads: 2, read_bytes: 4096, busy_ms: 5, queued_ms: 6, ..DeviceStatistics::default() }
+            DeviceStatistics {
+                reads: 2,
+                read_bytes: 4096,
+                busy_ms: 5,
+                queued_ms: 6,
+                ..DeviceStatistics::default()
+            }
         );
         fs::write(directory.path().join("stat"), "").expect("written");
         assert!(source.read().is_err());

@@ -25,7 +25,8 @@ fn check(capacity: Option<&MeasuredCapacity>, done: DeviceStatistics, expect: u3
 
 #[test]
 fn totals_that_fall_have_no_utilization() {
-    let [before, after] = [done(50, 4096 * 50, 25, 0), done(49, 4096 * 49, 26, 0)].map(DeviceReading::Statistics);
+    let [before, after] =
+        [done(50, 4096 * 50, 25, 0), done(49, 4096 * 49, 26, 0)].map(DeviceReading::Statistics);
     assert_eq!(utilization_between(Some(&CAPACITY), before, after, Duration::from_millis(100)), None);
 }
 
@@ -91,7 +92,8 @@ fn disks_that_share_a_rate_are_on_one_device_and_memory_on_none() {
         let (slow, own) = (device(&one).expect("imitated"), device(&own).expect("imitated"));
         assert_eq!((slow.name(), own.name()), ("rate:slow", "rate of c"));
         assert_eq!(slow.capacity_source(), CapacitySource::Rate);
-        let expect = MeasuredCapacity { read_iops: 0, write_iops: 0, read_bps: 10 << 20, write_bps: 22 << 20 };
+        let expect =
+            MeasuredCapacity { read_iops: 0, write_iops: 0, read_bps: 10 << 20, write_bps: 22 << 20 };
         assert_eq!(slow.capacity(), Some(expect));
     });
 }
@@ -100,8 +102,9 @@ fn disks_that_share_a_rate_are_on_one_device_and_memory_on_none() {
 fn utilization_of_an_imitated_device_is_its_busy_time() {
     sim::run(1, async {
         let disk = disk("a", "null:1G", Some("bytes=10M"), &RateBudgets::default());
-        let device =
-            Device::below_disk(&disk, &SysfsRoots::default(), |_| None).expect("nothing is read").expect("imitated");
+        let device = Device::below_disk(&disk, &SysfsRoots::default(), |_| None)
+            .expect("nothing is read")
+            .expect("imitated");
         let at = |ms| Instant::ZERO + Duration::from_millis(ms);
         sleep_until(at(1000)).await;
         assert_eq!(device.utilization(now()).expect("readable"), 0);
@@ -110,7 +113,11 @@ fn utilization_of_an_imitated_device_is_its_busy_time() {
         sleep_until(at(1200)).await;
         // Busy for 0.1 s of 0.2 s.
         assert_eq!(device.utilization(now()).expect("readable"), 500);
-        assert_eq!(device.utilization(now()).expect("readable"), 500, "a second reading at once returns the same");
+        assert_eq!(
+            device.utilization(now()).expect("readable"),
+            500,
+            "a second reading at once returns the same"
+        );
         // Each reader gets an average over about a second, however often others read.
         for ms in (1300..=2000).step_by(100) {
             sleep_until(at(ms)).await;
@@ -127,8 +134,9 @@ fn utilization_of_an_imitated_device_is_its_busy_time() {
 fn imitated_device_counts_like_the_kernel() {
     sim::run(1, async {
         let disk = disk("a", "null:1G", Some("bytes=10M"), &RateBudgets::default());
-        let device =
-            Device::below_disk(&disk, &SysfsRoots::default(), |_| None).expect("nothing is read").expect("imitated");
+        let device = Device::below_disk(&disk, &SysfsRoots::default(), |_| None)
+            .expect("nothing is read")
+            .expect("imitated");
         sleep_until(Instant::ZERO + Duration::from_secs(1)).await;
         assert_eq!(device.statistics(now()).expect("readable"), DeviceStatistics::default());
         for (direction, bytes) in [(Direction::Read, 1 << 20), (Direction::Write, 2 << 20)] {
@@ -169,7 +177,8 @@ fn a_file_is_on_the_disk_of_its_file_system() {
             assert_eq!(DeviceId::Physical(identity.number()), id);
             Some((CAPACITY, 7))
         };
-        let device = Device::below_disk(&disk, &SysfsRoots::default(), measured).expect("readable").expect("a disk");
+        let device =
+            Device::below_disk(&disk, &SysfsRoots::default(), measured).expect("readable").expect("a disk");
         assert_eq!((device.capacity(), device.capacity_source()), (Some(CAPACITY), CapacitySource::Probe));
         assert_eq!(device.reservable().probed_at_s, Some(7));
         assert!(device.name().starts_with("/dev/"));

@@ -247,9 +247,12 @@ impl Failures {
     /// Adds the counts of another process that served the disk before.
     pub fn add_errors(&self, errors: Errors) {
         let Errors { reads, writes, flushes, discards } = errors;
-        for (kind, more) in
-            [(ErrorClass::Read, reads), (ErrorClass::Write, writes), (ErrorClass::Flush, flushes), (ErrorClass::Discard, discards)]
-        {
+        for (kind, more) in [
+            (ErrorClass::Read, reads),
+            (ErrorClass::Write, writes),
+            (ErrorClass::Flush, flushes),
+            (ErrorClass::Discard, discards),
+        ] {
             self.counts[kind as usize].fetch_add(more, Ordering::Relaxed);
         }
     }
@@ -342,7 +345,9 @@ impl Failures {
                 let held = WaitingRequest::new(self);
                 // Cancelled: the error is the request's own if it was attempted, else the one that
                 // stopped the disk.
-                self.wait_for_resume(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
+                self.wait_for_resume(request.patience)
+                    .await
+                    .map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
                 Some(held)
             } else {
                 None

@@ -117,7 +117,7 @@ fn each_process_reads_the_writes_of_the_other() {
 }
 
 #[test]
-fn a_disk_that_is_not_held_moves_no_data() {
+fn disk_without_hold_transfers_no_data() {
     both(async |one, two| {
         assert_eq!(write(&one, 0, 1).await, Err(Error::SHUTDOWN));
         one.hold(PATIENT, || true).await.expect("free");

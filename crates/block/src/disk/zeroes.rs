@@ -1,7 +1,7 @@
 //! Detection of writes that contain only zeroes. They are written as zeroes, which an image can
 //! store without allocating space.
 
-use super::{Discards, Disk, DiskOperation, AdmissionPermit};
+use super::{AdmissionPermit, Discards, Disk, DiskOperation};
 use reactor::error::Result;
 use storage::{Durability, ZeroOptions};
 

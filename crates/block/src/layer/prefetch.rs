@@ -35,7 +35,10 @@ use std::{
 };
 
 use policy::{
-    prefetch::{ReadAhead, PrefetchCache, CachedRange, CacheLookup, InvalidPrefetchSettings, PrefetchMode, CachePart, PrefetchConfig, PrefetchStats, WriteId},
+    prefetch::{
+        CacheLookup, CachePart, CachedRange, InvalidPrefetchSettings, PrefetchCache, PrefetchConfig,
+        PrefetchMode, PrefetchStats, ReadAhead, WriteId,
+    },
     throttle::SpareRefund,
 };
 
@@ -47,7 +50,7 @@ use self::{
 };
 use image::Image;
 use reactor::{
-    buffer::{Segments, ReadTarget},
+    buffer::{ReadTarget, Segments},
     error::Result,
     ublk::RegisteredData,
 };
@@ -66,7 +69,7 @@ struct PrefetchShared {
     state: Mutex<PrefetchState>,
     /// True if the cache is on; if it is off, reads skip the lock.
     is_on: AtomicBool,
-    flights: FetchCounter,
+    fetches: FetchCounter,
 }
 
 #[derive(Debug)]
@@ -86,13 +89,14 @@ impl Prefetch {
         let cache = PrefetchCache::default();
         let state = Mutex::new(PrefetchState { cache, settings, stopped: false });
         let is_on = AtomicBool::new(false);
-        let shared = PrefetchShared { image: Arc::clone(image), state, is_on, flights: FetchCounter::default() };
+        let shared =
+            PrefetchShared { image: Arc::clone(image), state, is_on, fetches: FetchCounter::default() };
         Self { shared: Arc::new(shared) }
     }
 
     /// Settings as configured.
     pub fn settings(&self) -> PrefetchConfig {
-        self.shared.with(|state| state.settings)
+        self.shared.with_state(|state| state.settings)
     }
 
     /// Changes the settings at once. Cached data is kept as far as they allow.
@@ -104,11 +108,11 @@ impl Prefetch {
         if settings.mode == PrefetchMode::Auto && !can_help(&self.shared.image) {
             in_force.mode = PrefetchMode::Off;
         }
-        self.shared.with(|state| {
+        self.shared.with_state(|state| {
             if state.stopped {
                 in_force.mode = PrefetchMode::Off;
             }
-            self.shared.put(state, in_force)?;
+            self.shared.apply_settings(state, in_force)?;
             state.settings = settings;
             Ok(())
         })
@@ -126,12 +130,12 @@ impl Prefetch {
 
     /// Counters so far, and current content.
     pub fn stats(&self) -> PrefetchStats {
-        self.shared.with(|state| state.cache.stats())
+        self.shared.with_state(|state| state.cache.stats())
     }
 
     /// Adds the counters of another process.
     pub fn add_stats(&self, stats: &PrefetchStats) {
-        self.shared.with(|state| state.cache.add_stats(stats));
+        self.shared.with_state(|state| state.cache.add_stats(stats));
     }
 
     /// Reads into `target` at `offset`, inside the disk, for `requests` merged client requests.
@@ -152,9 +156,9 @@ impl Prefetch {
             CacheLookup::Nothing => Box::pin(self.start_after(image.read_to(offset, target), ahead)).await,
             CacheLookup::Whole(cached) => {
                 if let Some(ahead) = ahead {
-                    self.start(&ahead);
+                    self.start_fetches(&ahead);
                 }
-                match data_of(&cached).await {
+                match chunk_data(&cached).await {
                     Some(data) => Ok(target.copy_of(data)),
                     None => image.read_to(offset, target).await,
                 }
@@ -177,12 +181,14 @@ impl Prefetch {
         let (found, ahead) = self.look_up(offset, buffer.bytes(), requests, may);
         match found {
             CacheLookup::Nothing if ahead.is_none() => image.read_registered(offset, buffer).await,
-            CacheLookup::Nothing => Box::pin(self.start_after(image.read_registered(offset, buffer), ahead)).await,
+            CacheLookup::Nothing => {
+                Box::pin(self.start_after(image.read_registered(offset, buffer), ahead)).await
+            }
             CacheLookup::Whole(cached) => {
                 if let Some(ahead) = ahead {
-                    self.start(&ahead);
+                    self.start_fetches(&ahead);
                 }
-                match data_of(&cached).await {
+                match chunk_data(&cached).await {
                     Some(data) => buffer.copy_in(0, data),
                     None => image.read_registered(offset, buffer).await,
                 }
@@ -209,7 +215,9 @@ impl Prefetch {
         // If a backing file was changed, reads of it must fail rather than return cached data.
         let may_look = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
         match end.filter(|_| may_look) {
-            Some(end) => self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may)),
+            Some(end) => {
+                self.shared.with_state(|state| state.cache.read(offset..end, requests, size_bytes, may))
+            }
             None => (CacheLookup::Nothing, None),
         }
     }
@@ -241,7 +249,7 @@ impl Prefetch {
         let mut data = Segments::default();
         for (part, target) in parts.iter().zip(targets) {
             match (part, target) {
-                (CachePart::Cached(cached), Some(target)) => match data_of(cached).await {
+                (CachePart::Cached(cached), Some(target)) => match chunk_data(cached).await {
                     Some(bytes) => data.append(target.copy_of(bytes)),
                     None => return image.read_to(offset, all).await,
                 },
@@ -258,14 +266,14 @@ impl Prefetch {
         std::future::poll_fn(|context| {
             let result = reading.as_mut().poll(context);
             if let Some(ahead) = ahead.take() {
-                self.start(&ahead);
+                self.start_fetches(&ahead);
             }
             result
         })
         .await
     }
 
-    fn start(&self, ahead: &ReadAhead) {
+    fn start_fetches(&self, ahead: &ReadAhead) {
         for range in ahead.ranges() {
             reactor::spawn(fetch(Arc::clone(&self.shared), *ahead, range));
         }
@@ -276,27 +284,27 @@ impl Prefetch {
     /// ahead. A change whose request was cancelled has no end and may take effect at any time, so
     /// its range is never read ahead again.
     pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
-        let begun = self.change_begins(offset, length);
+        let begun = self.begin_change(offset, length);
         let result = changing.await;
-        self.change_ends(begun);
+        self.end_change(begun);
         result
     }
 
     /// Begins a [`Prefetch::change`], for callers that await the change themselves: passing its
     /// future to `change` would double the size of theirs.
-    pub(crate) fn change_begins(&self, offset: u64, length: u64) -> WriteId {
+    pub(crate) fn begin_change(&self, offset: u64, length: u64) -> WriteId {
         let range = offset..offset.saturating_add(length);
-        self.shared.with(|state| state.cache.write_begins(range))
+        self.shared.with_state(|state| state.cache.write_begins(range))
     }
 
     /// Ends a [`Prefetch::change`].
-    pub(crate) fn change_ends(&self, begun: WriteId) {
-        self.shared.with(|state| state.cache.write_ends(begun));
+    pub(crate) fn end_change(&self, begun: WriteId) {
+        self.shared.with_state(|state| state.cache.write_ends(begun));
     }
 
     /// Drops all cached data: the image may have changed.
-    pub(crate) fn forget(&self) {
-        self.shared.with(|state| {
+    pub(crate) fn invalidate_all(&self) {
+        self.shared.with_state(|state| {
             let write = state.cache.write_begins(0..u64::MAX);
             state.cache.write_ends(write);
         });
@@ -304,26 +312,30 @@ impl Prefetch {
 
     /// Stops reading ahead, and waits for read-aheads in flight.
     pub(crate) async fn stop(&self) {
-        self.shared.with(|state| {
+        self.shared.with_state(|state| {
             state.stopped = true;
-            self.shared.put(state, PrefetchConfig::off()).expect("the defaults are valid");
+            self.shared.apply_settings(state, PrefetchConfig::off()).expect("the defaults are valid");
         });
-        self.shared.flights.wait_idle().await;
+        self.shared.fetches.wait_idle().await;
     }
 
     /// Undoes [`Prefetch::stop`]. The cache is empty.
     pub(crate) fn restart(&self) {
-        self.shared.with(|state| {
+        self.shared.with_state(|state| {
             state.stopped = false;
             let settings = state.settings;
-            self.shared.put(state, settings).expect("they were in force before");
+            self.shared.apply_settings(state, settings).expect("they were in force before");
         });
     }
 }
 
 impl PrefetchShared {
     /// Applies settings to the cache.
-    fn put(&self, state: &mut PrefetchState, in_force: PrefetchConfig) -> std::result::Result<(), InvalidPrefetchSettings> {
+    fn apply_settings(
+        &self,
+        state: &mut PrefetchState,
+        in_force: PrefetchConfig,
+    ) -> std::result::Result<(), InvalidPrefetchSettings> {
         state.cache.set(in_force)?;
         // Relaxed: a concurrent read that sees the old value is ordered before the change.
         self.is_on.store(in_force.mode != PrefetchMode::Off, Relaxed);
@@ -331,7 +343,7 @@ impl PrefetchShared {
     }
 
     /// Runs a decision under the lock. Memory that it drops is freed after the lock.
-    fn with<T>(&self, decide: impl FnOnce(&mut PrefetchState) -> T) -> T {
+    fn with_state<T>(&self, decide: impl FnOnce(&mut PrefetchState) -> T) -> T {
         // A panic under the lock is a bug in policy; release builds abort.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let decided = decide(&mut state);
@@ -343,7 +355,7 @@ impl PrefetchShared {
 }
 
 /// Waits for the bytes of a chunk; `None` if they could not be read.
-async fn data_of(cached: &CachedRange<Arc<PrefetchChunk>>) -> Option<&[u8]> {
+async fn chunk_data(cached: &CachedRange<Arc<PrefetchChunk>>) -> Option<&[u8]> {
     let Range { start, end } = cached.range;
     let data = cached.token.data().await?;
     Some(&data[start as usize..end as usize])

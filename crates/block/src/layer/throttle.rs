@@ -31,13 +31,13 @@
 //! `waiter`, `arbiter` and `seat` are independent of the reactor; `tests/model` checks every
 //! interleaving of them.
 
-mod tree;
 mod group;
 mod member;
-mod slot;
 mod settings;
+mod slot;
 mod sync;
 mod timer;
+mod tree;
 mod waiter;
 
 pub use group::ThrottleGroup;

@@ -15,15 +15,15 @@
 //!
 //! Time is an argument here: a thread that receives a timer lets it fire.
 
-#[path = "../../src/layer/throttle/tree.rs"]
-#[allow(dead_code, reason = "the model needs a part of it")]
-mod tree;
-#[path = "../../src/layer/throttle/slot.rs"]
-#[allow(dead_code, reason = "the model needs a part of it")]
-mod slot;
 #[path = "../../src/layer/throttle/settings.rs"]
 #[allow(dead_code, unreachable_pub, reason = "public in the crate; the model needs a part of it")]
 mod settings;
+#[path = "../../src/layer/throttle/slot.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod slot;
+#[path = "../../src/layer/throttle/tree.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod tree;
 #[path = "../../src/layer/throttle/waiter.rs"]
 mod waiter;
 
@@ -45,13 +45,13 @@ use std::{
 use loom::{future::block_on, thread};
 use policy::{
     request::Direction,
-    throttle::{RequestCost, SpareRefund, RateLimit, LimitKind, Limits, NodeId, NodeShare},
+    throttle::{LimitKind, Limits, NodeId, NodeShare, RateLimit, RequestCost, SpareRefund},
     time::Instant,
 };
 
-use tree::{TreeTimer, SharedThrottleTree};
-use slot::{AskOutcome, SlotDestination, WaitingAdmission, ThrottleSlot};
 use settings::DiskSettings;
+use slot::{AskOutcome, SlotDestination, ThrottleSlot, WaitingAdmission};
+use tree::{SharedThrottleTree, TreeTimer};
 
 const START: Instant = Instant::ZERO;
 /// Instant at which all requests that wait in these tests can be admitted.
@@ -60,7 +60,8 @@ const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
 /// A tree of one group with this limit in operations per second.
 fn group(iops: u64) -> (Arc<SharedThrottleTree>, NodeId) {
     let arbiter = SharedThrottleTree::new(START);
-    let node = arbiter.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
+    let node =
+        arbiter.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
     (arbiter, node)
 }
 
@@ -202,7 +203,7 @@ fn cancellation_removes_one_request_or_none() {
 }
 
 #[test]
-fn a_move_takes_waiting_requests_along() {
+fn waiting_requests_move_with_the_disk() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let disk = disk(&from);
@@ -294,7 +295,10 @@ fn read_ahead_during_a_move_delays_no_request() {
         });
         let _unarmed = disk.move_to(destination(&to), None, START).expect("no reservations");
         thread.join().expect("it ends");
-        assert!(!disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE), "a waiter has not been notified yet");
+        assert!(
+            !disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE),
+            "a waiter has not been notified yet"
+        );
         fire(to.0.admit_ready(LATE));
         assert!(is_ready(neighbours), "it waited for nothing but its turn");
         assert!(disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE));

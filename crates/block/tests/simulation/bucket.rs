@@ -3,7 +3,7 @@
 
 use policy::{
     request::Direction,
-    throttle::{Enforcement, RateLimit, LimitKind, Limits},
+    throttle::{Enforcement, LimitKind, Limits, RateLimit},
     time::Instant,
 };
 

@@ -12,22 +12,22 @@ use std::{
 
 use block::disk::Disk;
 use policy::{
-    prefetch::{PrefetchMode, PrefetchConfig},
+    prefetch::{PrefetchConfig, PrefetchMode},
     request::Direction,
     throttle::RequestCost,
     time::Duration,
 };
 use reactor::{
-    buffer::{IoBuffer, Segments, ReadTarget},
+    buffer::{IoBuffer, ReadTarget, Segments},
     error::{Error, Result},
     sim, timeout,
 };
 use storage::{Durability, ZeroOptions};
 
 use crate::{
+    group_samples::GroupSamples,
     guest::GuestBuffer,
     model::{Model, Outcome},
-    group_samples::GroupSamples,
 };
 
 /// Events of all seeds: a simulation without failures or crashes would prove nothing.

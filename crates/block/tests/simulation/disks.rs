@@ -9,11 +9,11 @@ use std::{
 
 use block::{
     disk::{Disk, DiskTotals},
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::{Image, RawImage};
 use policy::{
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     time::{Duration, Instant},
 };
 use reactor::{JoinHandle, error::Error, now, sim, sleep_until, spawn_joinable, timeout};
@@ -26,8 +26,8 @@ use storage::{
 
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
-    model::Model,
     group_samples::GroupSamples,
+    model::Model,
     seeds,
 };
 
@@ -37,7 +37,7 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 /// Block size and number of blocks of a disk that is large enough for long requests.
 const LARGE: (usize, usize) = (512, 400);
 /// Size of the largest disk, which is read as a whole, in bytes.
-const LONGEST_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
+const MAX_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 
 #[test]
 fn disks_meet_the_storage_contract() {
@@ -70,7 +70,7 @@ fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
     let tally = Rc::clone(tally);
     sim::run(seed, async move {
         let group = ThrottleGroup::new("group", settings(draw_limits()), None).expect("drawn valid");
-        let passed = Rc::new(RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)));
+        let passed = Rc::new(RefCell::new(GroupSamples::new(&group, MAX_REQUEST)));
         let disks: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
             .map(|_| spawn_joinable(DiskLife::draw(&group, &tally, &passed).run()))
             .collect();
@@ -97,7 +97,9 @@ fn draw_limits() -> Limits {
             match random.u8(..3) {
                 0 => RateLimit { rate, ..RateLimit::NONE },
                 1 => RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: 1 },
-                _ => RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: random.u64(1..4) },
+                _ => {
+                    RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: random.u64(1..4) }
+                }
             }
         });
     };
@@ -122,7 +124,11 @@ struct DiskLife {
 }
 
 impl DiskLife {
-    fn draw(group: &Arc<ThrottleGroup>, tally: &Rc<RefCell<Tally>>, passed: &Rc<RefCell<GroupSamples>>) -> Self {
+    fn draw(
+        group: &Arc<ThrottleGroup>,
+        tally: &Rc<RefCell<Tally>>,
+        passed: &Rc<RefCell<GroupSamples>>,
+    ) -> Self {
         // Mostly tiny disks, so that requests overlap.
         let (block_bytes, blocks) = match sim::random(|random| random.u32(..100)) {
             0..4 => LARGE,

@@ -4,13 +4,13 @@
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
-    disk::{Disk, ErrorPolicies, OnError, CancelToken, DiskTotals},
+    disk::{CancelToken, Disk, DiskTotals, ErrorPolicies, OnError},
     layer::throttle::DiskSettings,
 };
 use image::{Image, RawImage};
 use policy::{
     request::Direction,
-    throttle::{RequestCost, RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit, RequestCost},
     time::Duration,
 };
 use reactor::{
@@ -88,7 +88,8 @@ fn writes_wait_until_a_full_device_has_space() {
 /// Returns how often the disk has stopped.
 async fn fill_and_make_room() -> u64 {
     let shortage = sim::random(|random| random.u64(1..20));
-    let kind = [StorageRequestKind::Write, StorageRequestKind::Flush][sim::random(|random| random.usize(..2))];
+    let kind =
+        [StorageRequestKind::Write, StorageRequestKind::Flush][sim::random(|random| random.usize(..2))];
     let policy = [OnError::Enospc, OnError::Stop][sim::random(|random| random.usize(..2))];
     let disk = disk(kind, Error::NO_SPACE, Some(shortage), 0.3, on_writes(policy));
     let clients: Vec<_> =
@@ -140,7 +141,8 @@ async fn work(disk: Arc<Disk>, client: u64) {
 fn cancelled_and_final_requests_receive_the_error() {
     seeds::for_each("--test simulation", "who_does_not_wait", 50, |seed| {
         sim::run(seed, async {
-            let disk = disk(StorageRequestKind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));
+            let disk =
+                disk(StorageRequestKind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));
             let patience: [Arc<CancelToken>; 2] = Default::default();
             let attempt = |who: usize, block: u64| {
                 let (disk, patience) = (Arc::clone(&disk), Arc::clone(&patience[who]));

@@ -2,7 +2,7 @@
 
 use reactor::{
     buffer::Segments,
-    guest::{DirtyLog, GuestMemory, GuestBytes, Region},
+    guest::{DirtyLog, GuestBytes, GuestMemory, Region},
     sim,
 };
 

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_may_miss_a_write_beside_it_and_a_crash_what_was_not_flushed() {
+    fn concurrent_read_may_miss_a_write_and_a_crash_unflushed_data() {
         let mut model = model();
         let began = model.begin();
         write(&mut model, 10..20, Outcome::Applied);
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a crash found in 10..20")]
-    fn a_crash_may_not_lose_what_a_flush_covered() {
+    fn crash_must_not_lose_flushed_data() {
         let mut model = model();
         write(&mut model, 10..20, Outcome::Applied);
         let began = model.begin();
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crash_may_lose_what_ended_after_the_flush_began() {
+    fn crash_may_lose_writes_completed_during_the_flush() {
         let mut model = model();
         let (number, _) = model.begin_write(10..20);
         let began = model.begin();
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a crash found in 500..512")]
-    fn a_crash_may_not_bring_back_what_a_durable_write_replaced() {
+    fn crash_must_not_restore_durably_replaced_data() {
         let mut model = model();
         let mut old = vec![9; 1024];
         let data = write(&mut model, 500..520, Outcome::Applied);

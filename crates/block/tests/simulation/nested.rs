@@ -104,7 +104,7 @@ async fn ask(world: Rc<World>, disk: usize) {
         1 => Duration::from_micros(sim::random(|random| random.u64(..300_000))),
         _ => FOREVER,
     };
-    let request = world.log.borrow_mut().asked(disk, charge, world.is_unlimited(disk));
+    let request = world.log.borrow_mut().requested(disk, charge, world.is_unlimited(disk));
     // Polls the admission first, so a request that was admitted by then counts as admitted.
     let passed = timeout(patience, world.member(disk).admit(direction, cost)).await.is_ok();
     world.log.borrow_mut().ended(request, passed);

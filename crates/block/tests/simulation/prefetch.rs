@@ -12,7 +12,7 @@ use image::{
     },
 };
 use policy::{
-    prefetch::{PrefetchMode, PrefetchConfig},
+    prefetch::{PrefetchConfig, PrefetchMode},
     request::Direction,
     throttle::RequestCost,
     time::Duration,
@@ -176,7 +176,11 @@ fn auto_mode_does_not_read_ahead_from_memory() {
                 read(&disk, block).await.expect("sound");
             }
             let hits = disk.prefetch().stats().hits;
-            assert_eq!((disk.prefetch().settings().mode, hits > 0), (mode, mode == PrefetchMode::On), "{hits} hits");
+            assert_eq!(
+                (disk.prefetch().settings().mode, hits > 0),
+                (mode, mode == PrefetchMode::On),
+                "{hits} hits"
+            );
         }
     });
 }
@@ -186,7 +190,8 @@ fn read_ahead_is_fair_among_a_hundred_readers() {
     const READERS: usize = 100;
     sim::run(1, async {
         let size = READERS * 8 * MIB;
-        let budget = Arc::new(RateBudget::new(RateOptions { read: Some(600_000_000), ..RateOptions::default() }));
+        let budget =
+            Arc::new(RateBudget::new(RateOptions { read: Some(600_000_000), ..RateOptions::default() }));
         let storage = slow(size, "read=100us").with_rate(budget);
         let settings = PrefetchConfig { memory_bytes: 64 << 20, ..PrefetchConfig::default() };
         let disk = disk(storage, settings);

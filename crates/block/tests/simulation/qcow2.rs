@@ -23,7 +23,7 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::{Image, Qcow2Image, qcow2::bitmap::BitmapError};
 use policy::time::Duration;
@@ -40,8 +40,8 @@ use self::{
 };
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
-    model::Model,
     group_samples::GroupSamples,
+    model::Model,
     references, seeds,
 };
 
@@ -117,7 +117,8 @@ impl ImageLife {
         // Most seeds inject no errors, so that no request may fail.
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
-        let kept = if kind.snapshots { KnownSnapshots::with_first(disk.clone()) } else { KnownSnapshots::default() };
+        let kept =
+            if kind.snapshots { KnownSnapshots::with_first(disk.clone()) } else { KnownSnapshots::default() };
         let shared = Shared {
             model: RefCell::new(Model::new(disk, block_bytes)),
             tally: Rc::clone(tally),
@@ -216,8 +217,8 @@ impl ImageLife {
                 return None;
             }
         };
-        let disk = Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None)
-            .expect("no reservations");
+        let disk =
+            Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None).expect("no reservations");
         disk.prefetch().set(draw_prefetch()).expect("in range");
         Some((devices, Arc::new(disk)))
     }

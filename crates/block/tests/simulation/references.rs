@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use image::qcow2::{
     bitmap::{BitmapCluster, decode_table},
-    entry::{ClusterMapping, L1Entry, EntryFormat},
+    entry::{ClusterMapping, EntryFormat, L1Entry},
     header::Qcow2Header,
 };
 

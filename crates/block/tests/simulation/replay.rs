@@ -6,10 +6,12 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
+use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{AdmissionResult, RequestCost, PollDecision, RateLimit, LimitKind, Limits, NodeShare, ThrottleTree},
+    throttle::{
+        AdmissionResult, LimitKind, Limits, NodeShare, PollDecision, RateLimit, RequestCost, ThrottleTree,
+    },
     time::{Duration, Instant},
 };
 use reactor::{now, sim, sleep_until, spawn_joinable};
@@ -126,7 +128,8 @@ async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
 fn alone(trace: &Trace) -> Vec<Instant> {
     let mut tree = ThrottleTree::new(Instant::ZERO);
     let group = tree.add(None, trace.group, NodeShare::default()).expect("drawn valid");
-    let disks = trace.disks.map(|(limits, share)| tree.add(Some(group), limits, share).expect("no reservations"));
+    let disks =
+        trace.disks.map(|(limits, share)| tree.add(Some(group), limits, share).expect("no reservations"));
     let mut passed = vec![Instant::MAX; trace.requests.len()];
     let mut timer = Instant::MAX;
     let poll = |tree: &mut ThrottleTree<usize>, now: Instant, passed: &mut [Instant]| loop {

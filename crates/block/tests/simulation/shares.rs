@@ -11,10 +11,10 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
+use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{RequestCost, RateLimit, LimitKind, Limits, NodeShare},
+    throttle::{LimitKind, Limits, NodeShare, RateLimit, RequestCost},
     time::{Duration, Instant},
 };
 use reactor::{now, sim, sleep_until, spawn};
@@ -65,7 +65,8 @@ struct Disk {
 async fn run() {
     let kind = if chance(50) { LimitKind::IopsTotal } else { LimitKind::BpsTotal };
     let rate = sim::random(|random| random.u64(50..200)) * if kind.counts_bytes() { 10_000 } else { 1 };
-    let group = ThrottleGroup::new("top", settings(kind, rate, NodeShare::default()), None).expect("drawn valid");
+    let group =
+        ThrottleGroup::new("top", settings(kind, rate, NodeShare::default()), None).expect("drawn valid");
     let mut promised = (rate as f64 * 0.2).floor();
     let top = Node {
         limit: rate as f64,
@@ -138,7 +139,7 @@ fn draw_children(
                 *promised -= had - below;
                 // Within its group, a disk's reservation counts only as far as the group has one
                 // among its siblings.
-                node.reservation = node.promised();
+                node.reservation = node.reserved();
                 let reserved = node.reservation as u64;
                 let share = if kind.counts_bytes() {
                     share.with_reservation(0, reserved)
@@ -216,8 +217,8 @@ impl Node {
     }
 
     /// Reservation of the node, or the sum below it.
-    fn promised(&self) -> f64 {
-        self.reservation.max(self.children.iter().map(Self::promised).sum())
+    fn reserved(&self) -> f64 {
+        self.reservation.max(self.children.iter().map(Self::reserved).sum())
     }
 
     /// Distributes `rate` to this node's children, and checks the results of its disks. `grain` is
@@ -228,7 +229,7 @@ impl Node {
             return;
         }
         let shares = |level: f64| {
-            let share = move |child: &Self| (child.weight * level).min(child.most()).max(child.promised());
+            let share = move |child: &Self| (child.weight * level).min(child.most()).max(child.reserved());
             self.children.iter().map(share).collect::<Vec<f64>>()
         };
         // Bisects for the level at which the children together use the rate.

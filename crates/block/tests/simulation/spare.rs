@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
+use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{RequestCost, SpareRefund, RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit, RequestCost, SpareRefund},
     time::{Duration, Instant},
 };
 use reactor::{now, sim, sleep_until, spawn_joinable};

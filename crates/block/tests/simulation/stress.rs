@@ -10,10 +10,10 @@ use std::{
     time,
 };
 
-use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
+use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{RequestCost, AdmissionCounters, RateLimit, LimitKind, Limits},
+    throttle::{AdmissionCounters, LimitKind, Limits, RateLimit, RequestCost},
     time::Duration,
 };
 use reactor::{PollingMode, ReactorWorker, timeout, yield_now};
@@ -36,7 +36,9 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
         let mut limits = Limits::default();
         *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: RATE, ..RateLimit::NONE };
         let settings = GroupSettings { limits, ..GroupSettings::default() };
-        announce.send(ThrottleGroup::new("shared", settings, None).expect("valid")).expect("the receiver waits");
+        announce
+            .send(ThrottleGroup::new("shared", settings, None).expect("valid"))
+            .expect("the receiver waits");
     });
     let group = announced.recv_timeout(FOREVER).expect("a worker makes a group");
     let (done, finished) = mpsc::channel();
@@ -44,7 +46,8 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
         for task in 0..TASKS {
             let (group, done) = (Arc::clone(&group), done.clone());
             worker.spawn(move || async move {
-                let member = ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no reservations");
+                let member =
+                    ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no reservations");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);

@@ -24,14 +24,14 @@ use std::{
 };
 
 use block::{
-    device::{Device, SysfsRoots, Sampler, SampledTarget, id_of},
+    device::{Device, SampledTarget, Sampler, SysfsRoots, id_of},
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::open_raw;
 use policy::{
     request::Direction,
-    throttle::{RequestCost, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RequestCost},
     time::{Duration, Instant},
     watermark::Watermark,
 };
@@ -87,8 +87,14 @@ fn run(limits: [Option<u64>; 2], watermark: u8, depth: usize, unlimited_third: b
         let budgets = RateBudgets::default();
         let groups = [group("cgrp1", limits[0], watermark), group("cgrp2", limits[1], watermark)];
         let disks = groups.each_ref().map(|group| disk(group.name(), Some(group), &budgets));
-        let device = Device::below_disk(&disks[0], &SysfsRoots::default(), |_| None).expect("imitated").expect("there");
-        assert_eq!(Some(device.id()), id_of(&disks[1], &SysfsRoots::default()).expect("imitated"), "one device");
+        let device = Device::below_disk(&disks[0], &SysfsRoots::default(), |_| None)
+            .expect("imitated")
+            .expect("there");
+        assert_eq!(
+            Some(device.id()),
+            id_of(&disks[1], &SysfsRoots::default()).expect("imitated"),
+            "one device"
+        );
         let device = Arc::new(device);
         let sampler = Sampler::default();
         let subject = |group: &Arc<ThrottleGroup>| {

@@ -40,7 +40,7 @@ pub struct ExplainArgs {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60), requires = "measure")]
     pub(crate) seconds: u64,
     #[command(flatten)]
-    pub(crate) kept: LimitsFileArgs,
+    pub(crate) limits_file: LimitsFileArgs,
     /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -11,16 +11,16 @@
 //!
 //! The input of `findings`, which tests construct. Collecting never writes and opens no disk.
 
-mod write_accounting;
-mod other_controls;
 mod collect;
 mod disks;
 mod levels;
-mod mounts;
-mod reader;
 mod mount_rows;
+mod mounts;
+mod other_controls;
 mod other_writers;
+mod reader;
 mod uses;
+mod write_accounting;
 
 use std::{
     path::{Path, PathBuf},
@@ -144,10 +144,10 @@ pub(crate) struct ExaminedProcess {
 
 #[derive(Debug, Clone)]
 pub(crate) struct FileUse {
-    pub(crate) place: IoLocation,
+    pub(crate) location: IoLocation,
     /// Path in the mount namespace of the process.
     pub(crate) path: String,
-    pub(crate) way: AccessMode,
+    pub(crate) access_mode: AccessMode,
     pub(crate) reads: bool,
     pub(crate) writes: bool,
     pub(crate) evidence: Evidence,

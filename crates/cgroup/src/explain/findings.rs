@@ -11,10 +11,10 @@
 //! release number, so a distribution's backported fix is reported as missing, never the reverse;
 //! `--measure` shows the difference.
 
-mod whole_cgroup;
 mod cause;
 mod charge;
 mod limit_search;
+mod whole_cgroup;
 mod wording;
 
 use std::collections::BTreeSet;
@@ -24,7 +24,7 @@ pub(crate) use cause::Cause;
 pub(crate) use wording::{lowest_of, rates};
 
 use self::{charge::ChargedCgroup, limit_search::LimitSearch};
-use super::facts::{Evidence, CgroupFacts, MountedFileSystem, IoLocation, FileUse, AccessMode};
+use super::facts::{AccessMode, CgroupFacts, Evidence, FileUse, IoLocation, MountedFileSystem};
 
 named! { Coverage {
     Escapes = "escapes" / "ESCAPES",
@@ -54,8 +54,8 @@ named! { Io {
 
 impl Io {
     fn of(used: &FileUse) -> Vec<Self> {
-        let read = if used.way == AccessMode::Direct { Self::DirectReads } else { Self::Reads };
-        let write = match used.way {
+        let read = if used.access_mode == AccessMode::Direct { Self::DirectReads } else { Self::Reads };
+        let write = match used.access_mode {
             AccessMode::Direct => Self::DirectWrites,
             AccessMode::Buffered => Self::BufferedWrites,
             AccessMode::Synchronous => Self::SynchronousWrites,
@@ -120,7 +120,7 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
         for used in &process.uses {
             for io in Io::of(used) {
                 let judged = classify(facts, &process.group, used, io);
-                merge_finding(facts, &mut found, judged, Some(used.place), (Some(process.pid), io));
+                merge_finding(facts, &mut found, judged, Some(used.location), (Some(process.pid), io));
             }
         }
         whole_cgroup::swapping(facts, process, &mut found);
@@ -128,7 +128,7 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
     for used in &facts.hypothetical_uses {
         for io in Io::of(used) {
             let judged = classify(facts, &facts.own().name, used, io);
-            merge_finding(facts, &mut found, judged, Some(used.place), (None, io));
+            merge_finding(facts, &mut found, judged, Some(used.location), (None, io));
         }
     }
     whole_cgroup::add_cgroup_findings(facts, &mut found);
@@ -140,7 +140,7 @@ fn classify(facts: &CgroupFacts, group: &str, used: &FileUse, io: Io) -> Request
     // Two questions: which cgroup is charged, and whether a limit of that cgroup is on the
     // request's path.
     let charge = charge::charged_cgroup(facts, used, io);
-    let Some(disk) = facts.disk_of(used.place) else {
+    let Some(disk) = facts.disk_of(used.location) else {
         return charge.without_disk(used);
     };
     let (charge, reach) = limit_search::find_limit(facts, group, disk, io, charge);
@@ -183,7 +183,7 @@ fn merge_finding(
 ) {
     // Findings are merged by coverage, cause and location; only their processes and evidence
     // differ.
-    let named = place.map_or_else(String::new, |place| wording::place(facts, place));
+    let named = place.map_or_else(String::new, |place| wording::location_text(facts, place));
     let same = |finding: &&mut CoverageFinding| {
         finding.coverage == judged.coverage && finding.cause == judged.cause && finding.place == named
     };

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::{
-    facts::{Evidence, CgroupFacts},
+    facts::{CgroupFacts, Evidence},
     findings::CoverageFinding,
     verdict::Verdict,
 };
@@ -31,11 +31,11 @@ pub(super) fn json(facts: &CgroupFacts, findings: &[CoverageFinding]) -> Value {
         "kernel": facts.kernel.evidence.value,
         "verdict": Verdict::of(findings).name(),
         "limits": limits.collect::<Vec<_>>(),
-        "findings": findings.iter().map(|finding| one(facts, finding)).collect::<Vec<_>>(),
+        "findings": findings.iter().map(|finding| finding_json(facts, finding)).collect::<Vec<_>>(),
     })
 }
 
-fn one(facts: &CgroupFacts, finding: &CoverageFinding) -> Value {
+fn finding_json(facts: &CgroupFacts, finding: &CoverageFinding) -> Value {
     let acts = finding.acts.iter().map(|(pid, io)| {
         let process = pid.and_then(|pid| facts.processes.iter().find(|process| process.pid == pid));
         json!({ "pid": pid, "name": process.map(|process| process.name.as_str()), "io": io.name() })

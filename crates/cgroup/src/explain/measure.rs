@@ -15,9 +15,9 @@
 //! end, also on a signal; the files are unlinked from the beginning.
 
 mod load;
-mod temporary_cgroup;
 mod path_tests;
 mod report;
+mod temporary_cgroup;
 mod trace;
 mod worker;
 
@@ -35,8 +35,8 @@ use policy::steering::IoMaxRates;
 pub(super) use report::{json, text};
 
 use self::{
-    temporary_cgroup::TemporaryCgroup,
     path_tests::PathTests,
+    temporary_cgroup::TemporaryCgroup,
     trace::{TraceInstance, TraceTotals},
     worker::LoadWorker,
 };
@@ -55,7 +55,7 @@ pub(super) struct MeasureOptions<'a> {
     /// Directory of the test files; by default on a limited disk.
     pub(super) directory: Option<&'a Path>,
     /// Upper bound of the bytes on each path.
-    pub(super) most_bytes: u64,
+    pub(super) max_bytes: u64,
     /// Duration of each path if the limit is enforced.
     pub(super) time: Duration,
     pub(super) quiet: bool,
@@ -66,7 +66,7 @@ pub(super) struct MeasuredPaths {
     pub(super) directory: PathBuf,
     pub(super) node: String,
     pub(super) untraced: Option<String>,
-    pub(super) ways: Vec<PathResult>,
+    pub(super) paths: Vec<PathResult>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -87,7 +87,7 @@ pub(super) struct PathFigures {
     /// Bytes that all processes moved on the disk.
     pub(super) disk_bytes: u64,
     traced: Option<TraceTotals>,
-    pub(super) kept: LimitCompliance,
+    pub(super) compliance: LimitCompliance,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,19 +116,18 @@ pub(super) fn measure(
 ) -> anyhow::Result<MeasuredPaths> {
     let directory = match wish.directory {
         Some(directory) => directory.to_owned(),
-        None => usual_directory(facts)?,
+        None => default_directory(facts)?,
     };
     let shown = directory.display().to_string();
     let target = device::resolve(&hierarchy.roots, &shown)?;
     let node = target.identity.node();
     let spot = facts::disks_of_directory(hierarchy, &directory);
-    let Some((disk, rates)) = in_force(facts, &spot.stack) else {
-        bail!(
-            "{shown}: its disk {node} has no limit (set one, or choose another --directory)"
-        );
+    let Some((disk, rates)) = limit_in_force(facts, &spot.stack) else {
+        bail!("{shown}: its disk {node} has no limit (set one, or choose another --directory)");
     };
     let places = SysfsRoots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
-    let identity = DeviceIdentity::resolve(disk, &places).with_context(|| format!("the limited disk {disk}"))?;
+    let identity =
+        DeviceIdentity::resolve(disk, &places).with_context(|| format!("the limited disk {disk}"))?;
     // Each resource registers its removal for the signal handler in the same step that creates it.
     let undo = SignalCleanup::start()?;
     let name = format!("weir-explain-{}", process::id());
@@ -148,7 +147,7 @@ pub(super) fn measure(
     // Moved before its first request: the kernel does not move charges along with a process.
     place.enter(worker.process())?;
     let trace = undo.with_cleanup(|| {
-        let trace = begin_trace(hierarchy, &name, disk)?;
+        let trace = start_trace(hierarchy, &name, disk)?;
         let removal = trace.removal();
         Ok((trace, removal))
     });
@@ -157,13 +156,22 @@ pub(super) fn measure(
     let charged =
         spot.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));
     let (trace, wish) = (trace.ok(), wish.clone());
-    let mut proof =
-        PathTests { directory: directory.clone(), worker, place, trace, disk, identity, rates, charged, wish };
+    let mut proof = PathTests {
+        directory: directory.clone(),
+        worker,
+        place,
+        trace,
+        disk,
+        identity,
+        rates,
+        charged,
+        wish,
+    };
     let ways = proof.all();
-    Ok(MeasuredPaths { directory, node, untraced, ways })
+    Ok(MeasuredPaths { directory, node, untraced, paths: ways })
 }
 
-fn usual_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {
+fn default_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {
     let limited = |disk: DeviceNumber| facts.levels.iter().any(|level| level.limit(disk).is_some());
     let on_limited = facts
         .file_systems
@@ -177,7 +185,7 @@ fn usual_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {
 }
 
 /// The uppermost limited disk of a stack, and the lowest rates in force on it.
-fn in_force(facts: &CgroupFacts, stack: &[DeviceNumber]) -> Option<(DeviceNumber, IoMaxRates)> {
+fn limit_in_force(facts: &CgroupFacts, stack: &[DeviceNumber]) -> Option<(DeviceNumber, IoMaxRates)> {
     // Version 1 has no inherited limits.
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
     stack.iter().find_map(|&disk| {
@@ -188,7 +196,7 @@ fn in_force(facts: &CgroupFacts, stack: &[DeviceNumber]) -> Option<(DeviceNumber
     })
 }
 
-fn begin_trace(hierarchy: &CgroupHierarchy, name: &str, disk: DeviceNumber) -> anyhow::Result<TraceInstance> {
+fn start_trace(hierarchy: &CgroupHierarchy, name: &str, disk: DeviceNumber) -> anyhow::Result<TraceInstance> {
     let mounts = hierarchy.roots.mounts()?;
     let tracefs = mounts.iter().find(|mount| mount.kind == "tracefs").context("no tracefs is mounted")?;
     TraceInstance::begin(&tracefs.point, name, disk).with_context(|| tracefs.point.display().to_string())

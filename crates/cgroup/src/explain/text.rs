@@ -7,7 +7,7 @@ use console::table::{ColumnAlignment, TextTable};
 use reactor::sanitize::sanitize;
 
 use super::{
-    facts::{Evidence, CgroupFacts, CgroupLevel},
+    facts::{CgroupFacts, CgroupLevel, Evidence},
     findings::{Cause, Coverage, CoverageFinding},
     verdict::Verdict,
 };
@@ -38,7 +38,8 @@ pub(super) fn text(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String 
         text += &disk_section(facts, findings, disk);
     }
     text += &processes(facts, findings);
-    let notes: Vec<&CoverageFinding> = findings.iter().filter(|finding| finding.coverage == Coverage::Note).collect();
+    let notes: Vec<&CoverageFinding> =
+        findings.iter().filter(|finding| finding.coverage == Coverage::Note).collect();
     if !notes.is_empty() {
         text += "\nnotes:\n";
         for note in notes {

@@ -44,7 +44,10 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(DeviceNumber, IoMaxR
 }
 
 /// Counters of each device, from the text of [`BYTES`] and [`OPERATIONS`], ordered by number.
-pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(DeviceNumber, CgroupIoUsage)>, UnknownFormat> {
+pub(crate) fn usage(
+    bytes: &str,
+    operations: &str,
+) -> Result<Vec<(DeviceNumber, CgroupIoUsage)>, UnknownFormat> {
     let mut found = std::collections::BTreeMap::<DeviceNumber, CgroupIoUsage>::new();
     for (what, text) in [(BYTES, bytes), (OPERATIONS, operations)] {
         for_each_counter(what, text, |device, kind, total| {
@@ -65,12 +68,20 @@ pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(DeviceNumber, 
     Ok(found.into_iter().collect())
 }
 
-pub(crate) fn find(bytes: &str, operations: &str, device: DeviceNumber) -> Result<Option<CgroupIoUsage>, UnknownFormat> {
+pub(crate) fn find(
+    bytes: &str,
+    operations: &str,
+    device: DeviceNumber,
+) -> Result<Option<CgroupIoUsage>, UnknownFormat> {
     let mut all = usage(bytes, operations)?.into_iter();
     Ok(all.find_map(|(number, usage)| (number == device).then_some(usage)))
 }
 
-fn for_each_counter(what: &'static str, text: &str, mut show: impl FnMut(DeviceNumber, &str, u64)) -> Result<(), UnknownFormat> {
+fn for_each_counter(
+    what: &'static str,
+    text: &str,
+    mut show: impl FnMut(DeviceNumber, &str, u64),
+) -> Result<(), UnknownFormat> {
     for line in text.lines() {
         let unknown = || UnknownFormat::new(what, line);
         let mut words = line.split_ascii_whitespace();

@@ -5,8 +5,8 @@
 use std::path::Path;
 
 use super::{
-    MAX_LINE_CHARS, UnknownFormat, blkio, io_latency, io_max, io_stat, memory_stat, mountinfo, number, pressure,
-    proc_cgroup, proc_io, proc_stat, weight,
+    MAX_LINE_CHARS, UnknownFormat, blkio, io_latency, io_max, io_stat, memory_stat, mountinfo, number,
+    pressure, proc_cgroup, proc_io, proc_stat, weight,
 };
 
 const OTHER: block::device::DeviceNumber = block::device::DeviceNumber { major: 4_094, minor: 1_048_574 };

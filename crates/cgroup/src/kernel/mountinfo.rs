@@ -57,7 +57,10 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, UnknownFormat> {
 }
 
 /// The mount that contains a path, which must be absolute and without symbolic links.
-pub(crate) fn mount_containing<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
+pub(crate) fn mount_containing<'a>(
+    mounts: impl IntoIterator<Item = &'a Mount>,
+    path: &Path,
+) -> Option<&'a Mount> {
     // Of two mounts on the same point the later one hides the earlier; `max_by_key` returns the
     // last.
     mounts

@@ -100,7 +100,7 @@ fn io_stat_of_every_kernel_is_read() {
 }
 
 #[test]
-fn a_device_without_keys_has_done_nothing_even_if_its_line_does_not_end() {
+fn device_without_keys_has_zero_counters() {
     check_stat(
         sample!("io_stat-5.15-joined"),
         &[
@@ -202,12 +202,16 @@ fn io_latency_tells_the_targets() {
 }
 
 #[test]
-fn memory_stat_tells_what_waits_to_be_written() {
+fn memory_stat_has_dirty_and_writeback_pages() {
     let of_6_18 = sample!("memory_stat-6.18");
     let waiting = memory_stat::parse(of_6_18).unwrap();
     assert_eq!((waiting.dirty, waiting.writeback), (1_114_112, 40_960));
     assert_eq!(waiting.total(), 1_155_072);
-    assert_eq!(memory_stat::parse("cache 4096\nrss 0\n"), Ok(memory_stat::DirtyBytes::default()), "cgroup v1");
+    assert_eq!(
+        memory_stat::parse("cache 4096\nrss 0\n"),
+        Ok(memory_stat::DirtyBytes::default()),
+        "cgroup v1"
+    );
     assert_eq!(memory_stat::parse("file_dirty lots\n").unwrap_err().line, "file_dirty lots");
 }
 
@@ -236,7 +240,7 @@ fn pressure_of_no_kernel_is_refused() {
 }
 
 #[test]
-fn mounts_are_read_with_what_is_escaped_and_optional() {
+fn mountinfo_escapes_and_optional_fields_parse() {
     let mounts = mountinfo::parse(sample!("mountinfo-5.15-v2")).expect("known");
     let at = |point: &str| mounts.iter().find(|mount| mount.point == Path::new(point)).expect("mounted");
     let home = at("/home");
@@ -265,7 +269,8 @@ fn mounts_are_read_with_what_is_escaped_and_optional() {
 fn a_path_is_in_the_innermost_mount_and_in_the_latest_of_several() {
     let text = "1 0 8:1 / / rw - ext4 a rw\n2 1 8:2 / /srv rw - ext4 b rw\n3 1 8:3 / /srv rw - ext4 c rw\n";
     let mounts = mountinfo::parse(text).expect("known");
-    let source = |path: &str| mountinfo::mount_containing(&mounts, Path::new(path)).map(|mount| mount.source.as_str());
+    let source =
+        |path: &str| mountinfo::mount_containing(&mounts, Path::new(path)).map(|mount| mount.source.as_str());
     assert_eq!((source("/srv/x"), source("/srvx"), source("relative")), (Some("c"), Some("a"), None));
 }
 

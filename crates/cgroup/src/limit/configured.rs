@@ -4,7 +4,7 @@ use std::path::Path;
 
 use block::device::DeviceNumber;
 use console::{figures, figures::SettingValues as Named};
-use policy::throttle::{Limits, LimitSetting};
+use policy::throttle::{LimitSetting, Limits};
 use serde_json::{Value, json};
 
 use super::limits_file::LimitsFile;
@@ -35,7 +35,7 @@ impl ConfiguredLimits {
         })
     }
 
-    pub(crate) fn named(&self) -> Named {
+    pub(crate) fn set_limits(&self) -> Named {
         let is_set = |setting: &LimitSetting| match *setting {
             // A burst without a rate has no effect.
             LimitSetting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
@@ -47,7 +47,7 @@ impl ConfiguredLimits {
 
     pub(crate) fn json(&self) -> Value {
         json!({
-            "limits": self.named(),
+            "limits": self.set_limits(),
             "watermark": self.watermark,
             "weight": self.weight,
             "group": self.group,
@@ -58,7 +58,7 @@ impl ConfiguredLimits {
     pub(crate) fn text(&self) -> String {
         let mut parts = Vec::new();
         if !self.limits.is_unlimited() {
-            parts.push(figures::limits(&self.named()));
+            parts.push(figures::limits(&self.set_limits()));
         }
         if self.watermark > 0 {
             parts.push(format!("watermark {}%", self.watermark));
@@ -93,7 +93,7 @@ mod tests {
         kept.change(&group, (DISK, "serial x"), &change).unwrap();
         let asked = ConfiguredLimits::of(&kept, Path::new("/a"), DISK).expect("it is kept");
         assert_eq!(asked.text(), "bps-w 4M↑20M, watermark 90%, group tenant, weight 200");
-        assert_eq!(asked.named()["bps-write-max"], 20 << 20);
+        assert_eq!(asked.set_limits()["bps-write-max"], 20 << 20);
         assert_eq!(ConfiguredLimits::of(&kept, Path::new("/b"), DISK), None);
         assert_eq!(ConfiguredLimits::of(&kept, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }), None);
         assert_eq!(ConfiguredLimits::default().text(), "-");

@@ -19,7 +19,7 @@ use anyhow::{Context as _, bail};
 use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use policy::{
     steering::IoMaxRates,
-    throttle::{LimitKind, Limits, LimitPart, LimitSetting, NodeShare},
+    throttle::{LimitKind, LimitPart, LimitSetting, Limits, NodeShare},
     watermark::Watermark,
 };
 use serde::{Deserialize, Serialize};
@@ -95,13 +95,15 @@ impl LimitsChange {
         const KINDS: [LimitKind; 4] =
             [LimitKind::BpsRead, LimitKind::BpsWrite, LimitKind::IopsRead, LimitKind::IopsWrite];
         let rates = bps.into_iter().chain(iops).zip(KINDS);
-        let limits = rates.filter_map(|(rate, kind)| Some((LimitSetting::Limit(kind, LimitPart::Rate), rate?)));
+        let limits =
+            rates.filter_map(|(rate, kind)| Some((LimitSetting::Limit(kind, LimitPart::Rate), rate?)));
         Self { limits: limits.collect(), ..Self::default() }
     }
 
     #[cfg(test)]
     pub(crate) fn of(limits: &[(&str, u64)]) -> Self {
-        let setting = |&(name, value): &(&str, u64)| (LimitSetting::from_name(name).expect("a setting"), value);
+        let setting =
+            |&(name, value): &(&str, u64)| (LimitSetting::from_name(name).expect("a setting"), value);
         Self { limits: limits.iter().map(setting).collect(), ..Self::default() }
     }
 
@@ -113,8 +115,9 @@ impl LimitsChange {
 impl StoredLimits {
     /// The fallback share in a cluster's group.
     pub(crate) fn of_cluster(safe: &Limits) -> Self {
-        let set =
-            LimitSetting::ALL.into_iter().filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
+        let set = LimitSetting::ALL
+            .into_iter()
+            .filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), safe.get(setting))).collect();
         Self { limits, watermark: 0, cluster: true }
     }
@@ -154,7 +157,8 @@ impl StoredLimits {
     /// Removes the burst of a removed limit, unless the same change sets it.
     fn drop_burst_of(&mut self, limit: LimitSetting, change: &LimitsChange) {
         let LimitSetting::Limit(kind, LimitPart::Rate) = limit else { return };
-        for part in [LimitPart::BurstRate, LimitPart::BurstLength].map(|part| LimitSetting::Limit(kind, part)) {
+        for part in [LimitPart::BurstRate, LimitPart::BurstLength].map(|part| LimitSetting::Limit(kind, part))
+        {
             if change.limits.iter().all(|(asked, _)| *asked != part) {
                 self.limits.remove(part.name());
             }

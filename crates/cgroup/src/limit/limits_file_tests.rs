@@ -19,10 +19,11 @@ fn in_group(name: &str, limits: &[(&str, u64)]) -> LimitsChange {
 }
 
 #[test]
-fn what_is_not_named_stays_and_0_is_none() {
+fn unnamed_limits_stay_and_0_removes_a_limit() {
     let mut kept = LimitsFile::default();
     kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)])).unwrap();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)]))
+        .unwrap();
     kept.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-read", 0)])).unwrap();
     let limits = kept.limits_of(kept.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite).burst_rate, 400);
@@ -31,7 +32,7 @@ fn what_is_not_named_stays_and_0_is_none() {
 }
 
 #[test]
-fn a_burst_goes_with_its_limit() {
+fn removing_a_limit_removes_its_burst() {
     let mut kept = LimitsFile::default();
     let burst = [("bps-write", 4), ("bps-write-max", 20), ("bps-write-max-length", 5), ("bps-read", 4)];
     kept.change(&group("/a"), DISK, &LimitsChange::of(&burst)).unwrap();
@@ -39,11 +40,12 @@ fn a_burst_goes_with_its_limit() {
     let limits = kept.limits_of(&kept.limits[0]).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::RateLimit::default());
     assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)]))
+        .unwrap_err();
 }
 
 #[test]
-fn what_makes_no_sense_changes_nothing() {
+fn invalid_change_leaves_the_file_unchanged() {
     let mut kept = LimitsFile::default();
     kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100)])).unwrap();
     let before = kept.clone();
@@ -54,12 +56,13 @@ fn what_makes_no_sense_changes_nothing() {
 }
 
 #[test]
-fn a_group_has_limits_as_long_as_somebody_is_in_it() {
+fn group_limits_end_with_the_last_member() {
     let mut kept = LimitsFile::default();
     kept.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-total", 7)])).unwrap();
     kept.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
     kept.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
-    let limits = |kept: &LimitsFile, name| kept.limits_of(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
+    let limits =
+        |kept: &LimitsFile, name| kept.limits_of(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
     assert_eq!(limits(&kept, "/a"), limits(&kept, "/b"));
     assert_eq!(limits(&kept, "/a").limit(LimitKind::IopsTotal).rate, 0, "its own are gone");
     assert!(kept.remove(&group("/a"), DISK.0));
@@ -77,8 +80,11 @@ fn the_file_is_read_as_it_was_written() {
     assert_eq!(LimitsFile::load(&path).unwrap(), LimitsFile::default());
     let stamp = FileVersion::of(&path);
     let mut locked = LockedLimitsFile::open(&path).unwrap();
-    let change =
-        LimitsChange { weight: Some(300), watermark: Some(90), ..in_group("tenant", &[("bps-write", 1 << 40)]) };
+    let change = LimitsChange {
+        weight: Some(300),
+        watermark: Some(90),
+        ..in_group("tenant", &[("bps-write", 1 << 40)])
+    };
     locked.kept.change(&group("/a b.slice"), DISK, &change).unwrap();
     locked.save().unwrap();
     assert_ne!(FileVersion::of(&path), stamp);
@@ -90,7 +96,7 @@ fn the_file_is_read_as_it_was_written() {
 }
 
 #[test]
-fn a_file_of_another_form_is_named_and_left_alone() {
+fn file_of_another_format_is_not_overwritten() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("cgroups.json");
     for broken in [
@@ -112,7 +118,7 @@ fn a_file_of_another_form_is_named_and_left_alone() {
 }
 
 #[test]
-fn one_watches_at_a_time() {
+fn only_one_watch_holds_the_lock() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("cgroups.json");
     assert!(!WatchLock::is_taken(&path));

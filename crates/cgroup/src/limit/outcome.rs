@@ -47,7 +47,12 @@ impl LimitReport {
         Self {
             cgroup: group.name.display().to_string(),
             device: device.node(),
-            rates: ReportedRates { bps_read: bps[0], bps_write: bps[1], iops_read: iops[0], iops_write: iops[1] },
+            rates: ReportedRates {
+                bps_read: bps[0],
+                bps_write: bps[1],
+                iops_read: iops[0],
+                iops_write: iops[1],
+            },
             asked,
             notices,
         }

@@ -26,7 +26,10 @@ pub(crate) type SettledRates = (ControlGroup, DeviceNumber, IoMaxRates);
 
 /// Settled rates of each existing control group. The share of a control group whose disk was
 /// removed or replaced is divided among the remaining members.
-pub(crate) fn settled_rates(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<Vec<SettledRates>> {
+pub(crate) fn settled_rates(
+    hierarchy: &CgroupHierarchy,
+    kept: &LimitsFile,
+) -> anyhow::Result<Vec<SettledRates>> {
     let mut all = Vec::new();
     for sharing in LimitPool::all(kept)? {
         all.extend(settled_rates_of_pool(hierarchy, sharing)?);
@@ -34,7 +37,10 @@ pub(crate) fn settled_rates(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> a
     Ok(all)
 }
 
-pub(crate) fn settled_rates_of_pool(hierarchy: &CgroupHierarchy, sharing: LimitPool) -> anyhow::Result<Vec<SettledRates>> {
+pub(crate) fn settled_rates_of_pool(
+    hierarchy: &CgroupHierarchy,
+    sharing: LimitPool,
+) -> anyhow::Result<Vec<SettledRates>> {
     let roots = hierarchy.roots.device_roots();
     let sharing = sharing.retain_members(|entry| {
         hierarchy
@@ -52,7 +58,11 @@ pub(crate) fn settled_rates_of_pool(hierarchy: &CgroupHierarchy, sharing: LimitP
 /// Fails if an entry's disk was removed or its number belongs to another disk. A limit in the
 /// kernel proves the disk, because limits vanish with their disk; identifying the disk itself may
 /// block.
-pub(crate) fn verify_disk(group: &ControlGroup, entry: &CgroupEntry, roots: &SysfsRoots) -> anyhow::Result<()> {
+pub(crate) fn verify_disk(
+    group: &ControlGroup,
+    entry: &CgroupEntry,
+    roots: &SysfsRoots,
+) -> anyhow::Result<()> {
     let number = entry.device()?;
     if write::read_limits(group, number).is_ok_and(|told| told != IoMaxRates::NONE) {
         return Ok(());
@@ -135,14 +145,22 @@ pub(crate) fn settle(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::
 }
 
 /// Settles the file's present limits, or `last` if the file is unreadable, under the change lock.
-pub(crate) fn settle_latest(hierarchy: &CgroupHierarchy, path: &Path, last: &LimitsFile) -> anyhow::Result<()> {
+pub(crate) fn settle_latest(
+    hierarchy: &CgroupHierarchy,
+    path: &Path,
+    last: &LimitsFile,
+) -> anyhow::Result<()> {
     let _unchanged = ChangeLock::take(path);
     settle(hierarchy, &LimitsFile::latest(path, last))
 }
 
 /// Settles quota leased by a cluster. Does not wait for a concurrent change; settles once more
 /// after it, in case the change overwrote the rates.
-pub(crate) fn settle_leased(hierarchy: &CgroupHierarchy, path: &Path, last: &LimitsFile) -> anyhow::Result<()> {
+pub(crate) fn settle_leased(
+    hierarchy: &CgroupHierarchy,
+    path: &Path,
+    last: &LimitsFile,
+) -> anyhow::Result<()> {
     // At once: other hosts may use the quota from now on.
     let at_once = settle(hierarchy, &LimitsFile::latest(path, last).only_cluster_entries());
     let _unchanged = ChangeLock::take(path);
@@ -169,7 +187,11 @@ pub(crate) fn enable_controllers(group: &ControlGroup) -> anyhow::Result<()> {
 /// Sets the limits in systemd that it lacks: systemd disables a controller that none of its units
 /// requests, and the limits with it (seen with version 252). Returns false during a concurrent
 /// change, to be retried.
-pub(crate) fn update_systemd(hierarchy: &CgroupHierarchy, path: &Path, group: &ControlGroup) -> anyhow::Result<bool> {
+pub(crate) fn update_systemd(
+    hierarchy: &CgroupHierarchy,
+    path: &Path,
+    group: &ControlGroup,
+) -> anyhow::Result<bool> {
     let unchanged = ChangeLock::take(path);
     if !unchanged.is_held() {
         return Ok(false);
@@ -217,7 +239,11 @@ pub(crate) fn missing_in_systemd(
 
 /// Writes rates unless they are in force: each write restarts the kernel's slice, at some loss of
 /// precision.
-pub(crate) fn write_if_different(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
+pub(crate) fn write_if_different(
+    group: &ControlGroup,
+    device: DeviceNumber,
+    rates: IoMaxRates,
+) -> anyhow::Result<()> {
     write_unless_equal(group, device, write::read_limits(group, device).ok(), rates)
 }
 
@@ -227,7 +253,11 @@ pub(crate) fn write_unless_equal(
     told: Option<IoMaxRates>,
     rates: IoMaxRates,
 ) -> anyhow::Result<()> {
-    if told == Some(write::as_printed_by_kernel(rates)) { Ok(()) } else { write::write_limits(group, device, rates) }
+    if told == Some(write::as_printed_by_kernel(rates)) {
+        Ok(())
+    } else {
+        write::write_limits(group, device, rates)
+    }
 }
 
 /// The device's node, for systemd; a path by number if the device was removed.

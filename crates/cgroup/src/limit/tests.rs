@@ -67,7 +67,7 @@ fn limit_is_written_stored_and_removed() {
 }
 
 #[test]
-fn one_that_has_lost_its_controller_has_its_limit_removed_all_the_same() {
+fn limit_is_removed_without_the_controller() {
     let bench = LimitBench::v2(&["a"]);
     bench.set(0, &LimitsChange::of(&[("bps-write", 20)])).unwrap();
     std::fs::remove_file(bench.machine.root().join("a/io.max")).unwrap();
@@ -78,7 +78,7 @@ fn one_that_has_lost_its_controller_has_its_limit_removed_all_the_same() {
 }
 
 #[test]
-fn who_joins_a_group_is_told_that_limits_of_somebody_else_s_are_gone() {
+fn joining_a_group_reports_replaced_limits() {
     let bench = LimitBench::v2(&["a"]);
     bench.machine.write("a", "io.max", "254:0 rbps=7 wbps=8 riops=max wiops=max\n");
     let outcome = bench.set(0, &in_group(&[("bps-write", 100)], None)).unwrap();
@@ -96,11 +96,14 @@ fn foreign_limits_stay_unless_named() {
     let bench = LimitBench::v2(&["/b"]);
     bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
     assert!(bench.set(0, &LimitsChange::of(&[("bps-write-max", 5_000_000)])).is_err());
-    assert_eq!(write::read_limits(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
+    assert_eq!(
+        write::read_limits(&bench.groups[0], bench.disk.number()).unwrap().bps,
+        [Some(1_000_000), None]
+    );
 }
 
 #[test]
-fn a_burst_is_told_without_it_and_who_runs_it_is_named() {
+fn burst_without_a_watch_names_the_command_to_run() {
     let bench = LimitBench::v2(&["/a"]);
     let burst =
         LimitsChange::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20), ("bps-write-max-length", 5)]);
@@ -165,7 +168,7 @@ fn weight_is_written_to_the_active_mechanism() {
 }
 
 #[test]
-fn the_root_and_v1_say_what_they_cannot_do() {
+fn unsupported_limits_of_root_and_v1_are_rejected() {
     let bench = LimitBench::v2(&["/"]);
     let error = format!("{:#}", bench.set(0, &LimitsChange::of(&[("bps-write", 5)])).unwrap_err());
     assert!(error.contains("the root cgroup has no limits"), "{error}");
@@ -220,7 +223,7 @@ fn limits_missing_in_systemd_have_settled_rates() {
 }
 
 #[test]
-fn a_clusters_group_has_what_its_daemon_has_written() {
+fn cluster_group_has_the_limits_written_by_its_daemon() {
     let bench = LimitBench::v2(&["/a"]);
     let publish = |rate| {
         let mut safe = Limits::default();

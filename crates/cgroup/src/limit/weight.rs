@@ -72,7 +72,10 @@ pub(super) fn plan(
     Ok(Some(PlannedWeight { weight, device: device.number(), divider }))
 }
 
-pub(crate) fn divider(hierarchy: &CgroupHierarchy, device: &DeviceIdentity) -> anyhow::Result<Option<WeightMechanism>> {
+pub(crate) fn divider(
+    hierarchy: &CgroupHierarchy,
+    device: &DeviceIdentity,
+) -> anyhow::Result<Option<WeightMechanism>> {
     let root = hierarchy.root_group()?;
     // A kernel without io.cost lacks the file.
     let cost = root.read("io.cost.qos").unwrap_or_default();

@@ -52,7 +52,11 @@ pub(crate) fn read_limits(group: &ControlGroup, device: DeviceNumber) -> anyhow:
 }
 
 /// Writes rates to the kernel; if it refuses, the old ones remain.
-pub(crate) fn write_limits(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
+pub(crate) fn write_limits(
+    group: &ControlGroup,
+    device: DeviceNumber,
+    rates: IoMaxRates,
+) -> anyhow::Result<()> {
     match group.version {
         Version::V2 if rates == IoMaxRates::NONE && !group.has_file("io.max") && group.exists() => Ok(()),
         Version::V2 => {

@@ -10,7 +10,7 @@ fn rates(bps_write: u64, iops_read: u64) -> IoMaxRates {
 }
 
 #[test]
-fn all_keys_are_told_in_one_write() {
+fn all_keys_are_set_in_one_write() {
     let machine = FakeMachine::v2("io memory");
     let group = machine.group("/a");
     machine.write("/a", "io.max", "");
@@ -82,7 +82,7 @@ fn write_all_rolls_back_on_error() {
 }
 
 #[test]
-fn units_are_told_from_other_cgroups_and_their_properties_have_no_suffix() {
+fn units_are_distinguished_from_other_cgroups() {
     let machine = FakeMachine::v2("io");
     assert_eq!(unit_of(&machine.group("/system.slice/db.service")), Some("db.service"));
     assert_eq!(unit_of(&machine.group("/system.slice/db.service/worker")), None);

@@ -93,7 +93,8 @@ pub(super) fn apply_limits<'a>(
         // Standard error belongs to the command: log warnings and errors only.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text, file: None })?;
         // Started before the limits are set: `limit::set` would report that no watch runs.
-        held.watch = Some(watch::CgroupWatchThread::start_or_stand_by(&file, CapacityStore::new(places.state))?);
+        held.watch =
+            Some(watch::CgroupWatchThread::start_or_stand_by(&file, CapacityStore::new(places.state))?);
     }
     held.notices = limit::set_limits(hierarchy, &file, group, device, change)?.notices;
     Ok(held)

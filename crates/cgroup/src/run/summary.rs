@@ -147,7 +147,8 @@ impl CommandSummary {
     fn limits(&self, direction: Direction) -> String {
         let applying = LimitKind::applying_to(direction);
         let parts = [LimitPart::Rate, LimitPart::BurstRate, LimitPart::BurstLength];
-        let settings = applying.into_iter().flat_map(|kind| parts.map(|part| LimitSetting::Limit(kind, part)));
+        let settings =
+            applying.into_iter().flat_map(|kind| parts.map(|part| LimitSetting::Limit(kind, part)));
         let limits: SettingValues =
             settings.map(|setting| (setting.name().to_owned(), self.asked.limits.get(setting))).collect();
         figures::limits(&limits)
@@ -215,7 +216,7 @@ impl CommandSummary {
     fn settings_json(&self) -> Value {
         let ConfiguredLimits { watermark, weight, group, .. } = &self.asked;
         // Limits and other settings are keys of one object, as in `limit`.
-        let mut settings = json!(self.asked.named());
+        let mut settings = json!(self.asked.set_limits());
         let others = [
             ("watermark", (*watermark > 0).then(|| json!(watermark))),
             ("weight", weight.map(|weight| json!(weight))),
@@ -240,10 +241,10 @@ fn nanoseconds(time: Duration) -> u64 {
 
 /// The first few pids; a command may leave thousands.
 fn listed(processes: &[i32]) -> String {
-    const MOST: usize = 5;
-    let mut text = processes.iter().take(MOST).map(i32::to_string).collect::<Vec<_>>().join(", ");
-    if processes.len() > MOST {
-        let _ = write!(text, " and {} more", processes.len() - MOST);
+    const MAX_SHOWN: usize = 5;
+    let mut text = processes.iter().take(MAX_SHOWN).map(i32::to_string).collect::<Vec<_>>().join(", ");
+    if processes.len() > MAX_SHOWN {
+        let _ = write!(text, " and {} more", processes.len() - MAX_SHOWN);
     }
     text
 }
@@ -299,7 +300,8 @@ limited with watermark 90%
 
     #[test]
     fn text_reports_remaining_processes_and_dirty_bytes() {
-        let left = RemainingCgroup { directory: "/sys/fs/cgroup/weir/run-7".into(), processes: (1..=7).collect() };
+        let left =
+            RemainingCgroup { directory: "/sys/fs/cgroup/weir/run-7".into(), processes: (1..=7).collect() };
         let text = CommandSummary {
             status: 137,
             dirty_bytes: Some(12 << 20),
@@ -361,7 +363,11 @@ limited with watermark 90%
             (&answer["waited-ns"], &answer["waited-share"], &answer["left"]),
             (&json!(6_500_000_000_u64), &json!(0.65), &Value::Null)
         );
-        let asked = ConfiguredLimits { group: Some("tenant".to_owned()), weight: Some(7), ..ConfiguredLimits::default() };
+        let asked = ConfiguredLimits {
+            group: Some("tenant".to_owned()),
+            weight: Some(7),
+            ..ConfiguredLimits::default()
+        };
         let settings = CommandSummary { asked, ..summary }.settings_json();
         assert_eq!(settings, json!({ "group": "tenant", "weight": 7 }));
     }

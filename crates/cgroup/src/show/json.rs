@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{
-    rates::{DeviceRow, CgroupRate, CgroupRow, TaskRow, RowOptions},
+    rates::{CgroupRate, CgroupRow, DeviceRow, RowOptions, TaskRow},
     reading, text,
 };
 use crate::{
@@ -89,7 +89,7 @@ mod tests {
     use crate::show::rates::tests::sample;
 
     #[test]
-    fn every_number_has_its_unit_and_what_is_not_known_is_null() {
+    fn numbers_have_units_and_unknown_values_are_null() {
         let (interval, rows) = sample();
         let wish = RowOptions { device: None, are_waits_counted: true };
         let answer = json(&rows, Some(interval), wish);

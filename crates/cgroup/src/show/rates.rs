@@ -12,7 +12,7 @@ use block::device::DeviceNumber;
 use policy::counter;
 
 use super::{
-    reading::{DeviceAccount, CgroupReading},
+    reading::{CgroupReading, DeviceAccount},
     tasks::{CgroupTask, TaskId},
 };
 use crate::{
@@ -128,7 +128,11 @@ pub(crate) struct RowOptions {
 }
 
 /// Rows of the later snapshot, with rates if there is an earlier one.
-pub(crate) fn rows(earlier: Option<&CgroupSnapshot>, later: &CgroupSnapshot, wish: RowOptions) -> Vec<CgroupRow> {
+pub(crate) fn rows(
+    earlier: Option<&CgroupSnapshot>,
+    later: &CgroupSnapshot,
+    wish: RowOptions,
+) -> Vec<CgroupRow> {
     let time = earlier.map(|earlier| later.at.saturating_sub(earlier.at)).unwrap_or_default();
     // Equal times would divide by zero.
     let earlier = earlier.filter(|_| !time.is_zero());
@@ -292,7 +296,13 @@ pub(super) mod tests {
         seen
     }
 
-    fn with_task(mut seen: SnapshotGroup, tid: i32, start: u64, waited_ms: u64, io: Option<TaskIo>) -> SnapshotGroup {
+    fn with_task(
+        mut seen: SnapshotGroup,
+        tid: i32,
+        start: u64,
+        waited_ms: u64,
+        io: Option<TaskIo>,
+    ) -> SnapshotGroup {
         let waited = Duration::from_millis(waited_ms);
         seen.tasks.insert(id(tid, start), CgroupTask { name: "dd".to_owned(), state: 'D', io, waited });
         seen
@@ -315,7 +325,8 @@ pub(super) mod tests {
             pressure.some.avg10 = 12.0;
         }
         let second_of_7 = TaskId { pid: 7, ..id(8, 2) };
-        let task = CgroupTask { name: "a\nb".to_owned(), state: 'S', io: None, waited: Duration::from_millis(10) };
+        let task =
+            CgroupTask { name: "a\nb".to_owned(), state: 'S', io: None, waited: Duration::from_millis(10) };
         let idle = CgroupTask { waited: Duration::ZERO, ..task.clone() };
         busy.tasks.insert(id(9, 2), idle);
         busy.tasks.insert(second_of_7, task);
@@ -406,7 +417,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn one_device_may_be_looked_at_alone() {
+    fn device_option_selects_one_device() {
         let now = at(5, vec![seen("/a", &[(DISK, wrote(1)), (OTHER, wrote(2))])]);
         let row = &rows(None, &now, RowOptions { device: Some(OTHER), ..ALL })[0];
         assert_eq!(row.devices.iter().map(|device| device.number).collect::<Vec<_>>(), [OTHER]);

@@ -151,7 +151,13 @@ mod tests {
             ],
         );
         let reading = read(&group).unwrap().unwrap();
-        let usage = CgroupIoUsage { read_bytes: 4096, written_bytes: 8192, reads: 1, writes: 2, ..CgroupIoUsage::default() };
+        let usage = CgroupIoUsage {
+            read_bytes: 4096,
+            written_bytes: 8192,
+            reads: 1,
+            writes: 2,
+            ..CgroupIoUsage::default()
+        };
         let limits = IoMaxRates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
@@ -191,7 +197,11 @@ mod tests {
     #[test]
     fn missing_files_are_empty_and_removed_cgroup_is_none() {
         let (machine, group) = with(FakeMachine::v2("io"), &[]);
-        assert_eq!(read(&group).unwrap(), Some(CgroupReading::default()), "the controller is not enabled for it");
+        assert_eq!(
+            read(&group).unwrap(),
+            Some(CgroupReading::default()),
+            "the controller is not enabled for it"
+        );
         fs::write(group.directory.join("io.max"), "8:0 rbps=many\n").unwrap();
         let said = format!("{:#}", read(&group).unwrap_err());
         assert!(said.starts_with("cgroup /a: io.max: a line of unknown form"), "{said}");

@@ -13,7 +13,7 @@ use anyhow::bail;
 use block::device::DeviceNumber;
 
 use super::{
-    rates::{SnapshotGroup, CgroupSnapshot, RowOptions},
+    rates::{CgroupSnapshot, RowOptions, SnapshotGroup},
     reading, tasks,
 };
 use crate::{
@@ -78,7 +78,10 @@ impl CgroupSurvey {
     }
 
     pub(super) fn wish(&self) -> RowOptions {
-        RowOptions { device: self.device, are_waits_counted: tasks::has_delay_accounting(&self.hierarchy.roots.proc) }
+        RowOptions {
+            device: self.device,
+            are_waits_counted: tasks::has_delay_accounting(&self.hierarchy.roots.proc),
+        }
     }
 
     /// Takes a snapshot, which includes the errors of single cgroups; fails if all named cgroups
@@ -169,7 +172,12 @@ mod tests {
 
     const NO_LIMITS: &str = "/nowhere";
 
-    fn survey(machine: &FakeMachine, limits: impl AsRef<Path>, groups: &[&str], has_all: bool) -> CgroupSurvey {
+    fn survey(
+        machine: &FakeMachine,
+        limits: impl AsRef<Path>,
+        groups: &[&str],
+        has_all: bool,
+    ) -> CgroupSurvey {
         let groups: Vec<String> = groups.iter().map(|&group| group.to_owned()).collect();
         CgroupSurvey::new(machine.hierarchy(), limits.as_ref(), &groups, None, has_all).unwrap()
     }
@@ -179,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_did_something_are_found_below_those_that_were_named() {
+    fn busy_cgroups_below_the_named_ones_are_listed() {
         let machine = machine(&[("/a", ""), ("/a/b", WROTE), ("/a/b/c", ""), ("/d", WROTE)]);
         let look = |groups: &[&str], has_all| {
             names(&survey(&machine, NO_LIMITS, groups, has_all).snapshot(false).unwrap())
@@ -212,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_are_removed_are_missed_until_none_is_left() {
+    fn survey_fails_once_all_named_cgroups_are_removed() {
         let machine = machine(&[("/a", WROTE), ("/b", WROTE)]);
         let survey = survey(&machine, NO_LIMITS, &["/a", "/b"], false);
         fs::remove_dir_all(machine.root().join("a")).unwrap();

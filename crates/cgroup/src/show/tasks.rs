@@ -102,7 +102,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn tasks_are_those_of_every_process_that_is_still_there() {
+    fn tasks_of_ended_processes_are_omitted() {
         let machine = FakeMachine::v2("io");
         let (proc, group) = (machine.roots().proc, machine.group("/a"));
         machine.write("/a", "cgroup.procs", "7\n9\n");

@@ -9,7 +9,7 @@ use console::{
 use policy::steering::IoMaxRates;
 
 use super::{
-    rates::{DeviceRow, CgroupRate, CgroupRow, TaskRow, RowOptions},
+    rates::{CgroupRate, CgroupRow, DeviceRow, RowOptions, TaskRow},
     reading,
 };
 use crate::{kernel::io_max, limit::configured::ConfiguredLimits};
@@ -159,7 +159,8 @@ CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LI
 /system/a.db     75%       12%  4095:1     0    10.0M       0     2.0M   512  bps-w 4M, iops-w 100
                                 4095:2  4.0K        0       -        -     -  -
 ";
-        let without: Vec<CgroupRow> = rows.iter().cloned().map(|row| CgroupRow { tasks: Vec::new(), ..row }).collect();
+        let without: Vec<CgroupRow> =
+            rows.iter().cloned().map(|row| CgroupRow { tasks: Vec::new(), ..row }).collect();
         assert_eq!(render(&without, COUNTED, false), expect);
         assert_eq!(render(&[], COUNTED, false), "no cgroup has limits or has done I/O\n");
     }
@@ -179,7 +180,7 @@ CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LI
     }
 
     #[test]
-    fn tasks_follow_and_what_is_not_known_is_said() {
+    fn tasks_follow_their_cgroup_and_unknown_values_are_marked() {
         let (interval, rows) = sample();
         assert_eq!(interval, Duration::from_secs(2));
         let text = render(&rows, COUNTED, false);

@@ -46,7 +46,12 @@ impl WatermarkDisks {
         }
     }
 
-    fn open_disks(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile, say: bool) -> anyhow::Result<()> {
+    fn open_disks(
+        &mut self,
+        hierarchy: &CgroupHierarchy,
+        kept: &LimitsFile,
+        say: bool,
+    ) -> anyhow::Result<()> {
         let mut before = std::mem::take(&mut self.observed);
         self.is_one_missing = false;
         for entry in &kept.limits {
@@ -79,7 +84,11 @@ impl WatermarkDisks {
 
     /// Samples all disks, given the consumption by members with a watermark; returns the disks that
     /// became busy.
-    pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<DeviceNumber, DeviceConsumption>) -> Vec<DeviceNumber> {
+    pub(super) fn observe(
+        &mut self,
+        now: Instant,
+        consumed: &HashMap<DeviceNumber, DeviceConsumption>,
+    ) -> Vec<DeviceNumber> {
         let nothing = DeviceConsumption::default();
         let mut busy = Vec::new();
         for (number, observed) in &mut self.observed {

@@ -51,7 +51,7 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 const FIRST_PIDS: &str = "pid:[4026531836]";
 /// Number of checks for the guard's exit, [`LOOK`] apart: two seconds in total.
 const EXIT_ATTEMPTS: usize = 100;
-const LOOK: Duration = Duration::from_millis(20);
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub(super) struct SettlingGuard {
@@ -120,7 +120,7 @@ impl SettlingGuard {
             if !matches!(self.child.try_wait(), Ok(None)) {
                 return;
             }
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_INTERVAL);
         }
         tracing::warn!("the guard does not exit, with nothing left to do (is it stopped?)");
     }

@@ -95,7 +95,7 @@ impl CgroupLeases {
     pub(super) fn due(&self, now: Instant) -> Vec<DueLimits> {
         let due = |(name, account): (&String, &GroupLease)| {
             // Decided here by time, independently of the cluster's messages, which may be late.
-            let holds = now < account.taken_back_at();
+            let holds = now < account.revoked_at();
             DueLimits {
                 group: name.clone(),
                 limits: if holds { account.quota } else { account.fallback },
@@ -108,14 +108,17 @@ impl CgroupLeases {
 
     /// Replaces all quota by the fallback shares.
     pub(super) fn to_fallback(due: Vec<DueLimits>, safe: &BTreeMap<String, Limits>) -> Vec<DueLimits> {
-        let safe =
-            |due: DueLimits| DueLimits { limits: safe.get(&due.group).copied().unwrap_or_default(), until: None, ..due };
+        let safe = |due: DueLimits| DueLimits {
+            limits: safe.get(&due.group).copied().unwrap_or_default(),
+            until: None,
+            ..due
+        };
         due.into_iter().map(safe).collect()
     }
 
     /// Next time at which a lease is revoked.
     pub(super) fn next(&self, now: Instant) -> Option<Instant> {
-        self.accounts().values().map(GroupLease::taken_back_at).filter(|at| *at > now).min()
+        self.accounts().values().map(GroupLease::revoked_at).filter(|at| *at > now).min()
     }
 
     /// Time by which the guard must have revoked the quota in the kernel, including the quota that
@@ -147,7 +150,7 @@ impl CgroupLeases {
 }
 
 impl GroupLease {
-    fn taken_back_at(&self) -> Instant {
+    fn revoked_at(&self) -> Instant {
         match self.until {
             Instant::MAX => Instant::MAX,
             until => Instant::from_nanos(until.as_nanos().saturating_sub(WATCH_AHEAD.as_nanos() as u64)),

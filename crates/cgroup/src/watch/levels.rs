@@ -61,7 +61,8 @@ impl SavedBursts {
     /// Counters of a control group at that time.
     pub(super) fn passed(&self, group: &Path, device: DeviceNumber) -> Option<IoCounters> {
         let [read_bytes, written_bytes, reads, writes] = *self.passed.get(&name(group, device))?;
-        let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
+        let counters =
+            |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         Some([counters(reads, read_bytes), counters(writes, written_bytes)])
     }
 }
@@ -118,10 +119,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let limits = directory.path().join("cgroups.json");
         let device = DeviceNumber { major: 254, minor: 0 };
-        let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
+        let counters =
+            |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         let passed = [counters(1, 4096), counters(2, 1 << 40)];
         let at = Instant::from_nanos(5_000_000_000);
-        let left = SavedBursts::new(at, [1, 2, 3, 4, 5, u64::MAX], [("/a b".into(), device, passed)].into_iter());
+        let left =
+            SavedBursts::new(at, [1, 2, 3, 4, 5, u64::MAX], [("/a b".into(), device, passed)].into_iter());
         save(&limits, &BTreeMap::from([("group x".to_owned(), left.clone())])).unwrap();
         let found = load(&limits, at);
         assert_eq!(found["group x"], left);

@@ -25,7 +25,7 @@ impl ReadBudget {
     /// Initial estimate: the cost on a slow machine.
     const FIRST_LOOK_S: f64 = 50e-6;
     /// Capacity of the bucket, in CPU seconds of reading.
-    const MOST_SAVED_S: f64 = 0.2;
+    const MAX_SAVED_S: f64 = 0.2;
 
     pub(super) fn new(now: Instant, cpu: Duration) -> Self {
         Self {
@@ -42,7 +42,7 @@ impl ReadBudget {
         let elapsed_s = now.nanos_since(self.last) as f64 / 1e9;
         self.last = now;
         let affordable = SHARE_OF_A_CORE / self.read_s;
-        self.tokens = (self.tokens + elapsed_s * affordable).min(Self::MOST_SAVED_S * affordable);
+        self.tokens = (self.tokens + elapsed_s * affordable).min(Self::MAX_SAVED_S * affordable);
         (self.tokens as usize).max(ALWAYS_ALLOWED)
     }
 

@@ -52,7 +52,8 @@ impl OpenCgroupFiles {
         buffer: &mut Vec<u8>,
     ) -> anyhow::Result<(IoCounters, Option<bool>)> {
         let usage = io_stat::find(text(&self.stat, buffer)?, device)?.unwrap_or_default();
-        let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
+        let counters =
+            |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         let passed = [
             counters(usage.reads, usage.read_bytes),
             // Without discards, each of which the kernel's limits charge as 512 bytes

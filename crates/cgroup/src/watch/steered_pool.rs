@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use block::device::{DeviceNumber, SysfsRoots};
 use policy::{
-    steering::{IoCounters, SteeringPool, IoMaxRates},
+    steering::{IoCounters, IoMaxRates, SteeringPool},
     throttle::{AdmissionCounters, Enforcement, Limits},
     time::{Duration, Instant},
     watermark::{GroupConsumption, Watermark},
@@ -376,7 +376,9 @@ impl SteeredPool {
             let member = &self.members[index];
             let expected = self.pool.members()[index].rates_set();
             let Some(expected) = expected.filter(|_| member.error.is_none()) else { continue };
-            if write::read_limits(&member.group, member.device).is_ok_and(|told| told != write::as_printed_by_kernel(expected)) {
+            if write::read_limits(&member.group, member.device)
+                .is_ok_and(|told| told != write::as_printed_by_kernel(expected))
+            {
                 tracing::info!(cgroup = %member.group.name.display(), device = %member.device, "another program has changed its limits; they are written again");
                 self.pool.retry_setting(index);
                 // Limits vanish with their disk: verify the disk at the next reading.

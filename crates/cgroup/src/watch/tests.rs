@@ -6,8 +6,8 @@ use settings::state::atomic_file;
 
 use super::*;
 use crate::{
-    limit::limits_file::{LimitsChange, LimitsFile},
     fake_machine::FakeMachine,
+    limit::limits_file::{LimitsChange, LimitsFile},
 };
 
 const DISK: (DeviceNumber, &str) = (DeviceNumber { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
@@ -202,7 +202,7 @@ fn lost_plain_limit_is_restored() {
 }
 
 #[test]
-fn a_weight_is_told_anew_at_the_start_and_when_its_control_group_is_made_again() {
+fn weight_is_set_again_at_start_and_for_a_recreated_cgroup() {
     let machine = FakeMachine::v2("io");
     machine.write("/", "io.cost.qos", "254:0 enable=1 ctrl=auto rpct=0.00\n");
     let (watch, path, mut kept) = of_a_plain_limit(&machine);
@@ -254,7 +254,8 @@ fn idle_groups_are_read_once_a_second() {
     let path = machine.path("run/cgroups.json");
     fs::create_dir_all(machine.path("run")).unwrap();
     let mut kept = LimitsFile::default();
-    let burst = LimitsChange::of(&[("bps-write", MIB), ("bps-write-max", 4 * MIB), ("bps-write-max-length", 10)]);
+    let burst =
+        LimitsChange::of(&[("bps-write", MIB), ("bps-write-max", 4 * MIB), ("bps-write-max-length", 10)]);
     let names: Vec<String> = (0..ALL).map(|number| format!("g{number}")).collect();
     for name in &names {
         let group = machine.group(name);
@@ -444,7 +445,7 @@ fn demand_of_a_cluster_group_is_reported() {
 }
 
 #[test]
-fn a_clusters_group_has_no_other_limits_and_others_are_no_clusters() {
+fn cluster_groups_exclude_local_limits() {
     let machine = FakeMachine::v2("io");
     let (watch, lender, path) = of_a_cluster(&machine);
     let (a, b) = (machine.group("a"), machine.group("b"));

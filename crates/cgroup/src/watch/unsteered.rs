@@ -79,7 +79,8 @@ impl UnsteeredPools {
         for (group, device, rates) in
             settling::settled_rates_of_pool(&self.hierarchy, sharing.clone()).unwrap_or_default()
         {
-            let differs = write::read_limits(&group, device).is_ok_and(|told| told != as_printed_by_kernel(rates));
+            let differs =
+                write::read_limits(&group, device).is_ok_and(|told| told != as_printed_by_kernel(rates));
             match settling::enforce(&group, device, rates) {
                 Ok(()) if differs => {
                     tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; the configured ones are written again");
@@ -111,7 +112,8 @@ impl UnsteeredPools {
             let held = settling::settled_rates_of_pool(&self.hierarchy, sharing.clone()).unwrap_or_default();
             for (group, device, rates) in held {
                 let is_limited = limited.contains(&(group.name.clone(), device.to_string()));
-                let is_told = write::read_limits(&group, device).is_ok_and(|told| told == as_printed_by_kernel(rates));
+                let is_told =
+                    write::read_limits(&group, device).is_ok_and(|told| told == as_printed_by_kernel(rates));
                 if !is_limited
                     && is_told
                     && let Err(error) = write::write_limits(&group, device, IoMaxRates::NONE)

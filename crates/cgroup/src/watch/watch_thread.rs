@@ -10,9 +10,9 @@ use std::{
 use anyhow::Context as _;
 use settings::state::CapacityStore;
 
-use super::{WatchEnd, CgroupLeases, CgroupWatch, check};
+use super::{CgroupLeases, CgroupWatch, WatchEnd, check};
 use crate::{
-    cgroup_counters::{KnownEnforcement, CgroupFiguresReader},
+    cgroup_counters::{CgroupFiguresReader, KnownEnforcement},
     hierarchy::{CgroupHierarchy, KernelRoots},
 };
 
@@ -47,7 +47,11 @@ impl CgroupWatchThread {
     ///
     /// # Errors
     /// Fails if this machine has no control groups that can be limited.
-    pub fn start_after_another(path: &Path, store: CapacityStore, lending: Option<CgroupLeases>) -> anyhow::Result<Self> {
+    pub fn start_after_another(
+        path: &Path,
+        store: CapacityStore,
+        lending: Option<CgroupLeases>,
+    ) -> anyhow::Result<Self> {
         let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
         check(&hierarchy)?;
         let path = path.to_owned();

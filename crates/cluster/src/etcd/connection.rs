@@ -43,7 +43,7 @@ const X509_V_ERR_CERT_HAS_EXPIRED: i32 = 10;
 const X509_V_ERR_HOSTNAME_MISMATCH: i32 = 62;
 const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
 /// Number of a certificate's names in a message.
-const MOST_NAMES: usize = 8;
+const MAX_NAMES: usize = 8;
 /// Part of the reply of Go's servers to plain HTTP on a TLS port.
 const HTTPS_PORT_REPLY: &[u8] = b"HTTP request to an HTTPS server";
 /// Part of the refusal of etcd's gateway if the client certificate has a common name.
@@ -135,7 +135,7 @@ fn names_of(certificate: &X509Ref) -> String {
         dns.or_else(|| Some(address(name.ipaddress()?)?.to_string()))
     };
     let all: Vec<_> =
-        certificate.subject_alt_names().iter().flatten().filter_map(name).take(MOST_NAMES).collect();
+        certificate.subject_alt_names().iter().flatten().filter_map(name).take(MAX_NAMES).collect();
     if all.is_empty() { "no name".to_owned() } else { all.join(", ") }
 }
 
@@ -200,7 +200,11 @@ impl EtcdConnection {
         Err(EtcdError::Unreachable(last.context(format!("etcd {said}"))))
     }
 
-    async fn open_at(said: &EtcdEndpoint, address: SocketAddr, tls: Option<&EtcdTls>) -> Result<Self, EtcdError> {
+    async fn open_at(
+        said: &EtcdEndpoint,
+        address: SocketAddr,
+        tls: Option<&EtcdTls>,
+    ) -> Result<Self, EtcdError> {
         let stream = TcpStream::connect(address).await.map_err(EtcdError::unreachable)?;
         // Best effort: without keep-alive a lost peer is found later, by a timeout.
         let _ = stream.set_nodelay(true);

@@ -3,15 +3,20 @@
 use std::{rc::Rc, sync::Arc};
 
 use api::ExportCounters;
-use export::fuse::{FuseExport, FuseMount, FuseMountOptions, QuiescedFuseFile, FuseExportServer, FuseStatistics};
+use export::fuse::{
+    FuseExport, FuseExportServer, FuseMount, FuseMountOptions, FuseStatistics, QuiescedFuseFile,
+};
 use settings::FuseConfig;
 
-use super::{ExportEndpoint, HostEndpoint, TransferredEndpoint, EndpointOptions, attended};
+use super::{EndpointOptions, ExportEndpoint, HostEndpoint, TransferredEndpoint, attended};
 
 attended!(FuseExportServer, counters, add_counts);
 
 /// Mounts over the file. A process that opens it blocks until the server runs.
-pub(super) async fn open(settings: &FuseConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+pub(super) async fn open(
+    settings: &FuseConfig,
+    terms: &EndpointOptions<'_>,
+) -> anyhow::Result<ExportEndpoint> {
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
     // A transferred mount keeps its descriptor, so openers notice nothing.
@@ -22,7 +27,7 @@ pub(super) async fn open(settings: &FuseConfig, terms: &EndpointOptions<'_>) -> 
         _ => {
             let options = FuseMountOptions { read_only, allow_other: settings.allow_other };
             let file = settings.file.clone();
-            (reactor::run_blocking(move || FuseMount::over(&file, options)).await?, None)
+            (reactor::run_blocking(move || FuseMount::mount_over(&file, options)).await?, None)
         }
     };
     let address = mount.path().display().to_string();

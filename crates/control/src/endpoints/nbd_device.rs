@@ -7,12 +7,15 @@ use api::ExportCounters;
 use export::nbd::kernel_client::{NbdDeviceExport, NbdDeviceServer, NbdDeviceStatistics};
 use settings::NbdDeviceConfig;
 
-use super::{ExportEndpoint, HostEndpoint, TransferredEndpoint, EndpointOptions, attended, data_identity};
+use super::{EndpointOptions, ExportEndpoint, HostEndpoint, TransferredEndpoint, attended, data_identity};
 
 // No counters to restore: all of them are current values.
 attended!(NbdDeviceServer, counters, |_, _| {}, hand_over);
 
-pub(super) async fn open(settings: &NbdDeviceConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+pub(super) async fn open(
+    settings: &NbdDeviceConfig,
+    terms: &EndpointOptions<'_>,
+) -> anyhow::Result<ExportEndpoint> {
     let EndpointOptions { id, disk: running, read_only, workers, .. } = terms;
     // More connections than workers gain nothing; the kernel needs at least one.
     let standard = workers.len().clamp(1, 64) as u16;

@@ -8,12 +8,15 @@ use export::ublk::{UblkExport, UblkOffer, UblkServer, UblkStatistics};
 use settings::UblkConfig;
 use storage::CacheMode;
 
-use super::{ExportEndpoint, HostEndpoint, TransferredEndpoint, EndpointOptions, attended};
+use super::{EndpointOptions, ExportEndpoint, HostEndpoint, TransferredEndpoint, attended};
 
 attended!(UblkServer, counters, add_counts, hand_over);
 
 /// Creates the device, or recovers the orphaned device that an earlier process left for this image.
-pub(super) async fn open(settings: &UblkConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+pub(super) async fn open(
+    settings: &UblkConfig,
+    terms: &EndpointOptions<'_>,
+) -> anyhow::Result<ExportEndpoint> {
     let EndpointOptions { id, disk: running, read_only, workers, .. } = terms;
     let disk = &running.disk;
     let queues = settings.queues.unwrap_or(u16::try_from(workers.len()).unwrap_or(u16::MAX));

@@ -4,18 +4,23 @@ use std::sync::Arc;
 
 use api::{ExportCounters, FrontEndProcess};
 use block::disk::Disk;
-use export::vhost_user_blk::{VhostUserExport, FrontEnds, VhostUserOffer, PeerProcess, VhostUserServer, VhostUserStatistics, Threads};
+use export::vhost_user_blk::{
+    FrontEnds, PeerProcess, Threads, VhostUserExport, VhostUserOffer, VhostUserServer, VhostUserStatistics,
+};
 use reactor::operation::Fd;
 use settings::VhostUserBlkConfig;
 use storage::CacheMode;
 
-use super::{ExportEndpoint, VhostUserEndpoint, EndpointOptions, attended};
+use super::{EndpointOptions, ExportEndpoint, VhostUserEndpoint, attended};
 use crate::listen;
 
 attended!(VhostUserServer, counters, add_counts);
 
 /// Binds the socket. Clients are not accepted yet.
-pub(super) fn open(settings: &VhostUserBlkConfig, terms: &EndpointOptions<'_>) -> anyhow::Result<ExportEndpoint> {
+pub(super) fn open(
+    settings: &VhostUserBlkConfig,
+    terms: &EndpointOptions<'_>,
+) -> anyhow::Result<ExportEndpoint> {
     let EndpointOptions { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
     let (front_ends, file, listening) = match settings.socket.path() {
@@ -38,8 +43,13 @@ pub(super) fn open(settings: &VhostUserBlkConfig, terms: &EndpointOptions<'_>) -
     let server = VhostUserServer::with_observer(Arc::new(terms.events.clone()), export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
     let machine = VhostUserEndpoint { server: Arc::clone(&server), listening };
-    let entrance =
-        ExportEndpoint::new("vhost-user-blk", listen::vhost_user_socket_name(&settings.socket)?, server, serving, terms);
+    let entrance = ExportEndpoint::new(
+        "vhost-user-blk",
+        listen::vhost_user_socket_name(&settings.socket)?,
+        server,
+        serving,
+        terms,
+    );
     Ok(entrance.with_vhost_user(machine).holding(file))
 }
 
@@ -64,7 +74,12 @@ fn add_counts(server: &VhostUserServer, before: &ExportCounters) {
     server.add_counts(requests, kicks, calls, copies);
 }
 
-fn device_offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlkConfig) -> VhostUserOffer {
+fn device_offer(
+    disk: &Disk,
+    cache: CacheMode,
+    read_only: bool,
+    settings: &VhostUserBlkConfig,
+) -> VhostUserOffer {
     // In cache modes without a write cache every write is durable, so the guest needs no flushes.
     let write_cache = settings.write_cache && cache.has_write_cache();
     let standard = VhostUserOffer::default();

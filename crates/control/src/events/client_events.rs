@@ -8,8 +8,8 @@
 //! second and disk, with a count of the rest.
 
 use export::{
-    nbd::{NbdClientInfo, ClientObserver},
-    vhost_user_blk::{FrontEndEvent, PeerProcess, ExportObserver},
+    nbd::{ClientObserver, NbdClientInfo},
+    vhost_user_blk::{ExportObserver, FrontEndEvent, PeerProcess},
 };
 use policy::time::Duration;
 use serde_json::{Value, json};
@@ -23,7 +23,8 @@ impl ClientObserver for EventLog {
     }
 
     fn disconnected(&self, visit: &NbdClientInfo, lasted: Duration) {
-        let message = format!("{} has left disk {} after {} s", client_text(visit), visit.disk, lasted.as_secs());
+        let message =
+            format!("{} has left disk {} after {} s", client_text(visit), visit.disk, lasted.as_secs());
         self.record(nbd_client_event(Kind::ClientOut, message, visit).with("seconds", lasted.as_secs()));
     }
 }
@@ -61,11 +62,14 @@ fn front_end_event(disk: &str, happening: &FrontEndEvent<'_>) -> NewEvent {
         FrontEndEvent::Disconnected { process, lasted } => {
             let seconds = lasted.as_secs();
             let message = format!("{} has left disk {disk} after {seconds} s", front_end_text(process));
-            NewEvent::new(Kind::ClientOut, message).with("front-end", front_end_json(process)).with("seconds", seconds)
+            NewEvent::new(Kind::ClientOut, message)
+                .with("front-end", front_end_json(process))
+                .with("seconds", seconds)
         }
         FrontEndEvent::ProtocolError { process, why } => {
             let message = format!("{} was disconnected from disk {disk}: {why}", front_end_text(process));
-            let news = NewEvent::new(Kind::ClientDisconnected, message).with("front-end", front_end_json(process));
+            let news =
+                NewEvent::new(Kind::ClientDisconnected, message).with("front-end", front_end_json(process));
             news.with("reason", why.to_string())
         }
         FrontEndEvent::Rejected { process, connected } => {
@@ -74,7 +78,8 @@ fn front_end_event(disk: &str, happening: &FrontEndEvent<'_>) -> NewEvent {
                 front_end_text(process),
                 front_end_text(connected)
             );
-            let news = NewEvent::new(Kind::ClientTurnedAway, message).with("front-end", front_end_json(process));
+            let news =
+                NewEvent::new(Kind::ClientTurnedAway, message).with("front-end", front_end_json(process));
             news.with("connected", front_end_json(connected))
         }
         FrontEndEvent::RingBroken { ring, why } => {

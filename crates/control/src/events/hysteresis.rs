@@ -12,7 +12,7 @@
 
 use policy::{
     counter,
-    throttle::{ThrottleSummary, ReservationTimes},
+    throttle::{ReservationTimes, ThrottleSummary},
     time::{Duration, Instant},
     watermark::MeasuredCapacity,
 };
@@ -27,11 +27,14 @@ const BUSY_QUEUE: f64 = 4.0;
 const SLOW_PERCENT: u64 = 50;
 
 /// How long a condition must last before it counts as begun (`on`) or ended (`off`).
-pub(crate) const LIMIT_DELAYS: ConditionDelays = ConditionDelays { on: Duration::from_secs(2), off: Duration::from_secs(10) };
+pub(crate) const LIMIT_DELAYS: ConditionDelays =
+    ConditionDelays { on: Duration::from_secs(2), off: Duration::from_secs(10) };
 pub(crate) const RESERVATION_DELAYS: ConditionDelays =
     ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(10) };
-pub(crate) const WATERMARK_DELAYS: ConditionDelays = ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(5) };
-pub(crate) const DEVICE_DELAYS: ConditionDelays = ConditionDelays { on: Duration::from_secs(60), off: Duration::from_secs(60) };
+pub(crate) const WATERMARK_DELAYS: ConditionDelays =
+    ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(5) };
+pub(crate) const DEVICE_DELAYS: ConditionDelays =
+    ConditionDelays { on: Duration::from_secs(60), off: Duration::from_secs(60) };
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ConditionDelays {
@@ -70,9 +73,15 @@ impl Condition {
         self.held_since.is_none() && self.contradicted_since.is_none()
     }
 
-    pub(crate) fn observe(&mut self, sample: ConditionSample, patience: ConditionDelays, now: Instant) -> Option<ConditionChange> {
+    pub(crate) fn observe(
+        &mut self,
+        sample: ConditionSample,
+        patience: ConditionDelays,
+        now: Instant,
+    ) -> Option<ConditionChange> {
         // `Between` contradicts neither state; it only restarts the delay.
-        let otherwise = if self.held_since.is_some() { ConditionSample::Under } else { ConditionSample::Over };
+        let otherwise =
+            if self.held_since.is_some() { ConditionSample::Under } else { ConditionSample::Over };
         if sample != otherwise {
             self.contradicted_since = None;
             return None;
@@ -159,7 +168,10 @@ mod tests {
     }
 
     /// Feeds one sample per second; returns the second of each change.
-    fn changes_of(samples: &[(ConditionSample, u64)], patience: ConditionDelays) -> Vec<(u64, ConditionChange)> {
+    fn changes_of(
+        samples: &[(ConditionSample, u64)],
+        patience: ConditionDelays,
+    ) -> Vec<(u64, ConditionChange)> {
         let (mut condition, mut at, mut turns) = (Condition::default(), 0, Vec::new());
         for &(sample, seconds) in samples {
             for _ in 0..seconds {
@@ -188,7 +200,10 @@ mod tests {
     #[test]
     fn short_condition_causes_no_event() {
         use ConditionSample::{Between, Over, Under};
-        assert_eq!(changes_of(&[(Over, 2), (Between, 1), (Over, 2), (Under, 1), (Over, 2)], LIMIT_DELAYS), []);
+        assert_eq!(
+            changes_of(&[(Over, 2), (Between, 1), (Over, 2), (Under, 1), (Over, 2)], LIMIT_DELAYS),
+            []
+        );
     }
 
     #[test]
@@ -202,7 +217,12 @@ mod tests {
         );
         assert_eq!(
             [limit_sample(50), limit_sample(49), limit_sample(10), limit_sample(9)],
-            [ConditionSample::Over, ConditionSample::Between, ConditionSample::Between, ConditionSample::Under]
+            [
+                ConditionSample::Over,
+                ConditionSample::Between,
+                ConditionSample::Between,
+                ConditionSample::Under
+            ]
         );
         // The disk was replaced, and its counter restarted.
         assert_eq!(limited_percent(&brief(9), &brief(1), Duration::from_secs(1)), 0);
@@ -225,11 +245,18 @@ mod tests {
 
     #[test]
     fn slow_device_has_long_queue_and_low_throughput() {
-        let capacity = MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 0, write_bps: 1_000_000 };
+        let capacity =
+            MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 0, write_bps: 1_000_000 };
         let done = |iops, bps| capacity_percent(&capacity, &DeviceThroughput { iops, bps, queue: 9.0 });
         assert_eq!(done([200, 100], [0, 0]), Some(40));
         assert_eq!(done([0, 1], [9_000_000, 600_000]), Some(60), "reads of bytes were not measured");
-        assert_eq!(capacity_percent(&MeasuredCapacity::default(), &DeviceThroughput { iops: [1; 2], bps: [1; 2], queue: 9.0 }), None);
+        assert_eq!(
+            capacity_percent(
+                &MeasuredCapacity::default(),
+                &DeviceThroughput { iops: [1; 2], bps: [1; 2], queue: 9.0 }
+            ),
+            None
+        );
         assert_eq!(
             [device_sample(40, 9.0), device_sample(40, 3.0), device_sample(60, 9.0)],
             [ConditionSample::Over, ConditionSample::Under, ConditionSample::Under]

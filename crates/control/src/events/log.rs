@@ -5,9 +5,9 @@ use std::{cell::RefCell, rc::Rc};
 use reactor::JoinHandle;
 
 use super::{
-    RecordedEvent, EventLog,
+    EventLog, RecordedEvent,
+    event_type::{EventSeverity, Kind},
     rate_limit::SharedEventRateLimit,
-    event_type::{Kind, EventSeverity},
 };
 
 /// Burst for each event type, in which each disk has a share. Consumers that need all events read

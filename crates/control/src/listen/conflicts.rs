@@ -16,14 +16,14 @@ use super::resolve;
 
 /// Conflicts in a list: the index of each address that excludes an earlier one, with the index of
 /// that earlier one. A host name that cannot be resolved has no conflicts.
-pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
+pub fn find_address_conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
     let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
     let mut ports: HashMap<u16, Vec<(IpAddr, usize)>> = HashMap::new();
     let mut found = Vec::new();
     for (index, address) in all.iter().enumerate() {
         match address {
             ListenAddress::Unix(path) => {
-                let first = *sockets.entry(whole(path)).or_insert(index);
+                let first = *sockets.entry(resolved_socket_path(path)).or_insert(index);
                 found.extend((first != index).then_some((index, first)));
             }
             // The kernel assigns a free port.
@@ -31,8 +31,9 @@ pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
             ListenAddress::Tcp { host, port } => {
                 let own = resolve(address, host, *port).unwrap_or_default();
                 let others = ports.entry(*port).or_default();
-                let is_excluded =
-                    |(other, _): &&(IpAddr, usize)| own.iter().any(|one| overlap(one.ip(), *other));
+                let is_excluded = |(other, _): &&(IpAddr, usize)| {
+                    own.iter().any(|one| exclude_each_other(one.ip(), *other))
+                };
                 let first = others.iter().find(is_excluded).map(|(_, first)| *first);
                 found.extend(first.map(|first| (index, first)));
                 others.extend(own.iter().map(|one| (one.ip(), index)));
@@ -44,13 +45,13 @@ pub fn conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
 
 /// True if sockets that listen at these addresses with the same port exclude each other. `[::]`
 /// includes IPv4 (ipv6(7), IPV6_V6ONLY).
-fn overlap(one: IpAddr, other: IpAddr) -> bool {
+fn exclude_each_other(one: IpAddr, other: IpAddr) -> bool {
     let takes = |one: IpAddr, other: IpAddr| one.is_unspecified() && (one.is_ipv6() || other.is_ipv4());
     one == other || takes(one, other) || takes(other, one)
 }
 
 /// Absolute path of a socket, with symlinks of its directory resolved.
-fn whole(path: &Path) -> PathBuf {
+fn resolved_socket_path(path: &Path) -> PathBuf {
     let path = path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let directory = path.parent().and_then(|parent| parent.canonicalize().ok());
     match (directory, path.file_name()) {
@@ -64,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_excluded_however_it_is_spelled() {
+    fn equal_addresses_conflict_in_every_spelling() {
         let root = tempfile::tempdir().unwrap();
         let link = root.path().join("link");
         std::os::unix::fs::symlink(root.path(), &link).unwrap();
@@ -82,7 +83,7 @@ mod tests {
         ] {
             let all = ["unix:/first", one, other].map(|text| text.parse().unwrap());
             let expected = if is_excluded { vec![(2, 1)] } else { Vec::new() };
-            assert_eq!(conflicts(&all), expected, "{one} {other}");
+            assert_eq!(find_address_conflicts(&all), expected, "{one} {other}");
         }
     }
 }

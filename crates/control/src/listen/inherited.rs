@@ -25,7 +25,7 @@ use nix::{
 };
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use super::{UriAuthority, BoundListener};
+use super::{BoundListener, UriAuthority};
 
 /// Number of the first passed descriptor (`sd_listen_fds(3)`).
 const FIRST_PASSED_FD: usize = 3;
@@ -105,7 +105,10 @@ impl InheritedSockets {
             (Ok(index), _) => self.take_index(index),
             (Err(_), Some(place)) => {
                 let shown = format!("fd:{name}");
-                listener_of_socket(own_descriptor(self.left_open.remove(place)).with_context(|| shown.clone())?, &shown)
+                listener_of_socket(
+                    own_descriptor(self.left_open.remove(place)).with_context(|| shown.clone())?,
+                    &shown,
+                )
             }
             (Err(error), None) => Err(error),
         }

@@ -12,12 +12,12 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use settings::{
-    DiskConfig, ExportTarget as DoorKind, KeyTable as _, Diagnostics, CheckedDisk, VhostUserSocket, TlsConfig, VhostUserBlkConfig, config,
-    key::TransferPolicy,
+    CheckedDisk, Diagnostics, DiskConfig, ExportTarget as DoorKind, KeyTable as _, TlsConfig,
+    VhostUserBlkConfig, VhostUserSocket, config, key::TransferPolicy,
 };
 
 use crate::{
-    registry::{RunningEndpoint, NewNbdExport, Registry, RunningDisk, RunningExport},
+    registry::{NewNbdExport, Registry, RunningDisk, RunningEndpoint, RunningExport},
     upgrade::BucketLevelsState,
 };
 
@@ -57,7 +57,8 @@ impl MigratedDisk {
         check_movable(running)?;
         let disk = &running.disk;
         let opened = disk.image();
-        let keys = running.current_keys(|key| key.transfer == TransferPolicy::Transferred && key.name != "group");
+        let keys =
+            running.current_keys(|key| key.transfer == TransferPolicy::Transferred && key.name != "group");
         let group = disk.throttle().group().map(|group| MigratedDiskGroup {
             name: group.name().to_owned(),
             cluster: registry.cluster_of(group.name()).is_some(),
@@ -68,7 +69,8 @@ impl MigratedDisk {
             match &export.endpoint {
                 RunningEndpoint::Nbd(..) => {
                     let new = export.nbd_parameters.as_ref().context("an export that is not known")?;
-                    let NewNbdExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
+                    let NewNbdExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } =
+                        new;
                     ensure!(
                         access.allows_all() && bitmaps.is_empty() && description.is_empty(),
                         "export {}: its access rules, description and bitmaps cannot be migrated (remove them first)",

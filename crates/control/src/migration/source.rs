@@ -5,14 +5,14 @@ use std::{cell::Cell, rc::Rc};
 use anyhow::{Context as _, anyhow, bail, ensure};
 use cluster::{
     ClusterMembership,
-    migration_offer::{MigrationAnswer, MigrationOffer, StepOutcome, MigrationReply, MigrationStep},
+    migration_offer::{MigrationAnswer, MigrationOffer, MigrationReply, MigrationStep, StepOutcome},
 };
 use export::nbd::Removal;
 use serde_json::{Value, json};
 
-use super::{JOIN_TIMEOUT, MigratedDisk, ANSWER_TIMEOUT, RETRY_INTERVAL, target};
+use super::{ANSWER_TIMEOUT, JOIN_TIMEOUT, MigratedDisk, RETRY_INTERVAL, target};
 use crate::{
-    registry::{RunningEndpoint, NewNbdExport, RegistryError, Registry, RunningExport},
+    registry::{NewNbdExport, Registry, RegistryError, RunningEndpoint, RunningExport},
     running_server::RunningServer,
 };
 
@@ -61,7 +61,11 @@ pub(crate) async fn migrate(registry: &Rc<Registry>, wish: MigrationRequest) -> 
     outcome.recv().await.context("the daemon ends")?
 }
 
-async fn migrate_to_target(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wish: &MigrationRequest) -> anyhow::Result<Value> {
+async fn migrate_to_target(
+    registry: &Rc<Registry>,
+    cluster: &Rc<ClusterMembership>,
+    wish: &MigrationRequest,
+) -> anyhow::Result<Value> {
     let running = registry.disks.get(&wish.disk)?;
     ensure!(
         !running.lower_nodes.iter().any(|node| node.is_own_disk),
@@ -79,7 +83,11 @@ async fn migrate_to_target(registry: &Rc<Registry>, cluster: &Rc<ClusterMembersh
     let described = serde_json::to_value(described)?;
     let offer = MigrationOffer { from, host_revision: 0, number, is_released: false, described };
     let answers = cluster.await_answers(number);
-    let ask = || MigrationStep::Offer { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
+    let ask = || MigrationStep::Offer {
+        to: wish.to.clone(),
+        disk: wish.disk.clone(),
+        offer: Box::new(offer.clone()),
+    };
     let until = reactor::now() + JOIN_TIMEOUT;
     let mut asked = cluster.step(ask()).await;
     // A host that was just started may join the cluster any moment.
@@ -103,7 +111,9 @@ async fn migrate_to_target(registry: &Rc<Registry>, cluster: &Rc<ClusterMembersh
         Ok(Ok(MigrationAnswer { said: MigrationReply::Ready, .. })) => {
             hand_over(registry, cluster, wish, (offer, revision), exports, &answers).await
         }
-        Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
+        Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
+            Err(anyhow!("{} refuses it: {why}", wish.to))
+        }
         _ => Err(anyhow!(
             "{} does not answer within {} s (is its weir older than this one, or stopped?)",
             wish.to,
@@ -143,7 +153,9 @@ enum RemovedExport {
 impl RemovedExport {
     fn of(export: &RunningExport) -> Option<Self> {
         match &export.endpoint {
-            RunningEndpoint::Nbd(serving, _) => Some(Self::Nbd(Rc::clone(serving), export.nbd_parameters.clone()?)),
+            RunningEndpoint::Nbd(serving, _) => {
+                Some(Self::Nbd(Rc::clone(serving), export.nbd_parameters.clone()?))
+            }
             RunningEndpoint::Separate(_) => Some(Self::Separate {
                 id: export.id.clone(),
                 door: export.endpoint_config.clone()?,
@@ -154,7 +166,7 @@ impl RemovedExport {
 }
 
 async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<RemovedExport>) {
-    let _turn = registry.change().await;
+    let _turn = registry.lock_structure().await;
     for export in removed {
         let put = match export {
             RemovedExport::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
@@ -226,7 +238,7 @@ async fn hand_over(
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<MigrationAnswer>,
 ) -> anyhow::Result<Option<MigrationAnswer>> {
-    let turn = registry.change().await?;
+    let turn = registry.lock_structure().await?;
     let running = registry.disks.get(&wish.disk)?;
     // Described again: settings may have changed since the offer.
     let mut described = MigratedDisk::describe(registry, &running, &exports, wish.listen.clone())?;
@@ -271,14 +283,18 @@ async fn hand_over(
                 done = cluster.step(step()).await;
             }
             match done {
-                Some(StepOutcome::Lost(why) | StepOutcome::Absent(why) | StepOutcome::Disconnected(why)) => why,
-                Some(StepOutcome::Done(_)) | None => match reactor::timeout(ANSWER_TIMEOUT, final_answer(answers)).await {
-                    Ok(Some(answer)) if answer.said == MigrationReply::Taken => return Ok(Some(answer)),
-                    Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
-                        format!("{} refuses it: {why}", wish.to)
+                Some(StepOutcome::Lost(why) | StepOutcome::Absent(why) | StepOutcome::Disconnected(why)) => {
+                    why
+                }
+                Some(StepOutcome::Done(_)) | None => {
+                    match reactor::timeout(ANSWER_TIMEOUT, final_answer(answers)).await {
+                        Ok(Some(answer)) if answer.said == MigrationReply::Taken => return Ok(Some(answer)),
+                        Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
+                            format!("{} refuses it: {why}", wish.to)
+                        }
+                        _ => format!("{} has not claimed it within {} s", wish.to, ANSWER_TIMEOUT.as_secs()),
                     }
-                    _ => format!("{} has not claimed it within {} s", wish.to, ANSWER_TIMEOUT.as_secs()),
-                },
+                }
             }
         }
         Err(error) => format!("its image could not be closed: {error}"),
@@ -330,7 +346,9 @@ async fn resume_disk(
         match withdraw(cluster, wish, number).await {
             Some(StepOutcome::Done(_)) => break,
             Some(StepOutcome::Lost(_) | StepOutcome::Absent(_)) => return DiskOwner::Target,
-            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await,
+            Some(StepOutcome::Disconnected(_)) | None => {
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await
+            }
         }
     }
     // The target may keep the image open for a moment longer.

@@ -6,14 +6,14 @@ use anyhow::{Context as _, anyhow, bail, ensure};
 use block::layer::throttle::ThrottleGroup;
 use cluster::{
     ClusterMembership,
-    migration_offer::{ReceivedOffer, StepOutcome, MigrationReply, MigrationStep},
+    migration_offer::{MigrationReply, MigrationStep, ReceivedOffer, StepOutcome},
 };
 use settings::ExportTarget as DoorKind;
 
 use super::{CHECK_TIMEOUT, MigratedDisk, RETRY_INTERVAL};
 use crate::{
     assemble::{self, DiskAssembly},
-    registry::{RunningEndpoint, NewNbdExport, Registry},
+    registry::{NewNbdExport, Registry, RunningEndpoint},
     running_server::RunningServer,
 };
 
@@ -123,7 +123,8 @@ fn check_exports(registry: &Rc<Registry>, described: &MigratedDisk) -> anyhow::R
         for name in &described.exports {
             // Includes exports that are ending: their names are still in use at the server.
             let is_there = registry.exports.all().iter().any(|export| {
-                export.name == *name && matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, &serving))
+                export.name == *name
+                    && matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
             registry.check_reserved_name(&serving, name, "")?;
             ensure!(!is_there, "export {name}: an export of this name exists at {}", serving.address());
@@ -177,10 +178,14 @@ fn target_server(registry: &Registry, described: &MigratedDisk) -> anyhow::Resul
 
 /// Opens the image, which the source has closed, and adds the disk with its bucket levels. No
 /// client reaches it yet.
-pub(super) async fn open_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDisk) -> anyhow::Result<()> {
+pub(super) async fn open_disk(
+    registry: &Rc<Registry>,
+    disk: &str,
+    described: &MigratedDisk,
+) -> anyhow::Result<()> {
     let (planned, _) = check_config(registry, disk, described).await?;
     let image = DiskAssembly::for_registry(registry).open(&planned).await?;
-    let _turn = registry.change().await?;
+    let _turn = registry.lock_structure().await?;
     // Looked up again: a reload may have removed or created the group while the image was opened.
     let group = group(registry, described)?;
     let running = assemble::build_disk(&planned, group.as_ref(), image)?;
@@ -208,7 +213,9 @@ async fn check_offer(cluster: &ClusterMembership, offered: &ReceivedOffer) -> Re
         match cluster.step(MigrationStep::Check { offered: Box::new(offered.clone()) }).await {
             Some(StepOutcome::Done(_)) => return Ok(()),
             Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => return Err(why),
-            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await,
+            Some(StepOutcome::Disconnected(_)) | None => {
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await
+            }
         }
     }
 }
@@ -270,7 +277,7 @@ async fn take_disk(
 
 /// Exports the disk. Errors are logged: the disk belongs to this host by now.
 async fn export_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDisk) {
-    let _turn = registry.change().await;
+    let _turn = registry.lock_structure().await;
     let nbd = match target_server(registry, described) {
         Ok(serving) => serving
             .into_iter()

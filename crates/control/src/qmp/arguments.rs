@@ -121,7 +121,13 @@ impl QmpArguments {
         match value {
             Value::Object(members) => {
                 let (written, passed) = (self.is_text_form, self.descriptors.clone());
-                Ok(Some(Self { prefix: name + ".", members, known_keys: Vec::new(), is_text_form: written, descriptors: passed }))
+                Ok(Some(Self {
+                    prefix: name + ".",
+                    members,
+                    known_keys: Vec::new(),
+                    is_text_form: written,
+                    descriptors: passed,
+                }))
             }
             _ => Err(QmpError::wrong_type(&name, "object")),
         }
@@ -135,7 +141,13 @@ impl QmpArguments {
             Value::Object(members) => {
                 let prefix = format!("{name}[{index}].");
                 let (written, passed) = (self.is_text_form, self.descriptors.clone());
-                Ok(Self { prefix, members, known_keys: Vec::new(), is_text_form: written, descriptors: passed })
+                Ok(Self {
+                    prefix,
+                    members,
+                    known_keys: Vec::new(),
+                    is_text_form: written,
+                    descriptors: passed,
+                })
             }
             _ => Err(QmpError::wrong_type(&format!("{name}[{index}]"), "object")),
         };
@@ -284,7 +296,8 @@ mod tests {
 
     #[test]
     fn wrong_values_have_qemus_errors() {
-        let mut given = QmpArguments::of(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
+        let mut given =
+            QmpArguments::of(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
         refused(given.required::<String>("s"), "Invalid parameter type for 's', expected: string");
         refused(given.required::<u64>("n"), "Invalid parameter type for 'n', expected: integer");
         refused(given.number("f", 0..=9), "Invalid parameter type for 'f', expected: integer");

@@ -118,10 +118,16 @@ mod tests {
         let changes =
             read(json!({"l2-cache-size": "full", "cache-size": 0, "cache-clean-interval": 0})).unwrap();
         let after = changes.apply_to(before);
-        assert_eq!((after.l2, after.refcount_bytes, after.total_bytes), (Some(L2CacheSize::Full), Some(7), None));
+        assert_eq!(
+            (after.l2, after.refcount_bytes, after.total_bytes),
+            (Some(L2CacheSize::Full), Some(7), None)
+        );
         assert_eq!(after.clean_interval, Duration::ZERO);
         assert!(read(json!({})).unwrap().is_empty());
-        assert_eq!(read(json!({"l2-cache-size": 5})).unwrap().apply_to(before).l2, Some(L2CacheSize::Bytes(5)));
+        assert_eq!(
+            read(json!({"l2-cache-size": 5})).unwrap().apply_to(before).l2,
+            Some(L2CacheSize::Bytes(5))
+        );
         assert_eq!(read(json!({"l2-cache-size": 0})).unwrap().apply_to(after).l2, None);
     }
 

@@ -14,18 +14,18 @@ use settings::suggest;
 
 use super::{
     arguments::QmpArguments,
-    error::{QmpErrorClass, QmpError},
+    error::{QmpError, QmpErrorClass},
     json::excerpt,
     server::{CommandExecutor, CommandResult, RunningCommand},
 };
-use crate::registry::{RegistryError, Registry};
+use crate::registry::{Registry, RegistryError};
 
 /// Command of the protocol, with its arguments as fields.
 pub(crate) trait QmpCommand: Sized + 'static {
     const NAME: &'static str;
     /// True if the command adds, removes or changes disks, groups, exports, servers or objects.
     /// Such a command waits for the end of a reload, and a reload waits for the end of the command.
-    const CHANGES: bool = false;
+    const CHANGES_STRUCTURE: bool = false;
 
     /// Reads the arguments. Remaining ones are an error.
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError>;
@@ -57,7 +57,7 @@ pub(crate) struct CommandEntry {
 
 impl CommandEntry {
     pub(crate) const fn of<C: QmpCommand>() -> Self {
-        Self { name: C::NAME, changes: C::CHANGES, start: start::<C> }
+        Self { name: C::NAME, changes: C::CHANGES_STRUCTURE, start: start::<C> }
     }
 
     pub(crate) const fn of_text<C: QmpTextCommand>() -> Self {
@@ -65,14 +65,20 @@ impl CommandEntry {
     }
 }
 
-fn start<C: QmpCommand>(registry: &Rc<Registry>, mut arguments: QmpArguments) -> Result<RunningCommand, QmpError> {
+fn start<C: QmpCommand>(
+    registry: &Rc<Registry>,
+    mut arguments: QmpArguments,
+) -> Result<RunningCommand, QmpError> {
     let command = C::read(&mut arguments)?;
     arguments.finish()?;
     let running = command.run(Rc::clone(registry));
     Ok(Box::pin(async { running.await.map(CommandResult::Value) }))
 }
 
-fn start_text<C: QmpTextCommand>(registry: &Rc<Registry>, mut arguments: QmpArguments) -> Result<RunningCommand, QmpError> {
+fn start_text<C: QmpTextCommand>(
+    registry: &Rc<Registry>,
+    mut arguments: QmpArguments,
+) -> Result<RunningCommand, QmpError> {
     let command = C::read(&mut arguments)?;
     arguments.finish()?;
     let running = command.run(Rc::clone(registry));
@@ -103,13 +109,16 @@ impl CommandExecutor for CommandTable {
             }
             let registry = Rc::clone(&self.registry);
             return Ok(Box::pin(async move {
-                let _turn = registry.change().await?;
+                let _turn = registry.lock_structure().await?;
                 running.await
             }));
         }
         let name = excerpt(name);
         let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));
         let near = near.map(|near| format!(" (did you mean '{near}'?)")).unwrap_or_default();
-        Err(QmpError::new(QmpErrorClass::CommandNotFound, format!("The command {name} has not been found{near}")))
+        Err(QmpError::new(
+            QmpErrorClass::CommandNotFound,
+            format!("The command {name} has not been found{near}"),
+        ))
     }
 }

@@ -10,7 +10,9 @@ macro_rules! query {
         impl $crate::qmp::command::QmpCommand for $type {
             const NAME: &'static str = $name;
 
-            fn read(_: &mut $crate::qmp::arguments::QmpArguments) -> Result<Self, $crate::qmp::error::QmpError> {
+            fn read(
+                _: &mut $crate::qmp::arguments::QmpArguments,
+            ) -> Result<Self, $crate::qmp::error::QmpError> {
                 Ok(Self)
             }
 
@@ -42,10 +44,10 @@ mod reload;
 mod remote;
 mod removal;
 mod server;
-mod status;
-mod upgrade;
-mod throttle;
 mod set;
+mod status;
+mod throttle;
+mod upgrade;
 
 use super::{command::CommandEntry, session};
 

@@ -11,7 +11,7 @@ use super::{
     command::CommandTable,
     commands::TABLE,
     event::QmpEvents,
-    server::{ShutdownCause, QmpServer},
+    server::{QmpServer, ShutdownCause},
 };
 use crate::{
     change::RegistryChange,
@@ -86,7 +86,10 @@ fn emit_change(events: &QmpEvents, change: &RegistryChange) {
         RegistryChange::Stopped => events.emit("STOP", Value::Null),
         RegistryChange::Resumed { all: true } => events.emit("RESUME", Value::Null),
         // QEMU has no event for these.
-        RegistryChange::Listed { .. } | RegistryChange::Reloaded | RegistryChange::Resumed { all: false } => {}
-        RegistryChange::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
+        RegistryChange::Listed { .. } | RegistryChange::Reloaded | RegistryChange::Resumed { all: false } => {
+        }
+        RegistryChange::SettingsChanged { name } => {
+            events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name }))
+        }
     }
 }

@@ -85,7 +85,9 @@ impl QmpError {
 impl From<RegistryError> for QmpError {
     fn from(refused: RegistryError) -> Self {
         match refused {
-            RegistryError::UnknownDisk(name) | RegistryError::UnknownGroup(name) => Self::no_device(&excerpt(&name)),
+            RegistryError::UnknownDisk(name) | RegistryError::UnknownGroup(name) => {
+                Self::no_device(&excerpt(&name))
+            }
             other => Self::generic(other.to_string()),
         }
     }

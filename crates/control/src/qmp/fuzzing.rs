@@ -3,18 +3,18 @@
 
 use std::rc::Rc;
 
-use block::layer::throttle::{ThrottleGroup, GroupSettings};
+use block::layer::throttle::{GroupSettings, ThrottleGroup};
 use serde_json::Value;
 
 use super::{
     arguments::QmpArguments,
     command::CommandTable,
     commands::TABLE,
-    error::{QmpErrorClass, QmpError},
+    error::{QmpError, QmpErrorClass},
     json,
     server::{CommandExecutor as _, CommandResult},
     session::{QmpSession, SessionStep},
-    stream::{StreamItem, MAX_MESSAGE_BYTES, JsonStream},
+    stream::{JsonStream, MAX_MESSAGE_BYTES, StreamItem},
 };
 use crate::registry::{Registry, RunningDisk};
 
@@ -40,7 +40,9 @@ pub fn qmp_stream(data: &[u8]) {
     for item in &whole {
         match item {
             // Serializing and parsing a value again yields the same value.
-            StreamItem::Value(value) => assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value)),
+            StreamItem::Value(value) => {
+                assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value))
+            }
             StreamItem::Broken(why) => assert!(why.len() < MAX_ERROR_BYTES, "{} bytes", why.len()),
         }
     }
@@ -82,7 +84,11 @@ pub fn qmp_session(data: &[u8]) {
     });
 }
 
-async fn execute(commands: &CommandTable, name: &str, arguments: QmpArguments) -> Result<CommandResult, QmpError> {
+async fn execute(
+    commands: &CommandTable,
+    name: &str,
+    arguments: QmpArguments,
+) -> Result<CommandResult, QmpError> {
     commands.execute(name, arguments)?.await
 }
 
@@ -107,8 +113,13 @@ fn check_answer(answer: &Value) {
     assert!(members.keys().all(|key| ["return", "error", "id"].contains(&key.as_str())), "{answer}");
     assert_ne!(members.contains_key("return"), members.contains_key("error"), "{answer}");
     let Some(error) = members.get("error") else { return };
-    let classes = [QmpErrorClass::Generic, QmpErrorClass::CommandNotFound, QmpErrorClass::DeviceNotFound, QmpErrorClass::DeviceNotActive]
-        .map(QmpErrorClass::name);
+    let classes = [
+        QmpErrorClass::Generic,
+        QmpErrorClass::CommandNotFound,
+        QmpErrorClass::DeviceNotFound,
+        QmpErrorClass::DeviceNotActive,
+    ]
+    .map(QmpErrorClass::name);
     assert!(classes.contains(&error["class"].as_str().unwrap_or_default()), "{answer}");
     let description = error["desc"].as_str().expect("a text");
     assert!(!description.is_empty() && description.len() < MAX_ERROR_BYTES, "{answer}");

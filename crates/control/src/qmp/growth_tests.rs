@@ -5,7 +5,10 @@ use std::rc::Rc;
 
 use serde_json::{Value, json};
 
-use super::{arguments::QmpArguments, command::CommandTable, commands::TABLE, error::QmpError, server::CommandExecutor as _};
+use super::{
+    arguments::QmpArguments, command::CommandTable, commands::TABLE, error::QmpError,
+    server::CommandExecutor as _,
+};
 use crate::registry::{Registry, visits};
 
 async fn run(commands: &CommandTable, name: &str, arguments: Value) -> Result<Value, QmpError> {

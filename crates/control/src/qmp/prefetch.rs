@@ -2,7 +2,7 @@
 //! `x-weir-`. A change keeps omitted values.
 
 use api::{PrefetchSettings, PrefetchStatus};
-use policy::prefetch::{PrefetchMode, PrefetchSetting, PrefetchConfig, PrefetchStats};
+use policy::prefetch::{PrefetchConfig, PrefetchMode, PrefetchSetting, PrefetchStats};
 use settings::prefetch::{MODE, short_name};
 
 use super::{arguments::QmpArguments, error::QmpError};
@@ -16,7 +16,9 @@ pub(super) struct PrefetchChanges {
 impl PrefetchChanges {
     pub(super) fn read(arguments: &mut QmpArguments, prefix: &str) -> Result<Self, QmpError> {
         let key = |name: &str| format!("{prefix}{name}");
-        let mode = arguments.choice(&key(MODE), &PrefetchMode::ALL.map(PrefetchMode::name))?.map(|place| PrefetchMode::ALL[place]);
+        let mode = arguments
+            .choice(&key(MODE), &PrefetchMode::ALL.map(PrefetchMode::name))?
+            .map(|place| PrefetchMode::ALL[place]);
         let mut numbers = Vec::new();
         for setting in PrefetchSetting::ALL {
             if let Some(value) = arguments.number(&key(setting.name()), setting.range())? {
@@ -135,8 +137,14 @@ mod tests {
         assert_eq!(shown, expect);
         let idle = status(&PrefetchStats::default());
         assert_eq!((idle.hit_rate, idle.accuracy), (None, None));
-        let stats =
-            PrefetchStats { hits: 2, partial_hits: 1, misses: 1, used_bytes: 3, wasted_bytes: 1, ..PrefetchStats::default() };
+        let stats = PrefetchStats {
+            hits: 2,
+            partial_hits: 1,
+            misses: 1,
+            used_bytes: 3,
+            wasted_bytes: 1,
+            ..PrefetchStats::default()
+        };
         let shown = status(&stats);
         assert_eq!((shown.hit_rate, shown.accuracy), (Some(0.75), Some(0.75)));
     }

@@ -39,7 +39,7 @@ use super::{
     error::QmpError,
     event::QmpEvents,
     outbox::QmpOutbox,
-    session::{QmpReply, RequestId, QmpSession, SessionStep, greeting},
+    session::{QmpReply, QmpSession, RequestId, SessionStep, greeting},
 };
 
 const MAX_CLIENTS: usize = 64;
@@ -262,7 +262,8 @@ impl QmpServer {
         Some(match turn {
             SessionStep::Answer(answer) => answer,
             SessionStep::Execute(call) => {
-                let result = match self.commands.execute(&call.name, call.arguments.with_descriptors(passed)) {
+                let result = match self.commands.execute(&call.name, call.arguments.with_descriptors(passed))
+                {
                     // Events that the command causes carry this actor.
                     Ok(running) => actor.clone().attribute(running).await,
                     Err(error) => Err(error),

@@ -12,10 +12,10 @@ use serde_json::{Map, Value, json};
 
 use super::{
     arguments::QmpArguments,
-    error::{QmpErrorClass, QmpError},
+    error::{QmpError, QmpErrorClass},
     json::excerpt,
     server::CommandResult,
-    stream::{StreamItem, JsonStream},
+    stream::{JsonStream, StreamItem},
 };
 
 /// Release of QEMU whose schema the commands follow; clients such as libvirt check it.
@@ -92,7 +92,9 @@ impl QmpSession {
         let item = self.stream.advance(input)?;
         Some(match item {
             StreamItem::Value(value) => self.request(value),
-            StreamItem::Broken(reason) => SessionStep::Answer(RequestId::default().answer(Err(QmpError::generic(reason)))),
+            StreamItem::Broken(reason) => {
+                SessionStep::Answer(RequestId::default().answer(Err(QmpError::generic(reason))))
+            }
         })
     }
 
@@ -110,10 +112,12 @@ impl QmpSession {
         match read_request(members) {
             Err(error) => SessionStep::Answer(id.answer(Err(error))),
             // The only command that works without negotiation.
-            Ok((name, arguments)) if name == NEGOTIATE => {
-                SessionStep::Answer(id.answer(self.negotiate(arguments).map(|()| CommandResult::Value(json!({})))))
+            Ok((name, arguments)) if name == NEGOTIATE => SessionStep::Answer(
+                id.answer(self.negotiate(arguments).map(|()| CommandResult::Value(json!({})))),
+            ),
+            Ok((name, arguments)) if self.negotiated => {
+                SessionStep::Execute(CommandCall { name, arguments, id })
             }
-            Ok((name, arguments)) if self.negotiated => SessionStep::Execute(CommandCall { name, arguments, id }),
             Ok(_) => SessionStep::Answer(id.answer(Err(QmpError::new(
                 QmpErrorClass::CommandNotFound,
                 "Expecting capabilities negotiation with 'qmp_capabilities'",

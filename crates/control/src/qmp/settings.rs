@@ -13,7 +13,7 @@
 use api::LimitValues;
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{InvalidLimit, LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting, NodeShare},
+    throttle::{InvalidLimit, LimitKind, LimitPart, LimitSetting, Limits, MAX_VALUE, NodeShare},
     watermark::Watermark,
 };
 use serde_json::{Map, Value, json};
@@ -249,7 +249,8 @@ mod tests {
     fn results_have_qemus_form() {
         let changes =
             json!({"iops-total": 100, "iops-total-max": 500, "iops-total-max-length": 10, "iops-size": 4096});
-        let limits = read(SettingNaming::Plain, changes.clone()).unwrap().apply_to(Limits::default()).unwrap();
+        let limits =
+            read(SettingNaming::Plain, changes.clone()).unwrap().apply_to(Limits::default()).unwrap();
         assert_eq!(json!(set_limits(&limits)), changes);
         assert!(set_limits(&Limits::default()).is_empty());
         assert_eq!(all_limits(&limits).as_object().unwrap().len(), 19);

@@ -140,7 +140,9 @@ impl JsonStream {
                 self.place = FramePosition::Scalar;
                 FrameStep::Take
             }
-            b'}' | b']' | b',' | b':' => FrameStep::Wrong(format!("expecting value, not '{}'", char::from(byte))),
+            b'}' | b']' | b',' | b':' => {
+                FrameStep::Wrong(format!("expecting value, not '{}'", char::from(byte)))
+            }
             _ if byte.is_ascii_graphic() => FrameStep::Wrong(format!("stray '{}'", char::from(byte))),
             _ => FrameStep::Wrong(format!("stray byte 0x{byte:02x}")),
         }

@@ -3,7 +3,7 @@
 use block::layer::throttle::GroupSettings;
 use policy::throttle::Limits;
 use serde_json::{Value, json};
-use settings::{DiskConfig, GroupConfig, ConfigKey, KeyTable, key::ChangePolicy};
+use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy};
 
 /// Report of a disk or group; `change` is `added` or `removed`.
 pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> Value {

@@ -15,13 +15,13 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    DiskConfig, ParsedConfig, ExportConfig, KeyTable as _, Origin, ConfigWithOrigins, PlacedDisk, PlacedGroup, DesiredState, ProcessSpec,
-    key::ChangePolicy,
+    ConfigWithOrigins, DesiredState, DiskConfig, ExportConfig, KeyTable as _, Origin, ParsedConfig,
+    PlacedDisk, PlacedGroup, ProcessSpec, key::ChangePolicy,
 };
 
 use crate::{
-    registry::{RegistryError, Registry, RunningDisk, RunningExport},
-    planned_export::{RunningExportIndex, PlannedExport, PlannedEndpoint},
+    planned_export::{PlannedEndpoint, PlannedExport, RunningExportIndex},
+    registry::{Registry, RegistryError, RunningDisk, RunningExport},
 };
 
 const REMEDY: &str = "remove the disk from the file, reload, and add it again; or restart weir";
@@ -87,12 +87,17 @@ impl PlanDifference {
         Self { new_disks, new_exports: PlannedExport::of_disk(plan, name), ..Self::default() }
     }
 
-    pub(super) async fn between(registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<Self> {
+    pub(super) async fn between(
+        registry: &Registry,
+        before: Option<&DesiredState>,
+        plan: &DesiredState,
+    ) -> anyhow::Result<Self> {
         let mut found = Self::default();
         found.compare_groups(registry, before, plan)?;
         found.compare_disks(registry, before, plan)?;
-        let is_new =
-            |(_, server): &(usize, &settings::NbdServerSpec)| registry.exports.server_at(&server.endpoint).is_none();
+        let is_new = |(_, server): &(usize, &settings::NbdServerSpec)| {
+            registry.exports.server_at(&server.endpoint).is_none()
+        };
         found.new_servers = plan.servers.iter().enumerate().filter(is_new).map(|(index, _)| index).collect();
         // An export with other settings is in both lists: removed, then added.
         let (old, new) = (before.map(PlannedExport::all).unwrap_or_default(), PlannedExport::all(plan));
@@ -107,12 +112,19 @@ impl PlanDifference {
         let is_new = |one: &&PlannedExport| !is_in(&of_old, one) || !is_there(one);
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // An export that a client added may equal one of the file.
-        found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.has_same_endpoint(one)));
+        found
+            .new_exports
+            .retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.has_same_endpoint(one)));
         found.check_unused(registry, &running, plan).await?;
         Ok(found)
     }
 
-    fn compare_groups(&mut self, registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<()> {
+    fn compare_groups(
+        &mut self,
+        registry: &Registry,
+        before: Option<&DesiredState>,
+        plan: &DesiredState,
+    ) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
             let place = group.own_origin();
             let Ok(running) = registry.groups.get(&group.name) else {
@@ -172,7 +184,10 @@ impl PlanDifference {
                 continue;
             };
             let old = known.get(disk.name.as_str());
-            let keys = old.map_or_else(|| fixed_differences_of_running(&running, disk), |old| fixed_differences(old, disk));
+            let keys = old.map_or_else(
+                || fixed_differences_of_running(&running, disk),
+                |old| fixed_differences(old, disk),
+            );
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
@@ -184,7 +199,12 @@ impl PlanDifference {
     }
 
     /// Fails if an object to remove is in use.
-    async fn check_unused(&self, registry: &Registry, running: &RunningExportIndex, plan: &DesiredState) -> anyhow::Result<()> {
+    async fn check_unused(
+        &self,
+        registry: &Registry,
+        running: &RunningExportIndex,
+        plan: &DesiredState,
+    ) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
             let Some(export) = running.find(one) else { continue };
@@ -271,13 +291,17 @@ fn fixed_differences_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<
     if has_secret {
         new.qcow2.secrets.clone_from(&old.qcow2.secrets);
     }
-    fixed_differences(old, &new).into_iter().chain(running.host_local_option.filter(|_| !has_secret)).collect()
+    fixed_differences(old, &new)
+        .into_iter()
+        .chain(running.host_local_option.filter(|_| !has_secret))
+        .collect()
 }
 
 /// Fails if a key of the process changed that is fixed at run time. `draft` has the places of the
 /// new keys.
 fn check_service(old: &ProcessSpec, new: &ProcessSpec, draft: &ParsedConfig) -> anyhow::Result<()> {
-    let place = |place: Option<&Origin>, key| place.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
+    let place =
+        |place: Option<&Origin>, key| place.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
     let fixed = old.differences(new).filter(|key| key.change == ChangePolicy::Reject);
     let mut keys: Vec<_> = fixed.map(|key| place(draft.daemon.origin_of_given(key.name), key.name)).collect();
     // The table of the cluster is not in the list of keys, so it is compared separately.

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     endpoints,
     listen::{self, AddressConflictRule},
-    planned_export::{PlannedExport, PlannedEndpoint},
+    planned_export::{PlannedEndpoint, PlannedExport},
 };
 
 impl Reconciliation<'_> {
@@ -34,12 +34,18 @@ impl Reconciliation<'_> {
         }
         let silent: BTreeSet<_> = silent.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
         self.check_sockets(difference)?;
-        self.look_at_hosts_files(difference).await?;
+        self.check_host_files(difference).await?;
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = change_report::disk_only_values(&self.registry.disks.get(&planned.name)?.current_config());
-            all.extend(change_report::setting_reports("disk", &planned.name, now, change_report::disk_only_values(planned)));
+            let now =
+                change_report::disk_only_values(&self.registry.disks.get(&planned.name)?.current_config());
+            all.extend(change_report::setting_reports(
+                "disk",
+                &planned.name,
+                now,
+                change_report::disk_only_values(planned),
+            ));
         }
         let groups = &self.plan.groups;
         for (index, planned) in groups.iter().enumerate() {
@@ -52,13 +58,21 @@ impl Reconciliation<'_> {
                 let node = GroupOrDisk::Group(self.registry.groups.get(&planned.name)?);
                 // A reload never moves a group.
                 let now = MemberPlacement::current(&node);
-                let wanted = MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now.clone() };
-                all.extend(change_report::setting_reports("group", &planned.name, now.values(), wanted.values()));
+                let wanted =
+                    MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now.clone() };
+                all.extend(change_report::setting_reports(
+                    "group",
+                    &planned.name,
+                    now.values(),
+                    wanted.values(),
+                ));
             }
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = MemberPlacement::current(&GroupOrDisk::Disk(self.registry.disks.get(&planned.name)?.disk.clone()));
+            let now = MemberPlacement::current(&GroupOrDisk::Disk(
+                self.registry.disks.get(&planned.name)?.disk.clone(),
+            ));
             let group = planned.group.as_deref().unwrap_or("");
             let wanted = change_report::throttle_values(&self.disk_settings(planned), group);
             all.extend(change_report::setting_reports("disk", &planned.name, now.values(), wanted));
@@ -72,19 +86,27 @@ impl Reconciliation<'_> {
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
         {
-            all.push(change_report::export_report(wanted.name_and_address(self.registry), &wanted.disk, change));
+            all.push(change_report::export_report(
+                wanted.name_and_address(self.registry),
+                &wanted.disk,
+                change,
+            ));
         }
-        all.extend(difference.old_disks.iter().map(|name| change_report::object_report("disk", name, "removed")));
-        all.extend(difference.old_groups.iter().map(|name| change_report::object_report("group", name, "removed")));
+        all.extend(
+            difference.old_disks.iter().map(|name| change_report::object_report("disk", name, "removed")),
+        );
+        all.extend(
+            difference.old_groups.iter().map(|name| change_report::object_report("group", name, "removed")),
+        );
         Ok(all)
     }
 
     /// Checks that this host has the devices and files that new exports need.
-    async fn look_at_hosts_files(&self, difference: &PlanDifference) -> anyhow::Result<()> {
+    async fn check_host_files(&self, difference: &PlanDifference) -> anyhow::Result<()> {
         for wanted in &difference.new_exports {
             let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
             let of_call = door.clone();
-            let there = reactor::run_blocking(move || endpoints::check_host(&of_call)).await;
+            let there = reactor::run_blocking(move || endpoints::check_host_support(&of_call)).await;
             there.map_err(|error| self.with_export_place(wanted, error))?;
         }
         Ok(())
@@ -108,7 +130,8 @@ impl Reconciliation<'_> {
                 if let Some(sandbox) = self.registry.sandbox() {
                     sandbox.check_address(&address).map_err(|error| self.with_export_place(wanted, error))?;
                 }
-                listen::check(&address, AddressConflictRule::Tolerated).map_err(|error| self.with_export_place(wanted, error))?;
+                listen::check(&address, AddressConflictRule::Tolerated)
+                    .map_err(|error| self.with_export_place(wanted, error))?;
             }
         }
         Ok(())

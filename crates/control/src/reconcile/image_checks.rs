@@ -12,7 +12,9 @@ use nix::unistd::{AccessFlags, access};
 use settings::{PlacedDisk, SecretSource};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation, check_secret_files};
-use crate::{assemble, bitmaps, endpoints, listen::AddressConflictRule, trial_open, image_opening::ImageOpenAttempt};
+use crate::{
+    assemble, bitmaps, endpoints, image_opening::ImageOpenAttempt, listen::AddressConflictRule, trial_open,
+};
 
 impl Reconciliation<'_> {
     /// Tries the images of all new disks. Returns the indices of those whose storage does not
@@ -34,7 +36,9 @@ impl Reconciliation<'_> {
         let (mut silent, mut found) = (Vec::new(), Vec::new());
         let mut files = match self.occasion {
             ReconcileReason::Start => trial_open::TrialFiles::default(),
-            ReconcileReason::Reload | ReconcileReason::Retry => trial_open::TrialFiles::of_running_disks(self.registry),
+            ReconcileReason::Reload | ReconcileReason::Retry => {
+                trial_open::TrialFiles::of_running_disks(self.registry)
+            }
         };
         let mut trials = BTreeMap::new();
         for &index in &difference.new_disks {
@@ -126,7 +130,7 @@ impl Reconciliation<'_> {
         let running = assemble::build_disk(&trial_open::trial_config(planned), group.as_ref(), image)?;
         bitmaps::find_bitmaps(&running, &planned.qcow2.bitmaps).await?;
         for export in self.plan.exports.iter().filter(|export| export.disk == index) {
-            endpoints::check_size(&running.disk, &export.door)?;
+            endpoints::check_size(&running.disk, &export.target)?;
         }
         if self.occasion == ReconcileReason::Start {
             self.registry.add_disk(running)?;

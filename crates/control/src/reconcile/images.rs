@@ -86,7 +86,11 @@ impl Reconciliation<'_> {
     }
 
     /// Adds the place of the image in the config file. On a command line it is obvious.
-    pub(super) fn with_image_place<T>(&self, planned: &PlacedDisk, result: anyhow::Result<T>) -> anyhow::Result<T> {
+    pub(super) fn with_image_place<T>(
+        &self,
+        planned: &PlacedDisk,
+        result: anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
         match self.has_config_file() {
             true => result.with_context(|| planned.origin("image").clone()),
             false => result,

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
-use policy::throttle::{ThrottleError, NodeShare};
+use policy::throttle::{NodeShare, ThrottleError};
 
 use super::change_report::{self, NamedValue};
 
@@ -61,9 +61,9 @@ impl MemberPlacement {
                 group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
             }
             GroupOrDisk::Group(group) => group.set(self.settings),
-            GroupOrDisk::Disk(disk) => {
-                disk.throttle().configure_and_move(DiskSettings { limits, share, watermark }, self.group.as_ref())
-            }
+            GroupOrDisk::Disk(disk) => disk
+                .throttle()
+                .configure_and_move(DiskSettings { limits, share, watermark }, self.group.as_ref()),
         }
     }
 

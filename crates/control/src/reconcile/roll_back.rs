@@ -11,7 +11,10 @@ use super::{
     Reconciliation,
     placements::{self, MemberPlacement},
 };
-use crate::{change::RegistryChange, registry::RunningDisk, running_server::RunningServer, planned_export::PlannedExport};
+use crate::{
+    change::RegistryChange, planned_export::PlannedExport, registry::RunningDisk,
+    running_server::RunningServer,
+};
 
 /// Completed step, with what undoing it needs.
 pub(crate) enum CompletedStep {

@@ -7,9 +7,9 @@ use settings::{ListenAddress, ListenEndpoint};
 use storage::PassedFiles;
 
 use crate::{
-    listen::{InheritedSockets, BoundListener},
-    registry::Registry,
+    listen::{BoundListener, InheritedSockets},
     planned_export::PlannedExport,
+    registry::Registry,
 };
 
 /// Objects that the old process transfers. The defaults are those of [`Fresh`].
@@ -41,7 +41,11 @@ pub trait StartSource {
     }
 
     /// Sockets of an HTTP service, `metrics` or `http`; `None` if they must be bound.
-    fn http_listeners(&mut self, _what: &str, _address: &ListenAddress) -> anyhow::Result<Option<Vec<BoundListener>>> {
+    fn http_listeners(
+        &mut self,
+        _what: &str,
+        _address: &ListenAddress,
+    ) -> anyhow::Result<Option<Vec<BoundListener>>> {
         Ok(None)
     }
 

@@ -22,7 +22,11 @@ fn plan(text: &str) -> DesiredState {
     plan
 }
 
-fn work<'a>(occasion: ReconcileReason, registry: &'a Rc<Registry>, plan: &'a DesiredState) -> Reconciliation<'a> {
+fn work<'a>(
+    occasion: ReconcileReason,
+    registry: &'a Rc<Registry>,
+    plan: &'a DesiredState,
+) -> Reconciliation<'a> {
     Reconciliation::new(occasion, registry, plan, None, RateBudgets::default())
 }
 
@@ -138,7 +142,8 @@ fn a_retry_lists_one_disk_of_the_plan() {
 fn check_reports_the_error_of_a_start() {
     on_simulation(async |registry| {
         let plan = plan("[disk.a]\nimage = \"/nowhere/a.raw\"\nformat = \"raw\"\n");
-        let (difference, _) = PlanDifference::from_empty(&registry, &plan, |_| false).await.expect("new names");
+        let (difference, _) =
+            PlanDifference::from_empty(&registry, &plan, |_| false).await.expect("new names");
         let mut checking = work(ReconcileReason::Start, &registry, &plan);
         let checked = checking.check_images(&difference, AddressConflictRule::Rejected);
         let (silent, found) = checked.await.expect("no groups");

@@ -226,7 +226,8 @@ impl RecordingDirectory {
             tracing::warn!("record: {directory}: {why} (nothing is recorded until this is fixed{way})");
         }
         self.progress.add_dropped(lost);
-        self.stopped = Some(WriteInterruption { lost: before.map_or(0, |before| before.lost) + lost, again, why });
+        self.stopped =
+            Some(WriteInterruption { lost: before.map_or(0, |before| before.lost) + lost, again, why });
     }
 
     fn count_dropped(&mut self, requests: u64) {
@@ -315,7 +316,8 @@ impl RecordingOutput for RecordingDirectory {
         }
         self.try_lock();
         if let Some((sink, _)) = &mut self.current {
-            let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / FILE_SIZE_DIVISOR;
+            let is_over =
+                is_another || self.has_ended || sink.bytes() >= self.record.limit / FILE_SIZE_DIVISOR;
             if is_over {
                 sink.encode_block();
             }

@@ -17,8 +17,11 @@ struct RecordingDirectoryTest {
 
 impl RecordingDirectoryTest {
     fn new(place: TempDir) -> Self {
-        let record =
-            RecordingConfig { keep: Duration::from_secs(7200), limit: 16 << 20, ..RecordingConfig::new(place.path().into()) };
+        let record = RecordingConfig {
+            keep: Duration::from_secs(7200),
+            limit: 16 << 20,
+            ..RecordingConfig::new(place.path().into())
+        };
         let (directory, named) = (RecordingDirectory::new(record), RecordedDiskEntry::alone(0, "vm1"));
         Self { directory, place, named, limits: LimitsByOwner::new() }
     }

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use block::{disk::Disk, recorder::DroppedRecords};
-use policy::throttle::{LevelCause, LimitKind, MAX_LEVELS, LimitPart, LimitSetting};
+use policy::throttle::{LevelCause, LimitKind, LimitPart, LimitSetting, MAX_LEVELS};
 
 use super::limits::OwnerLimits;
 
@@ -62,12 +62,20 @@ impl RecordingNumbers {
         let groups: Vec<Arc<str>> = above.iter().map(|group| group.name().into()).collect();
         let of_groups = above.iter().map(|group| OwnerLimits::of_group(group));
         let in_force = std::iter::once(OwnerLimits::of_disk(disk)).chain(of_groups).collect();
-        let kinds =
-            |at: &str| LimitKind::ALL.map(|kind| format!("{}{at}", LimitSetting::Limit(kind, LimitPart::Rate).name()));
+        let kinds = |at: &str| {
+            LimitKind::ALL.map(|kind| format!("{}{at}", LimitSetting::Limit(kind, LimitPart::Rate).name()))
+        };
         let names = kinds("").into_iter().chain(groups.iter().flat_map(|group| kinds(&format!("@{group}"))));
         let limits = names.map(|name| number_of(&mut self.limits, name.into())).collect();
         let (number, name) = number_of(&mut self.disks, Arc::clone(disk.name()));
-        RecordedDiskEntry { number, name, groups, limits, in_force, lost: Arc::clone(disk.recording().dropped()) }
+        RecordedDiskEntry {
+            number,
+            name,
+            groups,
+            limits,
+            in_force,
+            lost: Arc::clone(disk.recording().dropped()),
+        }
     }
 }
 

@@ -13,8 +13,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use ::recording::{RequestOp, CompletedRequest};
-use block::recorder::{RequestRecord, DiskOperation};
+use ::recording::{CompletedRequest, RequestOp};
+use block::recorder::{DiskOperation, RequestRecord};
 use policy::time::{Duration, Instant};
 
 use super::{engine::RecordingOutput, limits::LimitsByOwner, names::RecordedDiskEntry};
@@ -64,7 +64,12 @@ impl RecentRequests {
 
     /// Returns the latest requests of these disks, at most `most` in total, and the instant from
     /// which on they are complete.
-    pub fn latest(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<CompletedRequest>>) {
+    pub fn latest(
+        &self,
+        disks: &[Arc<str>],
+        now: Instant,
+        most: usize,
+    ) -> (Instant, Vec<Vec<CompletedRequest>>) {
         // Under the lock only references are copied; the requests are copied after it.
         let (lost, kept): (_, Vec<_>) = {
             let all = self.lock();
@@ -84,7 +89,10 @@ impl RecentRequests {
         let arrivals: Vec<_> = arrivals.filter(|(at, _)| *at >= since).collect();
         since = first_of_latest(arrivals, most).unwrap_or(since);
         kept.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
-        (since, kept.into_iter().map(|kept| kept.iter().flat_map(RecentRequest::expanded).collect()).collect())
+        (
+            since,
+            kept.into_iter().map(|kept| kept.iter().flat_map(RecentRequest::expanded).collect()).collect(),
+        )
     }
 }
 
@@ -222,7 +230,10 @@ impl RecentOutput {
     }
 
     fn turn_at(&mut self, lost: u64, now: Instant) {
-        if lost == 0 && self.new.is_empty() && now.nanos_since(self.forgot) < Self::REMOVAL_INTERVAL.as_nanos() as u64 {
+        if lost == 0
+            && self.new.is_empty()
+            && now.nanos_since(self.forgot) < Self::REMOVAL_INTERVAL.as_nanos() as u64
+        {
             return;
         }
         let mut all = self.recent.lock();
@@ -316,7 +327,11 @@ mod tests {
         let (recent, mut keeping) = keeping();
         let a = RecordedDiskEntry::alone(0, "a");
         for ms in 1..=100 {
-            keeping.take(&RequestRecord { length: 8 * 4096, requests: 8, ..read(ms) }, &a, &LimitsByOwner::new());
+            keeping.take(
+                &RequestRecord { length: 8 * 4096, requests: 8, ..read(ms) },
+                &a,
+                &LimitsByOwner::new(),
+            );
         }
         keeping.turn_at(0, at(200));
         let (since, past) = recent.latest(&["a".into()], at(200), 10_000);

@@ -14,10 +14,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::recorder::{RequestRecord, DiskOperation};
+use block::recorder::{DiskOperation, RequestRecord};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use policy::time::{Duration, Instant};
-use recording::{RecordingEntry, LimitChange, RequestOp, RecordedTimes, RecordingWriter};
+use recording::{LimitChange, RecordedTimes, RecordingEntry, RecordingWriter, RequestOp};
 
 use super::{
     engine::RecordingOutput,

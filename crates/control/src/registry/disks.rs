@@ -11,7 +11,7 @@ use std::{
 use block::disk::Disk;
 
 use super::{NameMap, RegistryError, RunningDisk};
-use crate::unavailable_disk::{Reserved, UnavailableDiskEntry};
+use crate::unavailable_disk::{ReservedEndpoint, UnavailableDiskEntry};
 
 /// All disks of a daemon.
 #[derive(Default)]
@@ -135,9 +135,11 @@ impl DiskRegistry {
     }
 
     /// Name of the unavailable disk, other than `disk`, that reserves `wanted`.
-    pub(super) fn reserving(&self, wanted: &Reserved, disk: &str) -> Option<String> {
+    pub(super) fn holder_of_reserved(&self, wanted: &ReservedEndpoint, disk: &str) -> Option<String> {
         let unavailable = self.unavailable.borrow();
-        let found = unavailable.iter().find(|(name, one)| **name != disk && one.reserved().contains(wanted));
+        let found = unavailable
+            .iter()
+            .find(|(name, one)| **name != disk && one.reserved_endpoints().contains(wanted));
         found.map(|(name, _)| name.clone())
     }
 

@@ -9,14 +9,14 @@ use std::{cell::Cell, path, rc::Rc, sync::Arc};
 use anyhow::anyhow;
 use export::nbd::{self, NotRemoved, Removal};
 
-use super::{EndpointParameters, DaemonEnd, RegistryError, Registry};
+use super::{DaemonEnd, EndpointParameters, Registry, RegistryError};
 use crate::{
     change::RegistryChange,
     endpoints::{self, ExportEndpoint, TransferredEndpoint},
-    exports::{RunningEndpoint, NewNbdExport, RunningExport},
+    exports::{NewNbdExport, RunningEndpoint, RunningExport},
     running_disk::RunningDisk,
     running_server::RunningServer,
-    unavailable_disk::Reserved,
+    unavailable_disk::ReservedEndpoint,
 };
 
 impl Registry {
@@ -90,22 +90,30 @@ impl Registry {
         name: &str,
         disk: &str,
     ) -> Result<(), RegistryError> {
-        let wanted = Reserved::Name(serving.endpoint.clone(), name.to_owned());
-        self.disks.reserving(&wanted, disk).map_or(Ok(()), |disk| {
+        let wanted = ReservedEndpoint::NbdExportName(serving.endpoint.clone(), name.to_owned());
+        self.disks.holder_of_reserved(&wanted, disk).map_or(Ok(()), |disk| {
             Err(RegistryError::ExportReserved { name: name.to_owned(), address: serving.address(), disk })
         })
     }
 
     /// Fails if the endpoint of a single export is reserved for another disk than `disk`.
-    fn check_reserved_endpoint(&self, door: &settings::ExportTarget, disk: &str) -> Result<(), RegistryError> {
+    fn check_reserved_endpoint(
+        &self,
+        door: &settings::ExportTarget,
+        disk: &str,
+    ) -> Result<(), RegistryError> {
         let Some(path) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
-        self.disks.reserving(&Reserved::Path(path), disk).map_or(Ok(()), |holder| {
+        self.disks.holder_of_reserved(&ReservedEndpoint::EndpointPath(path), disk).map_or(Ok(()), |holder| {
             let (name, address) = (disk.to_owned(), door.address());
             Err(RegistryError::ExportReserved { name, address, disk: holder })
         })
     }
 
-    pub(crate) fn add_export(&self, serving: &Rc<RunningServer>, new: NewNbdExport) -> Result<(), RegistryError> {
+    pub(crate) fn add_export(
+        &self,
+        serving: &Rc<RunningServer>,
+        new: NewNbdExport,
+    ) -> Result<(), RegistryError> {
         let disk = self.disks.get(&new.disk)?;
         if self.exports.has_id(&new.id) {
             return Err(RegistryError::IdTaken(new.id));
@@ -162,15 +170,24 @@ impl Registry {
         let is_at_once = taken.is_none();
         let taken = Cell::new(taken);
         let events = &self.events;
-        let terms =
-            endpoints::EndpointOptions { id: &id, disk: &disk, read_only, access, inherited, workers, events, transferred: taken };
-        let entrance = endpoints::open_endpoint(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
-            (Some(sandbox), settings::ExportTarget::VhostUserBlk(machine)) if !machine.client => {
-                // The sandbox's reason explains the error better than the failed system call.
-                machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
-            }
-            _ => error,
-        })?;
+        let terms = endpoints::EndpointOptions {
+            id: &id,
+            disk: &disk,
+            read_only,
+            access,
+            inherited,
+            workers,
+            events,
+            transferred: taken,
+        };
+        let entrance =
+            endpoints::open_endpoint(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
+                (Some(sandbox), settings::ExportTarget::VhostUserBlk(machine)) if !machine.client => {
+                    // The sandbox's reason explains the error better than the failed system call.
+                    machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
+                }
+                _ => error,
+            })?;
         let address = entrance.address().to_owned();
         // The kernel reads a new device's partition table before its creation returns.
         if (is_at_once && entrance.device().is_some()) || !self.lifecycle.delays_clients.get() {
@@ -324,7 +341,8 @@ impl Registry {
             }
             let gone = end.await;
             if refused.is_some()
-                && let (RunningEndpoint::Nbd(serving, _), Some(new)) = (&export.endpoint, &export.nbd_parameters)
+                && let (RunningEndpoint::Nbd(serving, _), Some(new)) =
+                    (&export.endpoint, &export.nbd_parameters)
             {
                 match self.add_export(serving, new.clone()).and_then(|()| self.exports.get(&export.id)) {
                     Ok(again) => {

@@ -2,11 +2,11 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use export::nbd::{Removal, NbdServer, NbdServerTerms};
+use export::nbd::{NbdServer, NbdServerTerms, Removal};
 use policy::access::AccessRules;
 use settings::ListenEndpoint;
 
-use super::{NewNbdExport, RegistryError, Registry, RunningDisk};
+use super::{NewNbdExport, Registry, RegistryError, RunningDisk};
 use crate::running_server::RunningServer;
 
 fn add_disk(registry: &Rc<Registry>, name: &str) {

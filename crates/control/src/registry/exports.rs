@@ -118,8 +118,7 @@ impl ExportRegistry {
     }
 
     pub(crate) fn has_export_at(&self, serving: &Rc<RunningServer>) -> bool {
-        let is_there =
-            |export: &Rc<RunningExport>| matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, serving));
+        let is_there = |export: &Rc<RunningExport>| matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, serving));
         self.listed.any(is_there)
     }
 

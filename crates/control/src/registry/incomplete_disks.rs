@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use export::nbd::Removal;
 
-use super::{RegistryError, Registry};
+use super::{Registry, RegistryError};
 use crate::change::RegistryChange;
 
 /// Suppresses events about a disk of this name while it exists. Its drop announces the result.

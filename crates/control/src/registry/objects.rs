@@ -6,7 +6,7 @@
 
 use std::{cell::RefCell, collections::BTreeMap};
 
-use image::secret::{LONGEST_SECRET, Secret};
+use image::secret::{MAX_SECRET, Secret};
 use policy::access::NameRules;
 use reactor::memory::MemoryBudget;
 
@@ -20,7 +20,7 @@ const OVERHEAD_BYTES: u64 = 512;
 /// Bytes charged for TLS credentials: OpenSSL's context with a certificate chain.
 const CREDENTIALS_BYTES: u64 = 64 << 10;
 /// Maximum content of an object in bytes: the longest secret; rules have the same bound.
-const MAX_OBJECT_BYTES: usize = LONGEST_SECRET;
+const MAX_OBJECT_BYTES: usize = MAX_SECRET;
 
 /// Object of one kind.
 #[derive(Clone)]

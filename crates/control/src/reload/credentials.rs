@@ -30,7 +30,8 @@ impl RenewedCredentials {
             let tls = unless_forbidden(assemble::read_tls_credentials(&tls), &mut kept)?.flatten();
             let mut etcd = None;
             if let Some(cluster) = cluster {
-                let read = EtcdCredentials::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
+                let read =
+                    EtcdCredentials::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
                 etcd = unless_forbidden(read, &mut kept)?;
             }
             anyhow::Ok(Self { tls, etcd, kept })

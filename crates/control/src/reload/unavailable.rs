@@ -5,15 +5,17 @@ use std::{collections::BTreeMap, rc::Rc};
 
 use anyhow::Context as _;
 use serde_json::Value;
-use settings::{PlacedDisk, DesiredState};
+use settings::{DesiredState, PlacedDisk};
 
 use crate::{
     assemble::DiskAssembly,
+    image_opening::{
+        ImageOpenAttempt, ImageOpenRequest, ImageOpenTask, UnavailableImage, UnavailableImageState,
+    },
     loaded_config::LoadedConfig,
-    trial_open,
-    image_opening::{ImageOpenTask, ImageOpenRequest, UnavailableImage, UnavailableImageState, ImageOpenAttempt},
     reconcile::{change_report, check_secret_files, difference},
     registry::Registry,
+    trial_open,
 };
 
 /// Unavailable disks of the new config.
@@ -46,8 +48,14 @@ pub(super) async fn exclude_unavailable(
             registry.check_image(&planned.image).await.with_context(place)?;
             check_secret_files(planned).await?;
             let looked = is_dry_run.then(|| trial_open::trial_config(planned));
-            let opening = assembly.open_request(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
-            trials.push((before.name.clone(), place(), opening.clone(), ImageOpenAttempt::begin(opening, false)));
+            let opening =
+                assembly.open_request(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
+            trials.push((
+                before.name.clone(),
+                place(),
+                opening.clone(),
+                ImageOpenAttempt::begin(opening, false),
+            ));
         }
         out.push(before.name.clone());
     }
@@ -68,14 +76,18 @@ pub(super) async fn exclude_unavailable(
 }
 
 impl UnavailablePlan {
-    fn has(&self, disk: &str) -> bool {
+    fn contains_disk(&self, disk: &str) -> bool {
         self.plan.disks.iter().any(|planned| planned.name == disk)
     }
 
     /// Reports: each unavailable disk is still not open, or removed.
     pub(super) fn reports(&self, registry: &Registry) -> Vec<Value> {
         let tell = |disk: PlacedDisk| {
-            change_report::object_report("disk", &disk.name, if self.has(&disk.name) { "unavailable" } else { "removed" })
+            change_report::object_report(
+                "disk",
+                &disk.name,
+                if self.contains_disk(&disk.name) { "unavailable" } else { "removed" },
+            )
         };
         registry.unavailable_configs().into_iter().map(tell).collect()
     }
@@ -84,7 +96,7 @@ impl UnavailablePlan {
     pub(super) fn apply(mut self, registry: &Rc<Registry>) -> Rc<DesiredState> {
         for disk in registry.unavailable_configs() {
             let name = &disk.name;
-            if self.has(name) {
+            if self.contains_disk(name) {
                 registry.replan_unavailable(name, Rc::clone(&self.plan), self.openings.remove(name));
             } else {
                 registry.abandon_unavailable(name);

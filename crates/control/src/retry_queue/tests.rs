@@ -3,11 +3,11 @@
 use std::{collections::BTreeSet, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::anyhow;
-use export::nbd::{Removal, NbdServer, NbdServerTerms};
+use export::nbd::{NbdServer, NbdServerTerms, Removal};
 use policy::access::AccessRules;
 use reactor::sim;
 use serde_json::json;
-use settings::{ListenEndpoint, DesiredState, config};
+use settings::{DesiredState, ListenEndpoint, config};
 
 use super::*;
 use crate::{
@@ -41,13 +41,16 @@ fn export(name: &str, disk: &str) -> NewNbdExport {
 }
 
 /// Registry with the unavailable disk `far`, and with the first of its two NBD servers.
-async fn with_far() -> (Rc<Registry>, Rc<RunningServer>) {
+async fn registry_with_unavailable_disk() -> (Rc<Registry>, Rc<RunningServer>) {
     let registry = Registry::new(None, Rc::new(|_| ()));
     let draft = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
     let plan = Rc::new(DesiredState::new(draft, 0).expect("a plan"));
     let first = server("/first");
     registry.add_server(&first);
-    let opening = DiskAssembly::new(None, RateBudgets::default()).open_request(&plan.disks[0]).await.expect("no secrets");
+    let opening = DiskAssembly::new(None, RateBudgets::default())
+        .open_request(&plan.disks[0])
+        .await
+        .expect("no secrets");
     let state = UnavailableImageState::Failed(anyhow!("no answer"));
     registry.retry_later(("far", plan), UnavailableImage { opening, since: reactor::now(), state });
     (registry, first)
@@ -58,9 +61,9 @@ fn kinds(registry: &Registry) -> Vec<Kind> {
 }
 
 #[test]
-fn retries_that_fail_are_reported_once_and_leave_nothing() {
+fn failed_retries_are_reported_once_and_rolled_back() {
     sim::run(1, async {
-        let (registry, first) = with_far().await;
+        let (registry, first) = registry_with_unavailable_disk().await;
         let _watch = watch::watch_registry(&registry, BTreeSet::new());
         for _ in 0..4 {
             // Each attempt fails, since the second server is missing.
@@ -79,9 +82,9 @@ fn retries_that_fail_are_reported_once_and_leave_nothing() {
 }
 
 #[test]
-fn an_unavailable_disk_reserves_the_names_of_its_exports() {
+fn unavailable_disk_reserves_its_export_names() {
     sim::run(1, async {
-        let (registry, first) = with_far().await;
+        let (registry, first) = registry_with_unavailable_disk().await;
         registry.add_disk(RunningDisk::in_memory("near", None)).expect("a new name");
         let refused = registry.add_export(&first, export("far", "near")).expect_err("reserved");
         assert!(refused.to_string().contains("reserved for disk far"), "{refused}");
@@ -94,7 +97,7 @@ fn an_unavailable_disk_reserves_the_names_of_its_exports() {
 }
 
 #[test]
-fn a_reservation_left_out_is_made_when_a_member_of_the_group_is_removed() {
+fn unmet_reservation_is_booked_after_a_removal() {
     sim::run(1, async {
         let registry = Registry::new(None, Rc::new(|_| ()));
         registry.book_when_possible();

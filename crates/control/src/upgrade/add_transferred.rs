@@ -16,8 +16,10 @@ use storage::PassedFiles;
 
 use super::{
     added_objects::parse_endpoint,
+    messages::{
+        AddedDiskState, AddedExportState, ObjectOrigin, OfferedDevice, OfferedExport, OfferedVhostUser,
+    },
     new_process::{NewProcess, find_export, find_vhost_user},
-    messages::{AddedDiskState, AddedExportState, OfferedDevice, OfferedExport, OfferedVhostUser, ObjectOrigin},
 };
 use crate::{
     add_objects::{self, NewDisk},
@@ -50,7 +52,12 @@ impl NewProcess {
             let named =
                 || format!("group {}: it was added at run time, and cannot be added here", group.name);
             let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-            let made = add_objects::add_group_object(registry, &group.name, GroupSettings::default(), parent.as_ref());
+            let made = add_objects::add_group_object(
+                registry,
+                &group.name,
+                GroupSettings::default(),
+                parent.as_ref(),
+            );
             made.await.with_context(named)?;
             registry.groups.added.borrow_mut().insert(group.name.clone());
             let set = perform("x-weir-set", group.settings.clone()).await;
@@ -79,7 +86,9 @@ impl NewProcess {
             had.push(format!("server {address}"));
         }
         for offered in &self.offer.disks {
-            let ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, bottom }) = &offered.origin else {
+            let ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, lowest_name: bottom }) =
+                &offered.origin
+            else {
                 continue;
             };
             if registry.disks.get(&offered.name).is_ok() {
@@ -135,8 +144,11 @@ async fn add_export(
     told: &AddedExportState,
 ) -> anyhow::Result<String> {
     let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
-    let serving =
-        registry.exports.servers().into_iter().find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
+    let serving = registry
+        .exports
+        .servers()
+        .into_iter()
+        .find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
     let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
     let id = registry.exports.free_id(&told.id, &serving.address());
     let running = registry.disks.get(disk)?;

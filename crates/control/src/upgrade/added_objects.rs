@@ -19,12 +19,12 @@ use block::layer::throttle::ThrottleGroup;
 use serde_json::{Map, Value, json};
 use settings::{ExportTarget as Own, VhostUserSocket};
 
-use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, OfferedDevice, ObjectOrigin};
+use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, ObjectOrigin, OfferedDevice};
 use crate::{
+    planned_export,
     reconcile::change_report::{self, NamedValue, throttle_values},
     registry::{NewNbdExport, Registry, RunningDisk, RunningExport},
     running_server::{AddedServer, RunningServer},
-    planned_export,
 };
 
 /// Creation and current settings of a disk.
@@ -46,15 +46,17 @@ pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState>
     }
     let bottom = running.lower_nodes.last().filter(|_| running.is_added).map(|node| node.name.clone());
     let nodes = nodes.iter().cloned().map(with_absolute_paths).collect();
-    let values =
-        change_report::disk_values(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
+    let values = change_report::disk_values(&running.current_config())
+        .into_iter()
+        .filter(|(key, _)| running.has_key(key));
     let settings = set_arguments(running.disk.name(), values);
-    ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, bottom })
+    ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, lowest_name: bottom })
 }
 
 /// Added groups, parents first.
 pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
-    let depth = |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
+    let depth =
+        |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
     let added = registry.groups.added.borrow();
     let mut groups = registry.groups.all();
     groups.retain(|group| added.contains(group.name()));
@@ -64,7 +66,11 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
         let parent = group.parent().map(|parent| parent.name().to_owned());
         // The parent is set when the group is created.
         let throttled = throttle_values(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
-        AddedGroupState { name: group.name().to_owned(), parent, settings: set_arguments(group.name(), throttled) }
+        AddedGroupState {
+            name: group.name().to_owned(),
+            parent,
+            settings: set_arguments(group.name(), throttled),
+        }
     };
     groups.into_iter().map(tell).collect()
 }
@@ -105,18 +111,22 @@ pub(super) fn server_origin(serving: &RunningServer) -> ObjectOrigin<usize> {
 /// Origin of an NBD export.
 pub(super) fn export_origin(export: &RunningExport) -> ObjectOrigin<AddedExportState> {
     match &export.nbd_parameters {
-        Some(NewNbdExport { id, description, access, .. }) if export.is_added.get() => ObjectOrigin::Added(AddedExportState {
-            id: id.clone(),
-            description: description.clone(),
-            access: access.into(),
-        }),
+        Some(NewNbdExport { id, description, access, .. }) if export.is_added.get() => {
+            ObjectOrigin::Added(AddedExportState {
+                id: id.clone(),
+                description: description.clone(),
+                access: access.into(),
+            })
+        }
         _ => ObjectOrigin::Config,
     }
 }
 
 /// Origin of an export with a separate endpoint.
 pub(super) fn endpoint_origin(export: &RunningExport) -> ObjectOrigin<String> {
-    let Some(door) = export.endpoint_config.as_ref().filter(|_| export.is_added.get()) else { return ObjectOrigin::Config };
+    let Some(door) = export.endpoint_config.as_ref().filter(|_| export.is_added.get()) else {
+        return ObjectOrigin::Config;
+    };
     let whole = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut door = door.clone();
     match &mut door {
@@ -142,7 +152,10 @@ pub(super) fn parse_endpoint(kind: &str, text: &str) -> anyhow::Result<Own> {
 }
 
 /// Planned export for an added device of the host.
-pub(super) fn planned_device(offered: &OfferedDevice, text: &str) -> anyhow::Result<planned_export::PlannedExport> {
+pub(super) fn planned_device(
+    offered: &OfferedDevice,
+    text: &str,
+) -> anyhow::Result<planned_export::PlannedExport> {
     let door = parse_endpoint(&offered.kind, text)?;
     Ok(planned_export::PlannedExport {
         disk: offered.disk.clone(),

@@ -235,8 +235,11 @@ impl UpgradeChannel {
         patience: Duration,
         at_last: DeadlineAction,
     ) -> anyhow::Result<(T, MessageAttachments)> {
-        let until =
-            DeadlineReader { socket: &self.0, end: Cell::new(Instant::now() + patience), at_last: Cell::new(at_last) };
+        let until = DeadlineReader {
+            socket: &self.0,
+            end: Cell::new(Instant::now() + patience),
+            at_last: Cell::new(at_last),
+        };
         let [text, bytes, count] = [until.read_number()?, until.read_number()?, until.read_number()?];
         ensure!(
             text <= MAX_JSON_BYTES && bytes <= MAX_BYTES && count <= MAX_DESCRIPTORS,
@@ -443,7 +446,11 @@ mod tests {
         let (slow, other) = pair();
         let slow = std::thread::spawn(move || while (&slow.0).write_all(&[1]).is_ok() {});
         let end = Instant::now() + Duration::from_millis(50);
-        let until = DeadlineReader { socket: &other.0, end: Cell::new(end), at_last: Cell::new(DeadlineAction::Fail) };
+        let until = DeadlineReader {
+            socket: &other.0,
+            end: Cell::new(end),
+            at_last: Cell::new(DeadlineAction::Fail),
+        };
         let late = until.read_bytes(u64::MAX).unwrap_err();
         assert_eq!(late.to_string(), "no answer in time");
         drop(other);

@@ -6,9 +6,9 @@ use std::{collections::BTreeMap, rc::Rc};
 
 use api::ExportCounters;
 use block::{
-    disk::{Disk, Errors, DiskTotals},
+    disk::{Disk, DiskTotals, Errors},
     layer::throttle::ThrottleGroup,
-    measures::{MeasuresSnapshot, Measures, HistogramSnapshot},
+    measures::{HistogramSnapshot, Measures, MeasuresSnapshot},
 };
 use export::nbd::RejectedClientCounts;
 use policy::{
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{
-    events::{DeliveryCounters, RecordedEvent, Kind},
+    events::{DeliveryCounters, Kind, RecordedEvent},
     registry::{Registry, RunningExport},
 };
 
@@ -127,8 +127,9 @@ impl ThrottleCounterState {
 impl From<throttle::CumulativeStats> for ThrottleCounterState {
     fn from(counted: throttle::CumulativeStats) -> Self {
         let throttle::CumulativeStats { passed, limited_ns, kept, waits, longest_wait_ns } = counted;
-        let numbers =
-            |AdmissionCounters { requests, bytes, throttled, waited_ns }| [requests, bytes, throttled, waited_ns];
+        let numbers = |AdmissionCounters { requests, bytes, throttled, waited_ns }| {
+            [requests, bytes, throttled, waited_ns]
+        };
         let kept = kept.map(|ReservationTimes { met_ns, missed_ns }| [met_ns, missed_ns]);
         Self { passed: passed.map(numbers), limited_ns, kept, waits, longest_wait_ns }
     }
@@ -208,7 +209,8 @@ pub(super) struct DaemonCounterState {
 impl DaemonCounterState {
     pub(super) fn of(registry: &Registry) -> Self {
         let servers = registry.exports.servers().into_iter().map(|serving| {
-            let RejectedClientCounts { networks, connections, names, exports } = serving.server.rejected_counts();
+            let RejectedClientCounts { networks, connections, names, exports } =
+                serving.server.rejected_counts();
             (super::endpoint_name(&serving.endpoint), [networks, connections, names, exports])
         });
         let doors = registry.exports.all().into_iter().filter_map(|export| {

@@ -25,13 +25,13 @@ use export::{
 use super::{
     added_objects,
     channel::AttachmentReader,
+    messages::{HostDeviceKind, HostDeviceState, NbdDeviceSocketState, ObjectOrigin, OfferedDevice},
     missing_text,
-    messages::{OfferedDevice, ObjectOrigin, NbdDeviceSocketState, HostDeviceState, HostDeviceKind},
 };
 use crate::{
     endpoints::{HostEndpoint, TransferredEndpoint},
+    planned_export::{PlannedEndpoint, PlannedExport},
     registry::{Registry, RunningExport},
-    planned_export::{PlannedExport, PlannedEndpoint},
 };
 
 /// Description of a device before the quiesce.
@@ -46,7 +46,8 @@ pub(super) fn describe_device(export: &RunningExport, host: &HostEndpoint) -> an
             "export {id}: this kernel's ublk devices end with their process (restart weir)"
         );
     }
-    let said = export.endpoint_config.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
+    let said =
+        export.endpoint_config.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
     Ok(OfferedDevice {
         id: id.clone(),
         kind: said.type_name().to_owned(),
@@ -77,7 +78,9 @@ pub(super) fn quiesced_state(
             HostDeviceKind::NbdDevice { number, connections: standing }
         }
         HostEndpoint::Fuse(server) => {
-            let Some(fuse::QuiescedFuseFile { mount, standing }) = server.quiesced_state()? else { return Ok(None) };
+            let Some(fuse::QuiescedFuseFile { mount, standing }) = server.quiesced_state()? else {
+                return Ok(None);
+            };
             let FuseFileState { owner, modified, openers, file_bytes, messages } = standing;
             descriptors.push(mount.device);
             let has_watcher = mount.watcher.is_some();
@@ -234,7 +237,10 @@ impl AwaitedDevices {
 
 const UBLK_KIND: &str = "ublk";
 
-fn transferred_endpoint(kind: HostDeviceKind, pieces: &mut AttachmentReader<'_>) -> anyhow::Result<TransferredEndpoint> {
+fn transferred_endpoint(
+    kind: HostDeviceKind,
+    pieces: &mut AttachmentReader<'_>,
+) -> anyhow::Result<TransferredEndpoint> {
     Ok(match kind {
         HostDeviceKind::NbdDevice { number, connections } => {
             ensure!(!connections.is_empty(), "it came without its sockets");

@@ -18,14 +18,14 @@ use reactor::operation::{self, Fd};
 use super::new_process::NewProcess;
 
 /// Observer of the channel: completes when the old process closes its end.
-pub struct GivenUp(Pin<Box<dyn Future<Output = ()>>>);
+pub struct AbandonedUpgrade(Pin<Box<dyn Future<Output = ()>>>);
 
-impl GivenUp {
+impl AbandonedUpgrade {
     /// Observer for an upgrade. For a start without an old process it never completes.
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn of(old: Option<&NewProcess>) -> io::Result<Self> {
+    pub fn observe(old: Option<&NewProcess>) -> io::Result<Self> {
         let Some(old) = old else { return Ok(Self(Box::pin(pending()))) };
         let channel = Fd::from(OwnedFd::from(old.channel.try_clone()?));
         Ok(Self(Box::pin(async move { drop(operation::peer_shut_down(&channel).await) })))
@@ -35,7 +35,10 @@ impl GivenUp {
     ///
     /// # Errors
     /// Those of `work`; or the old process gave up first, which drops `work`.
-    pub async fn unless<T>(&mut self, work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    pub async fn run_unless_abandoned<T>(
+        &mut self,
+        work: impl Future<Output = anyhow::Result<T>>,
+    ) -> anyhow::Result<T> {
         let mut work = pin!(work);
         poll_fn(|context| match work.as_mut().poll(context) {
             Poll::Pending => self.0.as_mut().poll(context).map(|()| {

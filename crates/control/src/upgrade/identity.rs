@@ -173,14 +173,19 @@ impl DiskFileIdentity {
 impl From<image::LayerIdentity> for DiskLayerIdentity {
     fn from(layer: image::LayerIdentity) -> Self {
         let image::LayerIdentity { format, table, files } = layer;
-        Self { format: format.name().to_owned(), table, files: files.into_iter().map(DiskFileIdentity::from).collect() }
+        Self {
+            format: format.name().to_owned(),
+            table,
+            files: files.into_iter().map(DiskFileIdentity::from).collect(),
+        }
     }
 }
 
 impl From<storage::StorageIdentity> for DiskFileIdentity {
     fn from(file: storage::StorageIdentity) -> Self {
         let storage::StorageIdentity { key: what, path, parts, cache, read_only } = file;
-        let parts = parts.into_iter().map(|storage::StoragePart { offset, size }| DiskPartIdentity { offset, size });
+        let parts =
+            parts.into_iter().map(|storage::StoragePart { offset, size }| DiskPartIdentity { offset, size });
         let cache = cache.map(|cache| cache.name().to_owned());
         Self { what, path, parts: parts.collect(), cache, read_only }
     }

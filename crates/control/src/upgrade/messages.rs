@@ -16,10 +16,10 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context as _, ensure};
-use export::nbd::{MetaContext, MetaContexts, ReplyStyle, NbdSession};
+use export::nbd::{MetaContext, MetaContexts, NbdSession, ReplyStyle};
 use policy::{
-    access::{AccessRules, NameRules, Network, NetworkRules, NameRule},
-    throttle::{BucketContents, BucketSnapshot, Limits, LimitSetting},
+    access::{AccessRules, NameRule, NameRules, Network, NetworkRules},
+    throttle::{BucketContents, BucketSnapshot, LimitSetting, Limits},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -82,7 +82,7 @@ pub(super) struct AddedDiskState {
     pub(super) keys: Option<Map<String, Value>>,
     /// Its name before `blockdev-add` put nodes above it, if it was added by keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) bottom: Option<String>,
+    pub(super) lowest_name: Option<String>,
 }
 
 /// Added group.
@@ -146,10 +146,10 @@ impl AccessState {
             is_glob: *is_glob,
             allow: *allows,
         };
-        let names = self
-            .names
-            .as_ref()
-            .map(|names| NameRules { rules: names.rules.iter().map(rule).collect(), default_allows: names.otherwise });
+        let names = self.names.as_ref().map(|names| NameRules {
+            rules: names.rules.iter().map(rule).collect(),
+            default_allows: names.otherwise,
+        });
         Ok(AccessRules {
             networks: NetworkRules { allow: networks(&self.allow)?, deny: networks(&self.deny)? },
             names,
@@ -462,8 +462,9 @@ pub(crate) struct BucketLevelsState {
 
 impl From<BucketSnapshot> for BucketLevelsState {
     fn from(filled: BucketSnapshot) -> Self {
-        let limits =
-            LimitSetting::ALL.into_iter().map(|setting| (setting.name().to_owned(), filled.limits.get(setting)));
+        let limits = LimitSetting::ALL
+            .into_iter()
+            .map(|setting| (setting.name().to_owned(), filled.limits.get(setting)));
         let text = |level: BucketContents| {
             [level.main, level.deferred, level.burst, level.burst_deferred].map(|level| level.to_string())
         };
@@ -497,7 +498,7 @@ impl BucketLevelsState {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{RateLimit, LimitKind};
+    use policy::throttle::{LimitKind, RateLimit};
     use proptest::prelude::*;
 
     use super::*;
@@ -564,8 +565,11 @@ mod tests {
         let client = || ClientState::new("", "", &session, 0, 0);
         assert!(ClientState { contexts: vec![34], ..client() }.to_session(0).is_err());
         assert!(ClientState { minimum_block: 3, ..client() }.to_session(0).is_err());
-        let full = || BucketLevelsState::from(BucketSnapshot { limits: Limits::default(), levels: Default::default() });
-        let named = |name: &str, value| BucketLevelsState { limits: [(name.to_owned(), value)].into(), ..full() };
+        let full = || {
+            BucketLevelsState::from(BucketSnapshot { limits: Limits::default(), levels: Default::default() })
+        };
+        let named =
+            |name: &str, value| BucketLevelsState { limits: [(name.to_owned(), value)].into(), ..full() };
         assert!(named("iops-total", 5).to_levels().is_ok());
         assert!(named("iops-totally", 5).to_levels().is_err());
         assert!(named("iops-total", u64::MAX).to_levels().is_err());

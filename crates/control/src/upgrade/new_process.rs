@@ -24,32 +24,35 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use export::{
-    nbd::{QuiescedNbdConnection, NbdServer},
+    nbd::{NbdServer, QuiescedNbdConnection},
     vhost_user_blk,
 };
 use reactor::{ReactorWorker, operation};
 use serde_json::{Value, json};
 use settings::{ListenAddress, ListenEndpoint};
-use storage::{PassedFiles, PassedFile};
+use storage::{PassedFile, PassedFiles};
 
 use super::{
     UPGRADE_COMMAND, UPGRADE_FORMAT,
-    channel::{UpgradeChannel, MessageAttachments, check_listener, send_with},
+    channel::{MessageAttachments, UpgradeChannel, check_listener, send_with},
     clock_ns,
     counters::DaemonCounterState,
     devices::AwaitedDevices,
+    endpoint_name, http_endpoint_name,
     identity::DiskIdentity,
-    release_later, endpoint_name, missing_text,
-    messages::{VhostMessageState, UpgradeOffer, OfferedVhostUser, ObjectOrigin, QuiesceOutcome, TransferredDisk, FrontEndState, ProcessState, UpgradeMessage},
-    http_endpoint_name, transferred_settings,
+    messages::{
+        FrontEndState, ObjectOrigin, OfferedVhostUser, ProcessState, QuiesceOutcome, TransferredDisk,
+        UpgradeMessage, UpgradeOffer, VhostMessageState,
+    },
+    missing_text, release_later, transferred_settings,
 };
 use crate::{
     bitmaps,
     endpoints::ExportEndpoint,
-    listen::{InheritedSockets, BoundListener},
-    reconcile::source::StartSource,
-    registry::{RunningEndpoint, Registry, RunningExport},
+    listen::{BoundListener, InheritedSockets},
     planned_export::PlannedExport,
+    reconcile::source::StartSource,
+    registry::{Registry, RunningEndpoint, RunningExport},
 };
 
 /// Time limit for an answer of the old process.
@@ -134,12 +137,17 @@ impl NewProcess {
         let about = || format!("taking over from unix:{}", control.display());
         let (channel, other) = UpgradeChannel::pair()?;
         send_command(control, user, other).with_context(about)?;
-        let (channel, offer, luggage): (_, Value, _) = channel.receive_now(ANSWER_TIMEOUT).with_context(about)?;
-        let offer = understood(offer).with_context(about)?;
+        let (channel, offer, luggage): (_, Value, _) =
+            channel.receive_now(ANSWER_TIMEOUT).with_context(about)?;
+        let offer = parse_offer(offer).with_context(about)?;
         Self::new(channel, offer, luggage).with_context(about)
     }
 
-    fn new(channel: UpgradeChannel, offer: UpgradeOffer, luggage: MessageAttachments) -> anyhow::Result<Self> {
+    fn new(
+        channel: UpgradeChannel,
+        offer: UpgradeOffer,
+        luggage: MessageAttachments,
+    ) -> anyhow::Result<Self> {
         let mut descriptors = VecDeque::from(luggage.descriptors);
         // The descriptors come in the order of `Offer`, which contains the counts.
         let mut some = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
@@ -175,7 +183,11 @@ impl NewProcess {
         &self.offer.version
     }
 
-    fn adopt_sockets(&mut self, name: &str, endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<BoundListener>>> {
+    fn adopt_sockets(
+        &mut self,
+        name: &str,
+        endpoint: &ListenEndpoint,
+    ) -> anyhow::Result<Option<Vec<BoundListener>>> {
         let Some(at) = self.offer.servers.iter().position(|server| server.endpoint == name) else {
             return Ok(None);
         };
@@ -197,7 +209,11 @@ impl NewProcess {
 
     /// As `check`; `may_come` exempts objects that follow later, by whether they were added and by
     /// disk.
-    fn check_complete_except(&self, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
+    fn check_complete_except(
+        &self,
+        registry: &Registry,
+        may_come: impl Fn(bool, &str) -> bool,
+    ) -> anyhow::Result<()> {
         let left = self
             .offer
             .servers
@@ -205,7 +221,8 @@ impl NewProcess {
             .zip(&self.sockets)
             .find(|(server, left)| !(left.is_empty() || may_come(server.origin.is_added(), "")));
         let left = left.map(|(server, _)| (server.endpoint.clone(), &server.origin));
-        let control = || Some((format!("unix:{}", self.offer.control.first()?.display()), &ObjectOrigin::Config));
+        let control =
+            || Some((format!("unix:{}", self.offer.control.first()?.display()), &ObjectOrigin::Config));
         let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
             let what = format!("{left}: it is open, but not in this config");
             Err(anyhow!("{}", missing_text(what, origin, registry)))
@@ -231,7 +248,11 @@ impl NewProcess {
     /// # Errors
     /// The old process does not transfer its state, or the state cannot be used. The old process
     /// resumes.
-    pub async fn take_over(self, registry: &Rc<Registry>, workers: &[ReactorWorker]) -> anyhow::Result<OldProcess> {
+    pub async fn take_over(
+        self,
+        registry: &Rc<Registry>,
+        workers: &[ReactorWorker],
+    ) -> anyhow::Result<OldProcess> {
         let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.send_in_background(UpgradeMessage::Prepared, Vec::new(), Vec::new()).await?;
         let (channel, standing, luggage): (_, QuiesceOutcome, _) = channel
@@ -279,7 +300,7 @@ impl NewProcess {
 ///
 /// # Errors
 /// This version cannot read the offer of the old process's version.
-fn understood(offer: Value) -> anyhow::Result<UpgradeOffer> {
+fn parse_offer(offer: Value) -> anyhow::Result<UpgradeOffer> {
     let version = offer["version"].as_str().unwrap_or("of an unknown version").to_owned();
     serde_json::from_value(offer).map_err(|error| {
         anyhow!(
@@ -291,8 +312,11 @@ fn understood(offer: Value) -> anyhow::Result<UpgradeOffer> {
 
 impl StartSource for NewProcess {
     fn inherited_sockets(&self) -> Option<usize> {
-        let inherited =
-            self.offer.servers.iter().filter(|server| server.endpoint == ListenEndpoint::Inherited.to_string());
+        let inherited = self
+            .offer
+            .servers
+            .iter()
+            .filter(|server| server.endpoint == ListenEndpoint::Inherited.to_string());
         Some(inherited.map(|server| server.sockets.len()).sum())
     }
 
@@ -317,7 +341,11 @@ impl StartSource for NewProcess {
         self.offer.disks.iter().any(|disk| disk.name == name)
     }
 
-    fn http_listeners(&mut self, what: &str, address: &ListenAddress) -> anyhow::Result<Option<Vec<BoundListener>>> {
+    fn http_listeners(
+        &mut self,
+        what: &str,
+        address: &ListenAddress,
+    ) -> anyhow::Result<Option<Vec<BoundListener>>> {
         self.adopt_sockets(&http_endpoint_name(what, address), &ListenEndpoint::Address(address.clone()))
     }
 
@@ -325,7 +353,10 @@ impl StartSource for NewProcess {
         let listening = self.offer.machines.iter().filter_map(|machine| machine.listening.as_ref());
         for (number, ((name, file), socket)) in listening.zip(self.machines.drain(..)).enumerate() {
             let file = file.as_deref();
-            inherited.adopt(name, BoundListener::adopt(socket, &ListenEndpoint::Inherited, number, file, &self.passed)?);
+            inherited.adopt(
+                name,
+                BoundListener::adopt(socket, &ListenEndpoint::Inherited, number, file, &self.passed)?,
+            );
         }
         Ok(())
     }
@@ -350,7 +381,11 @@ impl StartSource for NewProcess {
 
 /// Checks that all disks and exports of the old process are here and equal, except those that
 /// follow later.
-fn check(offer: &UpgradeOffer, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
+fn check(
+    offer: &UpgradeOffer,
+    registry: &Registry,
+    may_come: impl Fn(bool, &str) -> bool,
+) -> anyhow::Result<()> {
     for offered in &offer.disks {
         let disk = registry.disks.get(&offered.name);
         if disk.is_err() && may_come(offered.origin.is_added(), &offered.name) {
@@ -398,8 +433,11 @@ fn check(offer: &UpgradeOffer, registry: &Registry, may_come: impl Fn(bool, &str
             continue;
         }
         let (export, _) = here.with_context(|| {
-            let what =
-                format!("export {} at {}: it runs, and is not in this config", offered.id, offered.address_text());
+            let what = format!(
+                "export {} at {}: it runs, and is not in this config",
+                offered.id,
+                offered.address_text()
+            );
             missing_text(what, &offered.origin, registry)
         })?;
         ensure!(
@@ -437,7 +475,9 @@ pub(super) fn find_export(
 ) -> Option<(Arc<NbdServer>, usize, Rc<RunningExport>)> {
     registry.exports.all().into_iter().find_map(|export| match &export.endpoint {
         // The cheap comparison first: this runs during the pause.
-        RunningEndpoint::Nbd(serving, number) if export.name == called && endpoint_name(&serving.endpoint) == endpoint => {
+        RunningEndpoint::Nbd(serving, number)
+            if export.name == called && endpoint_name(&serving.endpoint) == endpoint =>
+        {
             Some((Arc::clone(&serving.server), *number, export))
         }
         _ => None,
@@ -521,8 +561,10 @@ async fn apply_state(
         let own = usize::try_from(client.received).ok().and_then(|count| pieces.bytes(count).ok());
         let own = own.context("a client came without what it sent")?;
         let (socket, session) = (socket.into(), client.to_session(number)?);
-        clients
-            .push((server, QuiescedNbdConnection { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
+        clients.push((
+            server,
+            QuiescedNbdConnection { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip },
+        ));
     }
     let mut machines = Vec::new();
     for FrontEndState { id, said: messages, begun, used_ns } in state.machines {
@@ -540,7 +582,13 @@ async fn apply_state(
         let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
         let descriptors = pieces.descriptors(begun.descriptors)?;
         // Replays the messages, which maps the guest's memory.
-        match machine.server.adopt(vhost_user_blk::QuiescedFrontEnd { socket, said, bytes, descriptors, used_ns }) {
+        match machine.server.adopt(vhost_user_blk::QuiescedFrontEnd {
+            socket,
+            messages: said,
+            bytes,
+            descriptors,
+            used_ns,
+        }) {
             Ok(()) => machines.push(export.id.clone()),
             Err(why) if why.is_modified_file() => {
                 let what =

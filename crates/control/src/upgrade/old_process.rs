@@ -30,21 +30,20 @@ use super::{
     channel::UpgradeChannel,
     clock_ns,
     counters::{DaemonCounterState, DiskCounterState, ThrottleCounterState},
-    devices,
+    devices, endpoint_name,
     identity::DiskIdentity,
-    release_later, endpoint_name,
     messages::{
-        AddedDiskState, PartialMessage, BucketLevelsState, ClientState, UPGRADE_FORMAT, VhostMessageState, UpgradeOffer, OfferedDisk, OfferedExport,
-        OfferedVhostUser, OfferedServer, ObjectOrigin, QuiesceOutcome, TransferredDisk, TransferredGroup, FrontEndState, ProcessState,
-        UpgradeMessage,
+        AddedDiskState, BucketLevelsState, ClientState, FrontEndState, ObjectOrigin, OfferedDisk,
+        OfferedExport, OfferedServer, OfferedVhostUser, PartialMessage, ProcessState, QuiesceOutcome,
+        TransferredDisk, TransferredGroup, UPGRADE_FORMAT, UpgradeMessage, UpgradeOffer, VhostMessageState,
     },
-    transferred_settings,
+    release_later, transferred_settings,
 };
 use crate::{
     endpoints::HostEndpoint,
     listen::ListeningSocket,
     notify,
-    registry::{RunningEndpoint, Registry, RunningDisk, RunningExport},
+    registry::{Registry, RunningDisk, RunningEndpoint, RunningExport},
     running_server::RunningServer,
 };
 
@@ -117,13 +116,13 @@ fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Re
     // interleaves.
     ensure!(!registry.lifecycle.is_upgrading.get(), "another upgrade is in progress (wait for it)");
     ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
-    ensure!(!registry.lifecycle.reload_lock.is_taken_alone(), "a reload is in progress (try again)");
+    ensure!(!registry.lifecycle.reload_lock.is_exclusively_locked(), "a reload is in progress (try again)");
     // From here on `leaving` rejects new additions and removals.
     if let Some((disk, what)) = registry.disks.unlisted_operation() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");
     }
     let (offer, descriptors) = build_offer(registry).map_err(explain_descriptor_limit)?;
-    check_version(&offer, &asked.version)?;
+    check_new_version(&offer, &asked.version)?;
     let channel = UpgradeChannel::from_passed(asked.socket)?;
     tracing::info!(
         version = asked.version,
@@ -142,16 +141,17 @@ fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Re
 }
 
 /// First version (major, minor) that reads the keys of an added disk.
-const READS_KEYS: [u64; 2] = [0, 2];
+const FIRST_VERSION_WITH_KEYS: [u64; 2] = [0, 2];
 
 /// Fails if a new process of this version could not read the offer, although its upgrade format has
 /// the same number.
-fn check_version(offer: &UpgradeOffer, version: &str) -> anyhow::Result<()> {
+fn check_new_version(offer: &UpgradeOffer, version: &str) -> anyhow::Result<()> {
     let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
     let numbers = [(); 2].map(|()| numbers.next().unwrap_or(0));
-    let has_keys =
-        |disk: &&OfferedDisk| matches!(&disk.origin, ObjectOrigin::Added(AddedDiskState { keys: Some(_), .. }));
-    match offer.disks.iter().find(has_keys).filter(|_| numbers < READS_KEYS) {
+    let has_keys = |disk: &&OfferedDisk| {
+        matches!(&disk.origin, ObjectOrigin::Added(AddedDiskState { keys: Some(_), .. }))
+    };
+    match offer.disks.iter().find(has_keys).filter(|_| numbers < FIRST_VERSION_WITH_KEYS) {
         Some(disk) => bail!(
             "disk {}: it was added by `weir disk add`, which weir {version} cannot take over from weir {} (write the disk into the config file, or remove it; or stop this weir and start weir {version})",
             disk.name,
@@ -183,7 +183,12 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
     let mut servers = Vec::new();
     for serving in registry.exports.servers() {
         let origin = added_objects::server_origin(&serving);
-        servers.push(offered_server(endpoint_name(&serving.endpoint), &serving.sockets(), origin, &mut descriptors)?);
+        servers.push(offered_server(
+            endpoint_name(&serving.endpoint),
+            &serving.sockets(),
+            origin,
+            &mut descriptors,
+        )?);
     }
     for (name, listening) in &*registry.lifecycle.http_sockets.borrow() {
         servers.push(offered_server(name.clone(), listening, ObjectOrigin::Config, &mut descriptors)?);
@@ -240,7 +245,12 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
         })?;
         let files = disk.descriptors()?;
         let (name, identity) = (disk.name().to_string(), DiskIdentity::of(disk));
-        disks.push(OfferedDisk { name, files: files.len(), identity, origin: added_objects::disk_origin(&running) });
+        disks.push(OfferedDisk {
+            name,
+            files: files.len(),
+            identity,
+            origin: added_objects::disk_origin(&running),
+        });
         descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
     }
     for socket in doors {
@@ -316,7 +326,9 @@ async fn run_upgrade(
         }
     };
     let machines = registry.exports.all().into_iter().filter_map(|export| match &export.endpoint {
-        RunningEndpoint::Separate(entrance) => Some((export.id.clone(), Arc::clone(&entrance.vhost_user()?.server))),
+        RunningEndpoint::Separate(entrance) => {
+            Some((export.id.clone(), Arc::clone(&entrance.vhost_user()?.server)))
+        }
         RunningEndpoint::Nbd(..) => None,
     });
     let hosts = registry.exports.all().into_iter().filter_map(|export| match &export.endpoint {
@@ -342,7 +354,9 @@ async fn run_upgrade(
             still.resume().await;
             registry.lifecycle.set_control_closed(false);
             // If this fails, the new process sees the end of the connection.
-            let _ = again.send_in_background(QuiesceOutcome::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
+            let _ = again
+                .send_in_background(QuiesceOutcome::Refused(format!("{error:#}")), Vec::new(), Vec::new())
+                .await;
             return Err(error);
         }
     };
@@ -420,7 +434,8 @@ async fn quiesce_and_transfer(
     // Released disks with handover may be open in another process, so they are not even read.
     let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_released()).collect();
     // Before anything is quiesced, so that an unresponsive image costs no client a pause.
-    let answering = in_use.iter().map(|running| reactor::spawn_joinable(is_responsive(Arc::clone(&running.disk))));
+    let answering =
+        in_use.iter().map(|running| reactor::spawn_joinable(is_responsive(Arc::clone(&running.disk))));
     let answering: Vec<_> = answering.collect();
     for (running, answers) in in_use.iter().zip(answering) {
         ensure!(
@@ -435,14 +450,21 @@ async fn quiesce_and_transfer(
         running.disk.preflush().await.map_err(|error| write_error(&running.disk, error))?;
     }
     // A reply that a client does not read is in flight, and would make the quiesce time out.
-    for client in for_each_server(&still.servers, |server| async move { server.disconnect_stalled(STALL_TIMEOUT).await }).await {
+    for client in
+        for_each_server(
+            &still.servers,
+            |server| async move { server.disconnect_stalled(STALL_TIMEOUT).await },
+        )
+        .await
+    {
         client.into_iter().for_each(|client| log_disconnected(&client, STALL_TIMEOUT));
     }
     // The order matters: first stop accepting, then give handshakes in progress their time, and
     // only then start the pause. A client in its handshake could not be transferred.
     // No command may change the state that is about to be transferred.
     registry.lifecycle.set_control_closed(true);
-    for_each_server(&still.servers, |server| async move { server.stop_accepting(HANDSHAKE_TIMEOUT).await }).await;
+    for_each_server(&still.servers, |server| async move { server.stop_accepting(HANDSHAKE_TIMEOUT).await })
+        .await;
     // Disks with handover are held before their virtqueues stop, or stopping would release them.
     let began_ns = clock_ns();
     for running in &disks {
@@ -461,7 +483,8 @@ async fn quiesce_and_transfer(
         reactor::spawn_joinable(async move { host.quiesce(IN_FLIGHT_TIMEOUT).await })
     });
     let hosts: Vec<_> = hosts.collect();
-    let rested = for_each_server(&still.servers, |server| async move { quiesce_clients(&server).await }).await;
+    let rested =
+        for_each_server(&still.servers, |server| async move { quiesce_clients(&server).await }).await;
     for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
         ensure!(
             is_at_rest.await,
@@ -525,7 +548,8 @@ async fn quiesce_and_transfer(
     let mut machines = Vec::new();
     for (id, server) in &still.machines {
         let Some(rested) = server.take_quiesced() else { continue };
-        let QuiescedFrontEnd { socket, said, bytes: begun, descriptors: with_begun, used_ns } = rested;
+        let QuiescedFrontEnd { socket, messages: said, bytes: begun, descriptors: with_begun, used_ns } =
+            rested;
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         let mut messages = Vec::new();
         for SessionMessage { code, payload, descriptors: with } in said {
@@ -561,7 +585,8 @@ async fn quiesce_and_transfer(
     let (disks, groups) = (disks.collect(), groups.collect());
     let last_event = registry.events.last();
     let counted = DaemonCounterState::of(registry);
-    let state = Box::new(ProcessState { began_ns, last_event, clients, machines, devices, disks, groups, counted });
+    let state =
+        Box::new(ProcessState { began_ns, last_event, clients, machines, devices, disks, groups, counted });
     // Set before sending: after a partial send the new process may have received everything.
     still.is_state_sent = true;
     let channel = channel.send_in_background(QuiesceOutcome::Still(state), bytes, descriptors).await?;
@@ -573,7 +598,10 @@ async fn quiesce_and_transfer(
         UpgradeMessage::Refused(why) => bail!("{why}"),
         other => bail!("unexpected message {other:?} from the new process"),
     }
-    channel.send_in_background(UpgradeMessage::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
+    channel
+        .send_in_background(UpgradeMessage::Yours, Vec::new(), Vec::new())
+        .await
+        .map(|channel| (channel, left))
 }
 
 fn write_error(disk: &Disk, error: Error) -> anyhow::Error {

@@ -5,7 +5,7 @@
 
 use block::layer::throttle::ThrottleGroup;
 use serde_json::Value;
-use settings::{GroupConfig, ConfigKey, KeyTable, ThrottleConfig, key::ChangePolicy::Apply};
+use settings::{ConfigKey, GroupConfig, KeyTable, ThrottleConfig, key::ChangePolicy::Apply};
 
 use super::messages::{ProcessState, SettingsState};
 use crate::registry::{Registry, RunningDisk};
@@ -69,7 +69,8 @@ fn changes<T: KeyTable>(told: &SettingsState, here: &T) -> Option<String> {
         // A missing key means its default, as only other values are transferred.
         let before = told.get(key.name).cloned().or_else(|| value(key, &T::default()));
         let here = value(key, here);
-        (before != here).then(|| format!("{} {} → {}", key.name, value_text(key, before), value_text(key, here)))
+        (before != here)
+            .then(|| format!("{} {} → {}", key.name, value_text(key, before), value_text(key, here)))
     };
     let all: Vec<_> = compared_keys().filter_map(change).collect();
     (!all.is_empty()).then(|| all.join(", "))
@@ -102,8 +103,16 @@ mod tests {
     fn differing_settings_are_reported_with_both_values() {
         let with = |iops: u64, bps: u64| {
             let mut config = GroupConfig::default();
-            config.settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), iops).unwrap();
-            config.settings.limits.set(LimitSetting::Limit(LimitKind::BpsTotal, LimitPart::Rate), bps).unwrap();
+            config
+                .settings
+                .limits
+                .set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), iops)
+                .unwrap();
+            config
+                .settings
+                .limits
+                .set(LimitSetting::Limit(LimitKind::BpsTotal, LimitPart::Rate), bps)
+                .unwrap();
             config
         };
         let told = non_default_settings(&with(500, 0));
@@ -114,6 +123,9 @@ mod tests {
         // Keys and values of another version are shown without interpretation.
         let strange = json!({ "iops-total": ["\n"], "zzz": 1 }).as_object().cloned().unwrap();
         assert_eq!(changes(&strange, &with(0, 0)).unwrap(), "iops-total [\"\\n\"] → none");
-        assert_eq!(compared_keys::<settings::DiskConfig>().count(), compared_keys::<GroupConfig>().count() + 13);
+        assert_eq!(
+            compared_keys::<settings::DiskConfig>().count(),
+            compared_keys::<GroupConfig>().count() + 13
+        );
     }
 }

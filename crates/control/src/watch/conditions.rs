@@ -11,7 +11,7 @@ use block::{
     layer::throttle::ThrottleGroup,
 };
 use policy::{
-    throttle::{ThrottleSummary, Enforcement, LimitPart, LimitSetting},
+    throttle::{Enforcement, LimitPart, LimitSetting, ThrottleSummary},
     time::{Duration, Instant},
 };
 use serde_json::Value;
@@ -20,7 +20,7 @@ use super::MemberKind;
 use crate::{
     events::{
         EventLog, Kind, NewEvent,
-        hysteresis::{self, Condition, DeviceThroughput, ConditionSample, ConditionChange},
+        hysteresis::{self, Condition, ConditionChange, ConditionSample, DeviceThroughput},
     },
     registry::Registry,
 };
@@ -90,7 +90,14 @@ impl WatchedConditions {
         self.0.values().fold(0, |sum, subject| sum.saturating_add(subject.brief.limited_ns))
     }
 
-    fn sample_member(&mut self, of: MemberKind, name: &str, measured: MemberMeasurement, now: Instant, events: &EventLog) {
+    fn sample_member(
+        &mut self,
+        of: MemberKind,
+        name: &str,
+        measured: MemberMeasurement,
+        now: Instant,
+        events: &EventLog,
+    ) {
         let subject = match self.0.get_mut(name) {
             Some(subject) if subject.of == of => subject,
             _ => {
@@ -129,7 +136,7 @@ impl WatchedMember {
         let whose = format!("{} {name}", self.of.name());
 
         let percent = hysteresis::limited_percent(&before, &brief, elapsed);
-        if let Some(kind) = brief.binding {
+        if let Some(kind) = brief.throttle_cause {
             self.binding = Some(LimitSetting::Limit(kind, LimitPart::Rate).name());
         }
         // The last known cause: the sample itself may fall into a pause.
@@ -138,7 +145,8 @@ impl WatchedMember {
             Some(ConditionChange::Began) => {
                 let message =
                     format!("{whose} is at its limit: {limit} throttles requests {percent} % of the time");
-                let news = NewEvent::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
+                let news =
+                    NewEvent::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
                 tell(news.with("waiting", brief.waiting.iter().sum::<usize>()));
             }
             Some(ConditionChange::Ended(lasted)) => {
@@ -153,7 +161,8 @@ impl WatchedMember {
         }
 
         let sample = hysteresis::reservation_sample(&before, &brief);
-        match sample.and_then(|sample| self.reservation.observe(sample, hysteresis::RESERVATION_DELAYS, now)) {
+        match sample.and_then(|sample| self.reservation.observe(sample, hysteresis::RESERVATION_DELAYS, now))
+        {
             Some(ConditionChange::Began) => {
                 let message = format!("{whose} gets less than its reservation");
                 tell(NewEvent::new(Kind::ReservationMissed, message));
@@ -226,10 +235,16 @@ impl WatchedDevices {
         };
         let (at, before, condition) = known;
         let elapsed = now - std::mem::replace(at, now);
-        let Some(done) = throughput(&std::mem::replace(before, statistics), &statistics, elapsed) else { return };
+        let Some(done) = throughput(&std::mem::replace(before, statistics), &statistics, elapsed) else {
+            return;
+        };
         let Some(percent) = hysteresis::capacity_percent(&capacity, &done) else { return };
         let (name, queue) = (device.name(), done.queue);
-        let kind = match condition.observe(hysteresis::device_sample(percent, queue), hysteresis::DEVICE_DELAYS, now) {
+        let kind = match condition.observe(
+            hysteresis::device_sample(percent, queue),
+            hysteresis::DEVICE_DELAYS,
+            now,
+        ) {
             Some(ConditionChange::Began) => Kind::DeviceSlow,
             Some(ConditionChange::Ended(_)) => Kind::DeviceRecovered,
             None => return,
@@ -246,7 +261,11 @@ impl WatchedDevices {
 }
 
 /// Rates between two samples; `None` if a counter decreased.
-fn throughput(before: &DeviceStatistics, after: &DeviceStatistics, elapsed: Duration) -> Option<DeviceThroughput> {
+fn throughput(
+    before: &DeviceStatistics,
+    after: &DeviceStatistics,
+    elapsed: Duration,
+) -> Option<DeviceThroughput> {
     let done = after.since(before)?;
     let a_second = |amount: u64| {
         u64::try_from(u128::from(amount) * 1_000_000_000 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX)

@@ -30,7 +30,10 @@ impl MemberSettingValues {
     }
 
     pub(super) fn of_group(group: &ThrottleGroup) -> Self {
-        Self(change_report::throttle_values(&group.settings(), group.parent().map_or("", |group| group.name())))
+        Self(change_report::throttle_values(
+            &group.settings(),
+            group.parent().map_or("", |group| group.name()),
+        ))
     }
 
     pub(crate) fn of_limits(limits: &Limits) -> Self {

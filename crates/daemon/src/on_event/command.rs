@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_program_is_refused() {
+    fn target_that_is_no_program_is_rejected() {
         assert!(check("/nowhere/at/all").unwrap_err().to_string().contains("no such program"));
         assert!(check("/etc/passwd").unwrap_err().to_string().contains("is not an executable file"));
         check("/bin/sh").unwrap();

@@ -8,7 +8,7 @@ use std::{
 };
 
 use control::{
-    events::{DeliveryCounters, RecordedEvent, EventLog},
+    events::{DeliveryCounters, EventLog, RecordedEvent},
     registry::Registry,
 };
 use policy::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use reactor::{
     operation::{self, Fd},
 };
 
-use super::{MAX_LINE_BYTES, TARGET_TIMEOUT, EventRunner, encode_event, shown};
+use super::{EventRunner, MAX_LINE_BYTES, TARGET_TIMEOUT, encode_event, shown};
 
 /// Number of events that may wait for delivery; older ones are skipped.
 const MAX_WAITING_EVENTS: usize = 64;
@@ -40,7 +40,8 @@ impl EventRunner {
             }
         };
         let counts = Rc::clone(registry.deliveries.get_or_init(Rc::default));
-        let delivery = Delivery { runner: self, fd, received: Vec::new(), counts, failing: FailureLog::default() };
+        let delivery =
+            Delivery { runner: self, fd, received: Vec::new(), counts, failing: FailureLog::default() };
         let events = registry.events.clone();
         let last = events.last();
         Some(reactor::spawn_joinable(delivery.run(events, last)))
@@ -186,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_that_fails_for_an_hour_has_a_line_a_minute_and_one_at_its_end() {
+    fn persistent_failure_is_logged_once_a_minute() {
         let mut failing = FailureLog::default();
         let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
         let lines: Vec<_> = (0..3600).filter_map(|second| failing.line(at(second))).collect();

@@ -10,8 +10,9 @@ use std::{
 use super::qemu_options::QemuSteps;
 use clap::{Arg, Args};
 use settings::{
-    DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, FuseConfig, GroupConfig, ImageLocation, ConfigKey, NbdServerConfig, NbdDeviceConfig,
-    NbdExportConfig, Origin, ConfigWithOrigins, SecretSource, UblkConfig, VhostUserBlkConfig, ConfigError,
+    ConfigError, ConfigKey, ConfigWithOrigins, DaemonConfig, DiskConfig, ExportConfig, ExportTarget,
+    FuseConfig, GroupConfig, ImageLocation, NbdDeviceConfig, NbdExportConfig, NbdServerConfig, Origin,
+    ParsedConfig, SecretSource, UblkConfig, VhostUserBlkConfig,
     arguments::{ConfigKeyArgs, OptionSelection, describe_shared_group},
 };
 
@@ -188,7 +189,10 @@ impl NetworkArgs {
     }
 
     /// Config of the daemon: these keys, and the NBD addresses that are left.
-    fn daemon(self, keys: &ConfigKeyArgs<DaemonOptions>) -> Result<ConfigWithOrigins<DaemonConfig>, ConfigError> {
+    fn daemon(
+        self,
+        keys: &ConfigKeyArgs<DaemonOptions>,
+    ) -> Result<ConfigWithOrigins<DaemonConfig>, ConfigError> {
         let mut daemon = ConfigWithOrigins::<DaemonConfig>::default();
         keys.read_into(&mut daemon, Path::new(""), |_| true)?;
         for (index, nbd) in self.nbd.into_iter().enumerate() {

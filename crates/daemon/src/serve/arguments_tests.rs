@@ -2,7 +2,7 @@
 
 use clap::Parser as _;
 use policy::throttle::LimitKind;
-use settings::{ListenAddress, ListenEndpoint, DesiredState, ThrottleConfig};
+use settings::{DesiredState, ListenAddress, ListenEndpoint, ThrottleConfig};
 use storage::ImageFormat;
 
 use super::*;
@@ -56,7 +56,7 @@ fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
 }
 
 #[test]
-fn who_may_connect_is_said_as_for_chmod_and_chown() {
+fn socket_mode_and_owner_use_chmod_and_chown_notation() {
     let service = plan("a").unwrap().process;
     assert_eq!((&service.sockets, service.exit_when_idle), (&settings::SocketAccess::default(), false));
     let service = plan("a --socket-mode 0660 --socket-owner :kvm --exit-when-idle").unwrap().process;
@@ -75,7 +75,7 @@ fn limits_carry_qemu_s_names() {
 }
 
 #[test]
-fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
+fn limits_apply_to_the_group_or_to_each_disk() {
     let shared = plan("a b --group g --iops-total 10").unwrap();
     assert_eq!(shared.groups.len(), 1);
     assert_eq!(shared.groups[0].settings.limits.limit(LimitKind::IopsTotal).rate, 10);
@@ -130,7 +130,7 @@ fn every_disk_is_served_at_every_address() {
 }
 
 #[test]
-fn nbd_may_be_for_reading_alone_beside_another_door() {
+fn nbd_may_be_read_only_beside_another_export() {
     let read_only = |line: &str| {
         let servers = plan(line).unwrap().servers;
         servers.iter().map(|server| server.exports[0].read_only).collect::<Vec<_>>()
@@ -141,7 +141,7 @@ fn nbd_may_be_for_reading_alone_beside_another_door() {
 }
 
 #[test]
-fn a_socket_is_the_same_however_it_is_spelled() {
+fn socket_paths_are_compared_after_normalization() {
     let here = std::env::current_dir().unwrap();
     let whole = format!("unix:{}/s", here.display());
     let rule = "another export has the same address (choose another)";
@@ -203,7 +203,7 @@ fn values_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
+fn nbd_options_without_nbd_are_rejected() {
     let rule = "is not used, because no disk is exported over NBD (remove it, or add an NBD export)";
     for (options, place) in [
         ("--tls required --tls-psk keys", "--tls required"),
@@ -219,8 +219,8 @@ fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
 }
 
 #[test]
-fn what_is_read_ahead_is_every_disk_s() {
-    use policy::prefetch::{PrefetchMode, PrefetchConfig};
+fn prefetch_options_apply_to_every_disk() {
+    use policy::prefetch::{PrefetchConfig, PrefetchMode};
     assert_eq!(plan("a").unwrap().disks[0].prefetch, PrefetchConfig::default());
     let numbers = "--prefetch-memory 64M --prefetch-largest-request 1M --prefetch-window-min 64K \
                    --prefetch-window-max 8M --prefetch-streams 7";
@@ -251,7 +251,7 @@ fn options_of_qcow2_are_every_disk_s() {
 }
 
 #[test]
-fn a_config_file_excludes_what_it_says_itself() {
+fn options_that_repeat_the_config_file_are_rejected() {
     for (options, named) in [
         ("a", "[IMAGE]..."),
         ("--cache none", "--cache <MODE>"),

@@ -6,15 +6,18 @@ use std::{collections::HashSet, path::PathBuf, rc::Rc};
 use anyhow::{Context as _, anyhow};
 use control::{
     assemble,
-    listen::{self, InheritedSockets, BoundListener},
+    listen::{self, BoundListener, InheritedSockets},
+    planned_export,
     reconcile::source::StartSource,
     registry::Registry,
     upgrade::http_endpoint_name,
-    planned_export,
 };
 use export::nbd;
 use reactor::{ReactorWorker, error::descriptor_remedy, operation::Fd};
-use settings::{ListenAddress, ExportSpec, ListenEndpoint, DesiredState, ProcessSpec, ControlSocketPolicy, TlsConfig, control::ControlSocketLocation};
+use settings::{
+    ControlSocketPolicy, DesiredState, ExportSpec, ListenAddress, ListenEndpoint, ProcessSpec, TlsConfig,
+    control::ControlSocketLocation,
+};
 
 /// Opens the configured control sockets and the default one, or returns the reason why the default
 /// one is missing. The daemon runs without the default one unless it is required: it may be the
@@ -105,7 +108,7 @@ pub(super) fn bind(
     let http = bind_http(&plan.process, source, tls, registry)?;
     // Listeners of the old process take the place of sockets that the service manager passed.
     source.pass_vhost_user_sockets(&mut inherited)?;
-    for ExportSpec { door, .. } in &plan.exports {
+    for ExportSpec { target: door, .. } in &plan.exports {
         door.inherited_name().map(|name| inherited.reserve(name)).transpose()?;
     }
     for settings::NbdServerSpec { endpoint, .. } in &plan.servers {
@@ -114,7 +117,13 @@ pub(super) fn bind(
         }
     }
     let terms = assemble::nbd_server_terms(&plan.process, &registry.events);
-    registry.exports.set_endpoint_parameters(&workers, &plan.process.sockets, terms, inherited, &plan.process.tls);
+    registry.exports.set_endpoint_parameters(
+        &workers,
+        &plan.process.sockets,
+        terms,
+        inherited,
+        &plan.process.tls,
+    );
     Ok(BoundAddresses { workers, control, missing, http: Some(http), inherited: count })
 }
 

@@ -24,7 +24,7 @@ use anyhow::{Context as _, anyhow};
 use api::Severity;
 use clap::Args;
 use cluster;
-use console::{CommandFailure, print_error, descriptors, figures, logging, on_reactor, print, print_json};
+use console::{CommandFailure, descriptors, figures, logging, on_reactor, print, print_error, print_json};
 use control::{
     assemble, endpoints,
     listen::{self, AddressConflictRule},
@@ -36,8 +36,9 @@ use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
 use sandbox;
 use settings::{
-    ListenAddress, ExportTarget, ParsedConfig, ListenEndpoint, ExportConfig, LogSettings, Diagnostics, Origin, ConfigWithOrigins, DesiredState, ProcessSpec,
-    ControlSocketPolicy, ConfigError, control::ControlSocketLocation,
+    ConfigError, ConfigWithOrigins, ControlSocketPolicy, DesiredState, Diagnostics, ExportConfig,
+    ExportTarget, ListenAddress, ListenEndpoint, LogSettings, Origin, ParsedConfig, ProcessSpec,
+    control::ControlSocketLocation,
 };
 use storage::rate::RateBudgets;
 use weir_http::ChangeToken;
@@ -74,12 +75,13 @@ pub struct CheckArgs {
 /// [`CommandFailure::Found`] after all problems were reported.
 pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
     let mistakes = Diagnostics::default();
-    let draft = settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
+    let draft =
+        settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
     let plan = DesiredState::with_diagnostics(draft.clone(), 0, mistakes);
     if !arguments.json {
         return check(draft, plan, AddressConflictRule::Tolerated, Some(arguments.config));
     }
-    let found = diagnostics::find(draft, plan, arguments.config)?;
+    let found = diagnostics::collect_diagnostics(draft, plan, arguments.config)?;
     print_json(&found)?;
     match found.iter().any(|one| one.severity == Severity::Error) {
         true => Err(CommandFailure::Found(1)),
@@ -101,9 +103,9 @@ pub(super) fn check(
             return Err(CommandFailure::Found(1));
         }
     };
-    let (sum, bursts) = (sum(&plan), bursts(&plan));
+    let (sum, bursts) = (plan_summary(&plan), bursts(&plan));
     let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
-    let found = found(draft, plan, others, file)?;
+    let found = find_problems(draft, plan, others, file)?;
     found.iter().for_each(print_error);
     // All problems are printed before the first one decides the exit status.
     if !found.is_empty() {
@@ -117,7 +119,7 @@ pub(super) fn check(
 }
 
 /// Returns all problems that would keep a daemon from serving this plan. Logs warnings.
-fn found(
+fn find_problems(
     draft: ParsedConfig,
     plan: DesiredState,
     others: AddressConflictRule,
@@ -132,7 +134,7 @@ fn found(
 }
 
 /// Number of bursts that are shown.
-const MOST_BURSTS: usize = 20;
+const MAX_BURSTS_SHOWN: usize = 20;
 
 /// Durations of full bursts with a length above one second, a line each: a full burst lasts longer
 /// than `-max-length`.
@@ -145,8 +147,8 @@ fn bursts(plan: &DesiredState) -> String {
         lasting.map(move |burst| format!("{what} {name}: {burst}\n"))
     });
     let mut lines = lines.collect::<Vec<_>>();
-    let more = lines.len().saturating_sub(MOST_BURSTS);
-    lines.truncate(MOST_BURSTS);
+    let more = lines.len().saturating_sub(MAX_BURSTS_SHOWN);
+    lines.truncate(MAX_BURSTS_SHOWN);
     if more > 0 {
         lines.push(format!("and {more} more\n"));
     }
@@ -160,7 +162,7 @@ fn count(number: usize, what: &str) -> String {
     }
 }
 
-fn sum(plan: &DesiredState) -> String {
+fn plan_summary(plan: &DesiredState) -> String {
     let exports = plan.servers.iter().map(|server| server.exports.len()).sum::<usize>() + plan.exports.len();
     let parts =
         [count(plan.disks.len(), "disk"), count(plan.groups.len(), "group"), count(exports, "export")];
@@ -168,7 +170,12 @@ fn sum(plan: &DesiredState) -> String {
 }
 
 /// All problems, in the order of a start.
-async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRule, file: Option<PathBuf>) -> Vec<anyhow::Error> {
+async fn problems(
+    draft: &ParsedConfig,
+    plan: &DesiredState,
+    others: AddressConflictRule,
+    file: Option<PathBuf>,
+) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
     let registry = Registry::new(file, Rc::new(|_| {}));
     if let Err(error) = images(draft, plan, others, &registry, &mut found).await {
@@ -180,21 +187,24 @@ async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: AddressConf
     let service = &draft.daemon;
     // One of them is given.
     let keys = service.origin_of_given("tls-certificates").or(service.origin_of_given("tls-psk"));
-    found.extend(assemble::read_tls_credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)));
+    found.extend(
+        assemble::read_tls_credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)),
+    );
     let said = sandbox::check(plan).err();
     found.extend(said.map(|error| with_origin(service.origin_of_given("user"), error)));
     found.extend(sandbox::check_descriptor_limit(plan).err());
     sockets(draft, plan, others, &mut found);
     for disk in &plan.disks {
         found.extend(disk.targets().filter_map(|(index, door)| {
-            Some(with_origin(disk.item_origin("export", index, ""), endpoints::check_host(door).err()?))
+            Some(with_origin(
+                disk.item_origin("export", index, ""),
+                endpoints::check_host_support(door).err()?,
+            ))
         }));
     }
-    found.extend(
-        plan.process.on_event.as_ref().and_then(|target| {
-            on_event::check(target).err().map(|error| with_origin(service.origin_of_given("on-event"), error))
-        }),
-    );
+    found.extend(plan.process.on_event.as_ref().and_then(|target| {
+        on_event::check(target).err().map(|error| with_origin(service.origin_of_given("on-event"), error))
+    }));
     found.extend(service.http_token_file.as_ref().and_then(|file| {
         let error = ChangeToken::read(file).err()?;
         Some(with_origin(service.origin_of_given("http-token-file"), error))
@@ -212,9 +222,9 @@ async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: AddressConf
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
         Some(with_origin(service.origin_of_given("record"), error))
     }));
-    let pid_file = service.pid_file.as_deref().map_or(Ok(()), |path| files::pid_file(path, others));
+    let pid_file = service.pid_file.as_deref().map_or(Ok(()), |path| files::check_pid_file(path, others));
     found.extend(pid_file.err().map(|error| with_origin(service.origin_of_given("pid-file"), error)));
-    let log_file = plan.process.log.file.as_deref().map_or(Ok(()), files::log_file);
+    let log_file = plan.process.log.file.as_deref().map_or(Ok(()), files::check_log_file);
     found.extend(log_file.err().map(|error| with_origin(service.origin_of_given("log-file"), error)));
     found
 }
@@ -251,7 +261,12 @@ async fn images(
     Ok(())
 }
 
-fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRule, found: &mut Vec<anyhow::Error>) {
+fn sockets(
+    draft: &ParsedConfig,
+    plan: &DesiredState,
+    others: AddressConflictRule,
+    found: &mut Vec<anyhow::Error>,
+) {
     let standard = draft.daemon.origin_of_given("qmp").or(draft.daemon.origin_of_given("control"));
     let control = control(&plan.process).unwrap_or_else(|error| {
         found.push(with_origin(standard, error));
@@ -259,7 +274,7 @@ fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRul
     });
     found.extend(control.iter().filter_map(|socket| {
         let index = draft.daemon.qmp.iter().position(|path| *path == socket.path);
-        let place = index.map(|index| draft.daemon.place_of_qmp(index)).or(standard);
+        let place = index.map(|index| draft.daemon.qmp_origin(index)).or(standard);
         listen::check_control(socket, others).err().map(|error| with_origin(place, error))
     }));
     // Directories that the control socket creates exist when other sockets need them.
@@ -276,9 +291,11 @@ fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRul
         }
         _ => None,
     };
-    let of_doors = plan.exports.iter().filter_map(|export| of_door(&export.door));
+    let of_doors = plan.exports.iter().filter_map(|export| of_door(&export.target));
     let is_at = |export: &ExportConfig, address: &ListenAddress| match export {
-        ExportConfig::Nbd(export) => matches!(&export.listen, ListenEndpoint::Address(known) if known == address),
+        ExportConfig::Nbd(export) => {
+            matches!(&export.listen, ListenEndpoint::Address(known) if known == address)
+        }
         ExportConfig::Target(door) => of_door(door).as_ref() == Some(address),
     };
     let of_disk = |address: &ListenAddress| {
@@ -302,13 +319,15 @@ fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRul
         match address {
             ListenAddress::Unix(path) if made(path) && !path.exists() => {}
             address => {
-                found.extend(listen::check(address, others).err().map(|error| with_origin(said(address), error)));
+                found.extend(
+                    listen::check(address, others).err().map(|error| with_origin(said(address), error)),
+                );
             }
         }
     }
     let of_control = control.iter().map(|socket| ListenAddress::Unix(socket.path.clone()));
     let everything: Vec<_> = of_control.chain(all.iter().cloned()).collect();
-    for (second, first) in listen::conflicts(&everything) {
+    for (second, first) in listen::find_address_conflicts(&everything) {
         let (second, first) = (&everything[second], &everything[first]);
         let error =
             anyhow!("{second}: this daemon also listens at {first} (give each server its own address)");
@@ -319,7 +338,9 @@ fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: AddressConflictRul
         && all.iter().any(|address| matches!(address, ListenAddress::Unix(_)))
     {
         found.extend(
-            listen::check_owner(owner).err().map(|error| with_origin(draft.daemon.origin_of_given("socket-owner"), error)),
+            listen::check_owner(owner)
+                .err()
+                .map(|error| with_origin(draft.daemon.origin_of_given("socket-owner"), error)),
         );
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use reactor::{
     buffer, guest,
-    memory::{MemoryBudget, BudgetUsage},
+    memory::{BudgetUsage, MemoryBudget},
 };
 use settings::{PlacedDisk, ProcessSpec, exact_size};
 

@@ -12,7 +12,7 @@ use std::{path::PathBuf, rc::Rc};
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use control::{qmp, registry::Registry};
-use settings::{Origin, ConfigError, keyval};
+use settings::{ConfigError, Origin, keyval};
 
 /// Heading of the options in the help of `qemu-storage-daemon`. The help of `weir serve` leaves
 /// them out: they are for command lines of that program.

@@ -2,13 +2,13 @@
 
 use console::figures;
 use control::{notify, registry::Registry};
-use policy::throttle::{Limits, LimitSetting};
+use policy::throttle::{LimitSetting, Limits};
 use sd_notify::NotifyState;
 
 /// Number of URIs in the line `ready`.
-const MOST_URIS_SHOWN: usize = 16;
+const MAX_URIS_SHOWN: usize = 16;
 /// Largest number of disks and groups whose limits that line shows.
-const MOST_LIMITS_SHOWN: usize = 16;
+const MAX_LIMITS_SHOWN: usize = 16;
 
 /// Limits of the first groups and disks that have some: `gold: iops 2000; vm1: bps 10M`.
 fn limits(registry: &Registry) -> Option<String> {
@@ -21,8 +21,8 @@ fn limits(registry: &Registry) -> Option<String> {
     let limited = groups.chain(disks).filter(|(_, limits)| !limits.is_unlimited());
     let shown = |(name, limits): (String, Limits)| format!("{name}: {}", figures::limits(&by_name(&limits)));
     let all: Vec<_> = limited.collect();
-    let more = all.len().saturating_sub(MOST_LIMITS_SHOWN);
-    let mut lines: Vec<_> = all.into_iter().take(MOST_LIMITS_SHOWN).map(shown).collect();
+    let more = all.len().saturating_sub(MAX_LIMITS_SHOWN);
+    let mut lines: Vec<_> = all.into_iter().take(MAX_LIMITS_SHOWN).map(shown).collect();
     if more > 0 {
         lines.push(format!("and {more} more"));
     }
@@ -36,10 +36,10 @@ fn by_name(limits: &Limits) -> figures::SettingValues {
 
 pub(super) fn announce(uris: &[String], registry: &Registry) {
     // Bounded: a daemon may have thousands of exports, and the log line must stay readable.
-    let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
+    let shown = uris[..uris.len().min(MAX_URIS_SHOWN)].join(" ");
     let limits = limits(registry);
     let limits = limits.as_deref();
-    match uris.len().saturating_sub(MOST_URIS_SHOWN) {
+    match uris.len().saturating_sub(MAX_URIS_SHOWN) {
         0 => tracing::info!(limits, exports = %shown, "ready"),
         more => tracing::info!(limits, more, exports = %shown, "ready"),
     }

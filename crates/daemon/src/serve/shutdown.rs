@@ -24,10 +24,10 @@ use console::{logging, signals::SignalRequest};
 use control::{
     endpoints::{ExportEndpoint, HostEndpoint},
     notify,
+    openers::DeviceOpeners,
     qmp::ShutdownCause,
     registry::{DaemonEnd, Registry, RunningDisk},
     reload::reload,
-    openers::DeviceOpeners,
 };
 use policy::time::Duration;
 use sd_notify::NotifyState;
@@ -41,8 +41,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 const WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time that a reload waits for the log to be reopened.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(2);
-const LOG_DOES_NOT_ANSWER: &str =
-    "the log's file system does not answer: the log file is not reopened yet";
+const LOG_DOES_NOT_ANSWER: &str = "the log's file system does not answer: the log file is not reopened yet";
 /// Maximum time, at the end, for requests of a stopped disk to return to their clients.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -137,7 +136,8 @@ impl Daemon {
         }
         let entrances = self.registry.exports.own_endpoints();
         // Files over FUSE end with this process, so their users' dirty pages are written first.
-        let is_file = |entrance: &&Rc<ExportEndpoint>| matches!(entrance.host_endpoint(), Some(HostEndpoint::Fuse(_)));
+        let is_file =
+            |entrance: &&Rc<ExportEndpoint>| matches!(entrance.host_endpoint(), Some(HostEndpoint::Fuse(_)));
         let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
         others.into_iter().for_each(|entrance| entrance.close_or_hand_over());
         let files: Vec<_> =
@@ -264,7 +264,9 @@ pub(super) async fn until_signal<T>(
     let mut ended = pin!(async {
         loop {
             match events.recv().await {
-                Ok(DaemonEvent::Signal(SignalRequest::End(signal) | SignalRequest::EndAtOnce(signal))) => return signal,
+                Ok(DaemonEvent::Signal(SignalRequest::End(signal) | SignalRequest::EndAtOnce(signal))) => {
+                    return signal;
+                }
                 Ok(DaemonEvent::Signal(request)) => ignore(request),
                 // Other events do not occur before the daemon serves.
                 Ok(_) => {}

@@ -31,8 +31,8 @@ use control::{
     recording,
     registry::Registry,
     upgrade::{
-        given_up::GivenUp,
-        new_process::{OldProcess, NewProcess},
+        given_up::AbandonedUpgrade,
+        new_process::{NewProcess, OldProcess},
     },
     watch,
 };
@@ -41,16 +41,19 @@ use image::Image;
 use reactor::ReactorWorker;
 use sandbox;
 use serde_json::{Map, Value};
-use settings::{DaemonConfig, ExportTarget, ExportSpec, ConfigWithOrigins, DesiredState, RecordingConfig, state::CapacityStore};
+use settings::{
+    ConfigWithOrigins, DaemonConfig, DesiredState, ExportSpec, ExportTarget, RecordingConfig,
+    state::CapacityStore,
+};
 use storage::{OpenError, OwnMount, PassedFiles, rate::RateBudgets};
 
 use super::{
     Daemon, DaemonEvent, DaemonEvents,
     bind::{BoundAddresses, bind, export_ids, uris_beyond},
-    ready::announce,
-    shutdown::{flush_and_close, until_signal},
     memory,
     qemu_options::QemuSteps,
+    ready::announce,
+    shutdown::{flush_and_close, until_signal},
     watchdog,
 };
 use crate::{
@@ -83,7 +86,7 @@ impl Daemon {
         // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
         let turn = registry.lifecycle.reload_lock.try_lock();
         let is_upgrade = old.is_some();
-        let mut given_up = GivenUp::of(old.as_ref())?;
+        let mut given_up = AbandonedUpgrade::observe(old.as_ref())?;
         let claimed = claim(&plan, is_upgrade)?;
         // Cheap checks come before anything that another process could notice.
         sandbox::check(&plan)?;
@@ -98,7 +101,7 @@ impl Daemon {
         };
         let (tls, budgets) = (assemble::read_tls_credentials(&plan.process.tls)?, RateBudgets::default());
         let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
-        let opening = given_up.unless(opening);
+        let opening = given_up.run_unless_abandoned(opening);
         // Interruptible: deriving a key takes seconds, and a pipe may never deliver its passphrase.
         let Some(opened) = until_signal(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
@@ -114,11 +117,13 @@ impl Daemon {
             };
             let complete = opened.complete((steps, source), &bound.workers, rights, &events).await?;
             match (&mut old, complete) {
-                (Some(old), Some(complete)) => add_runtime_objects(old, complete, (&plan, &registry), &bound).await,
+                (Some(old), Some(complete)) => {
+                    add_runtime_objects(old, complete, (&plan, &registry), &bound).await
+                }
                 (_, complete) => Ok(complete),
             }
         };
-        let complete = match given_up.unless(completing).await {
+        let complete = match given_up.run_unless_abandoned(completing).await {
             Ok(Some(complete)) => complete,
             not => return not.and(abandon(&registry).await).map(|()| None),
         };
@@ -195,7 +200,11 @@ fn event_channel(signals: BlockedSignals) -> anyhow::Result<DaemonEvents> {
 }
 
 /// A registry without disks that accepts no client.
-fn empty_registry(file: Option<&Path>, plan: &DesiredState, events: &DaemonEvents) -> anyhow::Result<Rc<Registry>> {
+fn empty_registry(
+    file: Option<&Path>,
+    plan: &DesiredState,
+    events: &DaemonEvents,
+) -> anyhow::Result<Rc<Registry>> {
     let sender = events.0.clone();
     // The channel is closed only when the process ends.
     let ender = Rc::new(move |end| drop(sender.try_send(DaemonEvent::End(end))));
@@ -220,7 +229,7 @@ fn claim(plan: &DesiredState, is_upgrade: bool) -> anyhow::Result<Option<Claimed
 /// Marks file systems at the files where the config exports disks over FUSE, as long as the value
 /// lives.
 fn files_over_fuse(plan: &DesiredState) -> Vec<OwnMount> {
-    let files = plan.exports.iter().filter_map(|export| match &export.door {
+    let files = plan.exports.iter().filter_map(|export| match &export.target {
         ExportTarget::Fuse(fuse) => Some(&fuse.file),
         _ => None,
     });
@@ -281,7 +290,8 @@ impl<'a> StartWithImages<'a> {
     ) -> anyhow::Result<Self> {
         assemble::prepare(plan, registry).await?;
         assemble::log_remarks(plan);
-        let (difference, late) = PlanDifference::from_empty(registry, plan, assemble::opens_in_sandbox).await?;
+        let (difference, late) =
+            PlanDifference::from_empty(registry, plan, assemble::opens_in_sandbox).await?;
         let work = Reconciliation::new(ReconcileReason::Start, registry, plan, tls, budgets);
         let mut work = work.with_source_files(source);
         let images = work.open(&difference, source).await;
@@ -311,7 +321,8 @@ impl<'a> StartWithImages<'a> {
             return Ok(None);
         };
         done?;
-        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::opens_in_sandbox(disk));
+        let is_late =
+            |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::opens_in_sandbox(disk));
         source.check_config(registry, &is_late)?;
         // The old process records until it ends.
         let own = plan.process.record.as_ref().filter(|_| is_upgrade);
@@ -363,10 +374,11 @@ async fn enter_sandbox(
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.process.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = registry.exports.awaited_endpoints.borrow().values().cloned().collect::<Vec<_>>();
-    let comes_later =
-        |disk: &settings::PlacedDisk| assemble::opens_in_sandbox(disk) || registry.disks.is_unavailable(&disk.name);
+    let comes_later = |disk: &settings::PlacedDisk| {
+        assemble::opens_in_sandbox(disk) || registry.disks.is_unavailable(&disk.name)
+    };
     let is_of_later = |export: &&ExportSpec| comes_later(&plan.disks[export.disk]);
-    let doors_of_later = plan.exports.iter().filter(is_of_later).map(|export| export.door.clone());
+    let doors_of_later = plan.exports.iter().filter(is_of_later).map(|export| export.target.clone());
     let running = registry.disks.all();
     let remotes =
         running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
@@ -420,8 +432,9 @@ async fn add_runtime_objects(
     let perform = async |command: &str, arguments: Map<String, Value>| {
         qmp::execute_json(registry, command, arguments).await
     };
-    let add_disk =
-        async |nodes: &[Map<String, Value>], files: PassedFiles| qmp::add_transferred_disk(registry, nodes, files).await;
+    let add_disk = async |nodes: &[Map<String, Value>], files: PassedFiles| {
+        qmp::add_transferred_disk(registry, nodes, files).await
+    };
     let added = old.add_transferred(registry, &bound.workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");

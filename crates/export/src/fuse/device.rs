@@ -12,15 +12,15 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::disk::{Disk, CancelToken};
+use block::disk::{CancelToken, Disk};
 use event_listener::Event;
 use storage::RangeLocks;
 
 use super::{
-    interrupts::Interrupts,
-    message::{FuseFileAttributes, AttributeChanges},
-    file_end::{COUNT_TIMEOUT, FileEnd},
     encode,
+    file_end::{COUNT_TIMEOUT, FileEnd},
+    interrupts::Interrupts,
+    message::{AttributeChanges, FuseFileAttributes},
 };
 
 /// A disk to be exported as a file.
@@ -74,24 +74,24 @@ pub(super) struct FuseDevice {
     pub(super) interrupts: Interrupts,
     /// Held exclusively by a request that changes the size, and shared by requests that change
     /// bytes of a resizable file.
-    pub(super) growth: RangeLocks,
+    pub(super) size_lock: RangeLocks,
     /// End of the file.
     pub(super) end: FileEnd,
     /// Cancel token for a stopped disk; cancelled when the export ends.
     pub(super) cancel_token: Arc<CancelToken>,
     is_stopping: AtomicBool,
-    is_resting: AtomicBool,
+    quiescing: AtomicBool,
     /// Requests put back by each quiesced queue, encoded, by the queue's number.
-    at_rest: Mutex<BTreeMap<usize, Vec<u8>>>,
+    quiesced_queues: Mutex<BTreeMap<usize, Vec<u8>>>,
     /// Requests from the old process, for the first queue that starts.
     inherited_messages: Mutex<Vec<Vec<u8>>>,
     /// Notified when the device stops, quiesces or resumes: for queues and for requests that wait
     /// for limits.
-    pub(super) stop: Event,
+    pub(super) state_changed: Event,
     /// Number of open file descriptions; each ends with one RELEASE request.
     pub(super) openers: AtomicUsize,
     /// True if the file was ever opened.
-    pub(super) served: AtomicBool,
+    pub(super) was_opened: AtomicBool,
     /// Notified when the file is opened or closed, and when a queue has quiesced.
     pub(super) clients: Event,
     pub(super) requests: AtomicU64,
@@ -107,15 +107,15 @@ impl FuseDevice {
             modified: Mutex::new(SystemTime::now()),
             is_changed: AtomicBool::new(false),
             interrupts: Interrupts::default(),
-            growth: RangeLocks::default(),
+            size_lock: RangeLocks::default(),
             cancel_token: Arc::default(),
             is_stopping: AtomicBool::new(false),
-            is_resting: AtomicBool::new(false),
-            at_rest: Mutex::default(),
+            quiescing: AtomicBool::new(false),
+            quiesced_queues: Mutex::default(),
             inherited_messages: Mutex::default(),
-            stop: Event::new(),
+            state_changed: Event::new(),
             openers: AtomicUsize::new(0),
-            served: AtomicBool::new(false),
+            was_opened: AtomicBool::new(false),
             clients: Event::new(),
             requests: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
@@ -144,32 +144,32 @@ impl FuseDevice {
     pub(super) fn stop(&self) {
         self.is_stopping.store(true, SeqCst);
         self.cancel_token.cancel();
-        self.stop.notify(usize::MAX);
+        self.state_changed.notify(usize::MAX);
     }
 
     /// Quiesces the queues, or resumes them.
     pub(super) fn set_quiescing(&self, is_to: bool) {
-        self.is_resting.store(is_to, SeqCst);
-        self.stop.notify(usize::MAX);
+        self.quiescing.store(is_to, SeqCst);
+        self.state_changed.notify(usize::MAX);
     }
 
     pub(super) fn is_quiescing(&self) -> bool {
-        self.is_resting.load(Relaxed)
+        self.quiescing.load(Relaxed)
     }
 
     /// Records that a queue has nothing in flight, and the requests that it has put back: see
     /// [`super::told`].
     pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
-        lock(&self.at_rest).insert(queue, messages);
+        lock(&self.quiesced_queues).insert(queue, messages);
         self.clients.notify(usize::MAX);
     }
 
     pub(super) fn withdraw_quiesced(&self, queue: usize) {
-        lock(&self.at_rest).remove(&queue);
+        lock(&self.quiesced_queues).remove(&queue);
     }
 
-    pub(super) fn queues_at_rest(&self) -> usize {
-        lock(&self.at_rest).len()
+    pub(super) fn quiesced_queue_count(&self) -> usize {
+        lock(&self.quiesced_queues).len()
     }
 
     /// State for the new process.
@@ -180,7 +180,7 @@ impl FuseDevice {
             modified: attributes.modified,
             openers: self.openers.load(SeqCst),
             file_bytes: self.end.before_disk(self.disk()),
-            messages: lock(&self.at_rest).values().flatten().copied().collect(),
+            messages: lock(&self.quiesced_queues).values().flatten().copied().collect(),
         }
     }
 
@@ -195,7 +195,7 @@ impl FuseDevice {
         self.end.set(standing.file_bytes);
         self.openers.store(standing.openers, SeqCst);
         // OPEN was answered by the old process, so RELEASE arrives here without one.
-        self.served.store(standing.openers > 0, SeqCst);
+        self.was_opened.store(standing.openers > 0, SeqCst);
         true
     }
 
@@ -244,7 +244,7 @@ impl FuseDevice {
 
     pub(super) fn opened(&self) {
         self.openers.fetch_add(1, SeqCst);
-        self.served.store(true, SeqCst);
+        self.was_opened.store(true, SeqCst);
         self.clients.notify(usize::MAX);
     }
 

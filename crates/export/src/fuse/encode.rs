@@ -6,8 +6,8 @@
 use storage::Durability;
 
 use super::{
-    message::{HEADER_BYTES, FuseOperation, opcode, valid},
     incoming::{FuseIncomingRequest, FuseWork},
+    message::{FuseOperation, HEADER_BYTES, opcode, valid},
 };
 
 /// Encodes a request.
@@ -106,7 +106,9 @@ fn head(unique: u64, operation: FuseOperation) -> Vec<u8> {
     }
     let mut u64 = |at: usize, number: u64| put(HEADER_BYTES + at, &number.to_ne_bytes());
     match operation {
-        FuseOperation::Read { offset, .. } | FuseOperation::Write { offset, .. } | FuseOperation::Seek { offset, .. } => {
+        FuseOperation::Read { offset, .. }
+        | FuseOperation::Write { offset, .. }
+        | FuseOperation::Seek { offset, .. } => {
             u64(8, offset);
         }
         FuseOperation::Allocate { offset, length, .. } => {

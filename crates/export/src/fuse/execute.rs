@@ -17,11 +17,11 @@ use reactor::{
 use storage::{Durability, RangeGuard, ZeroOptions};
 
 use super::{
+    file_end::{disk_bytes_for, errno_of},
+    incoming::{FuseIncomingRequest, FuseWork},
     interrupts::Interruptible,
     message::{AttributeChanges, FuseOperation, FuseReply},
     queue::FuseQueue,
-    file_end::{disk_bytes_for, errno_of},
-    incoming::{FuseIncomingRequest, FuseWork},
 };
 use crate::batch::Mergeable as _;
 
@@ -57,7 +57,9 @@ impl FuseQueue {
             }
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
-            work @ FuseWork::Extend { .. } => Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: kept, work })).await,
+            work @ FuseWork::Extend { .. } => {
+                Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: kept, work })).await
+            }
             FuseWork::Other(operation) => match Box::pin(self.other(unique, operation)).await {
                 Err(QUIESCING) => self.put_back(FuseIncomingRequest { unique, charged_bytes: kept, work }),
                 reply => self.answer(unique, kept, reply),
@@ -191,7 +193,7 @@ impl FuseQueue {
         mut data: Segments,
         durability: Durability,
     ) -> Result<()> {
-        let _steady = self.keep_size().await;
+        let _steady = self.lock_size().await;
         if self.device.export.growable {
             // Under `keep_size`, so the length cannot change before the write has ended.
             let room = self.device.file_bytes().saturating_sub(offset);
@@ -206,11 +208,11 @@ impl FuseQueue {
     }
 
     /// Guard that keeps clients of the file from changing its size; not needed if they cannot.
-    async fn keep_size(&self) -> Option<RangeGuard<'_>> {
+    async fn lock_size(&self) -> Option<RangeGuard<'_>> {
         if !self.device.export.growable {
             return None;
         }
-        let steady = self.device.growth.shared(0..1).await;
+        let steady = self.device.size_lock.shared(0..1).await;
         self.device.end.forget_stale(self.device.disk());
         Some(steady)
     }
@@ -260,7 +262,7 @@ impl FuseQueue {
             unreachable!("what it is called for")
         };
         // Exclusive: no write may run between reading the end and moving it.
-        let _turn = self.device.growth.exclusive(0..1).await;
+        let _turn = self.device.size_lock.exclusive(0..1).await;
         self.device.end.forget_stale(self.device.disk());
         let size = self.device.file_bytes();
         let offset = offset.unwrap_or(size);
@@ -333,7 +335,8 @@ impl FuseQueue {
             }
             // OPEN reaches this function only with O_TRUNC.
             FuseOperation::Open { .. } => {
-                self.change_size(unique, &AttributeChanges { size: Some(0), ..AttributeChanges::default() }).await?;
+                self.change_size(unique, &AttributeChanges { size: Some(0), ..AttributeChanges::default() })
+                    .await?;
                 self.device.opened();
                 Ok(FuseReply::opened(unique, super::negotiate::OPEN_FLAGS))
             }
@@ -353,7 +356,7 @@ impl FuseQueue {
         }
         // Admission before the lock: a request that waits for limits must not block other changes.
         drop(self.admit_discard(unique, now.saturating_sub(size)).await?);
-        let _turn = self.device.growth.exclusive(0..1).await;
+        let _turn = self.device.size_lock.exclusive(0..1).await;
         match self.device.file_bytes() == size {
             true => Ok(()),
             false => self.resize(size).await,
@@ -417,7 +420,7 @@ impl FuseQueue {
             return Err(Error::NO_SPACE);
         }
         drop(self.admit_discard(unique, 0).await?);
-        let _turn = self.device.growth.exclusive(0..1).await;
+        let _turn = self.device.size_lock.exclusive(0..1).await;
         match end <= self.device.file_bytes() {
             true => Ok(()),
             false => self.resize(end).await,
@@ -437,7 +440,7 @@ impl FuseQueue {
         }
         // Moves no data, so no bytes are charged.
         let pass = self.admit_discard(unique, 0).await?;
-        let _turn = self.device.growth.exclusive(0..1).await;
+        let _turn = self.device.size_lock.exclusive(0..1).await;
         disk.reserve(pass, range.start, range.end - range.start).await?;
         match is_past_end(self) && !keeps_size {
             true => self.resize(range.end).await,
@@ -457,7 +460,7 @@ impl FuseQueue {
             }
             let admitted = self.admit(&[unique], Direction::Write, RequestCost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
-            let _steady = self.keep_size().await;
+            let _steady = self.lock_size().await;
             // The file may have been shrunk while this request waited.
             let part = part.min(inside(self));
             if part == 0 {
@@ -574,7 +577,7 @@ impl<'a> AdmissionWait<'a> {
     fn new(queue: &'a FuseQueue, requests: &[u64]) -> Self {
         let interruptible = queue.device.interrupts.allow(requests.to_vec());
         let interruption = interruptible.listen();
-        Self { interruptible, interruption, stop: queue.device.stop.listen() }
+        Self { interruptible, interruption, stop: queue.device.state_changed.listen() }
     }
 
     fn poll_denied(&mut self, queue: &FuseQueue, context: &mut Context<'_>) -> Poll<AdmissionDenied> {
@@ -588,7 +591,7 @@ impl<'a> AdmissionWait<'a> {
             if Pin::new(&mut self.stop).poll(context).is_pending() {
                 break;
             }
-            self.stop = queue.device.stop.listen();
+            self.stop = queue.device.state_changed.listen();
         }
         let is_interrupted = Pin::new(&mut self.interruption).poll(context).is_ready();
         let requests = self.interruptible.interrupted();

@@ -24,7 +24,7 @@ use policy::time::Duration;
 use storage::ResizeError;
 
 /// Smallest size of the disk under an empty file: an image of no bytes cannot be opened again.
-const LEAST_DISK_BYTES: u64 = 512;
+const MIN_DISK_BYTES: u64 = 512;
 /// Value of [`FileEnd`] if the file ends with the disk. No file is that long.
 const WITH_DISK: u64 = u64::MAX;
 /// Time that a reply waits for a file system to count the image's space. After it, the last known
@@ -81,7 +81,7 @@ impl FileEnd {
 pub(super) fn disk_bytes_for(disk: &Disk, file_bytes: u64) -> Option<u64> {
     let multiple = disk.image().size_multiple();
     match file_bytes {
-        0 => Some(LEAST_DISK_BYTES.next_multiple_of(multiple)),
+        0 => Some(MIN_DISK_BYTES.next_multiple_of(multiple)),
         file_bytes => file_bytes.checked_next_multiple_of(multiple),
     }
 }
@@ -92,10 +92,10 @@ pub(super) fn errno_of(refused: &ResizeError) -> i32 {
         ResizeError::ReadOnly => libc::EROFS,
         ResizeError::TooLarge { .. } => libc::EFBIG,
         ResizeError::Failed(error) => error.errno(),
-        ResizeError::Device { .. }
+        ResizeError::BlockDevice { .. }
         | ResizeError::Part { .. }
-        | ResizeError::Remote { .. }
-        | ResizeError::Snapshots
+        | ResizeError::NbdExport { .. }
+        | ResizeError::SnapshotsWithoutSize
         | ResizeError::Unaligned { .. } => libc::EINVAL,
     }
 }

@@ -2,7 +2,7 @@
 //! invariants.
 
 use super::{
-    message::{MAX_PARSED_BYTES, MalformedFuseMessage, FuseOperation, FuseRequest, WRITE_HEAD_BYTES, parse},
+    message::{FuseOperation, FuseRequest, MAX_PARSED_BYTES, MalformedFuseMessage, WRITE_HEAD_BYTES, parse},
     negotiate::{InitOutcome, negotiate},
 };
 

@@ -16,7 +16,7 @@ pub(super) struct Interrupts(Mutex<HashMap<u64, Arc<FuseInterruption>>>);
 /// Interruptions of requests that wait together.
 #[derive(Debug, Default)]
 pub(super) struct FuseInterruption {
-    of: Mutex<Vec<u64>>,
+    requests: Mutex<Vec<u64>>,
     event: Event,
 }
 
@@ -42,7 +42,7 @@ impl Interrupts {
         // Removed, so that a second INTERRUPT has no effect. Unknown requests do not wait any more.
         let interruption = lock(&self.0).remove(&request);
         if let Some(interruption) = interruption {
-            lock(&interruption.of).push(request);
+            lock(&interruption.requests).push(request);
             interruption.event.notify(usize::MAX);
         }
     }
@@ -55,7 +55,7 @@ impl Interruptible<'_> {
 
     /// Requests that were interrupted since the last call.
     pub(super) fn interrupted(&self) -> Vec<u64> {
-        std::mem::take(&mut lock(&self.interruption.of))
+        std::mem::take(&mut lock(&self.interruption.requests))
     }
 }
 

@@ -491,7 +491,8 @@ mod tests {
             parsed(opcode::INIT, &[(7, 4), (31, 4), (65_536, 4), (5, 4)]),
             FuseOperation::Init(Init { major: 7, minor: 31, max_readahead: 65_536, flags: 5 })
         );
-        let FuseOperation::Init(init) = parsed(opcode::INIT, &[(7, 4), (40, 4), (1, 4), (1 << 30, 4), (16, 4)])
+        let FuseOperation::Init(init) =
+            parsed(opcode::INIT, &[(7, 4), (40, 4), (1, 4), (1 << 30, 4), (16, 4)])
         else {
             panic!("it is INIT");
         };
@@ -522,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn malformed_messages_are_rejected() {
         let good = message(opcode::READ, &[(0, 8), (0, 8), (512, 4), (0, 4), (0, 8), (0, 8)]);
         assert!(parse(&good, good.len()).is_ok());
         assert_eq!(parse(&good, good.len() + 1), Err(MalformedFuseMessage { unique: Some(77) }));

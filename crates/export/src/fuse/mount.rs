@@ -87,7 +87,7 @@ pub enum NotMounted {
         /// The file.
         path: PathBuf,
         /// Its standard error.
-        said: String,
+        stderr: String,
         /// Remedy, if one is known.
         remedy: &'static str,
     },
@@ -137,7 +137,7 @@ impl FuseMount {
     ///
     /// # Errors
     /// [`NotMounted`]; nothing has changed.
-    pub fn over(path: &Path, options: FuseMountOptions) -> Result<Self, NotMounted> {
+    pub fn mount_over(path: &Path, options: FuseMountOptions) -> Result<Self, NotMounted> {
         let path = std::path::absolute(path).map_err(|error| NotMounted::Path(path.into(), error))?;
         // Resolves links in the directories of the path.
         let path = std::fs::canonicalize(&path).unwrap_or(path);
@@ -308,8 +308,11 @@ fn open(path: &Path) -> Result<(OwnedFd, FuseFileOwner), NotMounted> {
     if seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
         return Err(NotMounted::Mounted(path.into()));
     }
-    let owner =
-        FuseFileOwner { permissions: u32::from(seen.stx_mode) & 0o7777, uid: seen.stx_uid, gid: seen.stx_gid };
+    let owner = FuseFileOwner {
+        permissions: u32::from(seen.stx_mode) & 0o7777,
+        uid: seen.stx_uid,
+        gid: seen.stx_gid,
+    };
     Ok((file, owner))
 }
 
@@ -319,7 +322,12 @@ fn open_device() -> io::Result<OwnedFd> {
 }
 
 /// Mounts as root.
-fn mount(file: &OwnedFd, path: &Path, options: FuseMountOptions, owner: FuseFileOwner) -> Result<OwnedFd, NotMounted> {
+fn mount(
+    file: &OwnedFd,
+    path: &Path,
+    options: FuseMountOptions,
+    owner: FuseFileOwner,
+) -> Result<OwnedFd, NotMounted> {
     let device = match open_device() {
         Ok(device) => device,
         // Without the right to open the device, mounting would fail as well.
@@ -355,16 +363,16 @@ fn mount(file: &OwnedFd, path: &Path, options: FuseMountOptions, owner: FuseFile
 /// Mounts as a user, with the set-uid helper.
 fn mount_by_helper(path: &Path, options: FuseMountOptions) -> Result<OwnedFd, NotMounted> {
     match options.allow_other {
-        Some(allow_other) => ask_helper(path, options.read_only, allow_other),
+        Some(allow_other) => run_helper(path, options.read_only, allow_other),
         None => {
             // Unspecified: tries with allow_other, which fails without user_allow_other in
             // /etc/fuse.conf.
-            ask_helper(path, options.read_only, true).or_else(|_| ask_helper(path, options.read_only, false))
+            run_helper(path, options.read_only, true).or_else(|_| run_helper(path, options.read_only, false))
         }
     }
 }
 
-fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd, NotMounted> {
+fn run_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd, NotMounted> {
     let no_helper = |error: io::Error| NotMounted::NoHelper(path.into(), error);
     let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
     let (ours, theirs) = pair.map_err(|errno| no_helper(errno.into()))?;
@@ -392,7 +400,7 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
         } else {
             ""
         };
-        NotMounted::HelperRefuses { path: path.into(), said, remedy }
+        NotMounted::HelperRefuses { path: path.into(), stderr: said, remedy }
     };
     if !output.status.success() {
         return Err(refused());

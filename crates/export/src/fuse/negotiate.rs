@@ -81,8 +81,10 @@ mod tests {
     }
 
     #[test]
-    fn only_what_both_sides_know_is_agreed() {
-        let InitOutcome::Agreed(reply) = negotiate(&init(7, 45, u64::MAX)) else { panic!("it is new enough") };
+    fn only_common_features_are_negotiated() {
+        let InitOutcome::Agreed(reply) = negotiate(&init(7, 45, u64::MAX)) else {
+            panic!("it is new enough")
+        };
         assert_eq!((reply.minor, reply.flags), (NEWEST_MINOR, WANTED));
         let InitOutcome::Agreed(reply) = negotiate(&init(7, 37, flag::MAX_PAGES | 1 << 60)) else {
             panic!("it is new enough")
@@ -91,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn other_versions_ask_again_or_are_refused() {
+    fn newer_major_versions_renegotiate_and_older_ones_are_rejected() {
         assert!(matches!(negotiate(&init(8, 0, 0)), InitOutcome::RetryVersion(_)));
         assert_eq!(negotiate(&init(6, 40, 0)), InitOutcome::TooOld);
         assert_eq!(negotiate(&init(7, 27, 0)), InitOutcome::TooOld);

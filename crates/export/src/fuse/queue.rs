@@ -27,7 +27,7 @@ use std::{
 };
 
 use reactor::{
-    TaskSpawner, Signal,
+    Signal, TaskSpawner,
     buffer::{Segment, Segments},
     error::Error,
     memory::FairQueueFlow,
@@ -39,11 +39,11 @@ use storage::Durability;
 use super::{
     channel::{FuseChannel, NoMessage},
     device::FuseDevice,
-    receive_buffer::{FuseReceiveBuffer, held_bytes},
-    message::{MalformedFuseMessage, FuseOperation, FuseReply, FuseRequest},
-    negotiate::{MAX_REQUEST_BYTES, OPEN_FLAGS},
     encode,
     incoming::{FuseIncomingRequest, FuseWork},
+    message::{FuseOperation, FuseReply, FuseRequest, MalformedFuseMessage},
+    negotiate::{MAX_REQUEST_BYTES, OPEN_FLAGS},
+    receive_buffer::{FuseReceiveBuffer, charged_bytes},
 };
 use crate::{
     batch::MergeBatch,
@@ -79,7 +79,7 @@ pub(super) struct FuseQueue {
     /// Requests that were not started when the queue quiesced.
     put_back: RefCell<Vec<FuseIncomingRequest>>,
     /// Raised when a request has completed or was put back.
-    news: Signal,
+    request_done: Signal,
 }
 
 impl FuseQueue {
@@ -88,7 +88,7 @@ impl FuseQueue {
         let number = NEXT.fetch_add(1, Relaxed);
         let (in_flight, put_back) = (Cell::new(0), RefCell::default());
         let (flow, news) = (FairQueueFlow::default(), Signal::default());
-        Rc::new(Self { device, channel, number, in_flight, flow, put_back, news })
+        Rc::new(Self { device, channel, number, in_flight, flow, put_back, request_done: news })
     }
 
     /// Serves until the device is stopped or gone; then no request is in flight.
@@ -98,7 +98,7 @@ impl FuseQueue {
         // those of this queue would not be served.
         self.device.stop();
         while self.in_flight.get() > 0 {
-            self.news.wait().await;
+            self.request_done.wait().await;
         }
         ended
     }
@@ -107,7 +107,7 @@ impl FuseQueue {
         let mut letter = FuseReceiveBuffer::new();
         let mut intake = MergeBatch::default();
         let mut launcher = TaskSpawner::new();
-        let mut stop = self.device.stop.listen();
+        let mut stop = self.device.state_changed.listen();
         for message in self.device.take_inherited_messages() {
             self.accept_again(&message, &mut letter, &mut intake).await;
         }
@@ -128,12 +128,12 @@ impl FuseQueue {
                 Ok(_) | Err(NoMessage::Yet) => {
                     let more = async {
                         while !self.has_room() {
-                            self.news.wait().await;
+                            self.request_done.wait().await;
                         }
                         self.channel.readable().await;
                     };
                     if let FirstReady::One(()) = first(&mut stop, more).await {
-                        stop = self.device.stop.listen();
+                        stop = self.device.state_changed.listen();
                     }
                 }
             }
@@ -146,7 +146,7 @@ impl FuseQueue {
     async fn quiesce_until_resumed(self: &Rc<Self>, intake: &mut MergeBatch<FuseIncomingRequest>) {
         let mut is_at_rest = false;
         loop {
-            let changed = self.device.stop.listen();
+            let changed = self.device.state_changed.listen();
             if !self.device.is_quiescing() || self.device.is_stopping() {
                 break;
             }
@@ -157,7 +157,7 @@ impl FuseQueue {
                 // messages.
                 self.device.publish_quiesced(self.number, messages);
             }
-            first(self.news.wait(), changed).await;
+            first(self.request_done.wait(), changed).await;
         }
         self.device.withdraw_quiesced(self.number);
         for incoming in self.put_back.take() {
@@ -204,7 +204,12 @@ impl FuseQueue {
         outcome.map(|()| taken)
     }
 
-    async fn accept(self: &Rc<Self>, request: FuseRequest, letter: &mut FuseReceiveBuffer, intake: &mut MergeBatch<FuseIncomingRequest>) {
+    async fn accept(
+        self: &Rc<Self>,
+        request: FuseRequest,
+        letter: &mut FuseReceiveBuffer,
+        intake: &mut MergeBatch<FuseIncomingRequest>,
+    ) {
         let FuseRequest { unique, operation } = request;
         let (kept, work) = match operation {
             FuseOperation::Read { offset, length } => {
@@ -223,15 +228,19 @@ impl FuseQueue {
             }
             FuseOperation::Write { offset, length, flags, cached } => {
                 let length = length as usize;
-                (held_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
+                (charged_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
             }
             FuseOperation::Sync
             | FuseOperation::Allocate { .. }
             | FuseOperation::Seek { .. }
             | FuseOperation::GetAttributes => (0, FuseWork::Other(operation)),
-            FuseOperation::SetAttributes(changes) if changes.size.is_some() => (0, FuseWork::Other(operation)),
+            FuseOperation::SetAttributes(changes) if changes.size.is_some() => {
+                (0, FuseWork::Other(operation))
+            }
             // O_TRUNC on a disk of fixed size keeps size and content, as on a block device.
-            FuseOperation::Open { flags } if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable => {
+            FuseOperation::Open { flags }
+                if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable =>
+            {
                 (0, FuseWork::Other(operation))
             }
             FuseOperation::Interrupt { of } => {
@@ -258,7 +267,11 @@ impl FuseQueue {
         }
     }
 
-    async fn accept_request(self: &Rc<Self>, incoming: FuseIncomingRequest, intake: &mut MergeBatch<FuseIncomingRequest>) {
+    async fn accept_request(
+        self: &Rc<Self>,
+        incoming: FuseIncomingRequest,
+        intake: &mut MergeBatch<FuseIncomingRequest>,
+    ) {
         if self.reserve_memory(incoming.charged_bytes, intake).await {
             self.in_flight.set(self.in_flight.get() + 1);
             self.device.in_flight.fetch_add(1, Relaxed);
@@ -287,13 +300,17 @@ impl FuseQueue {
 
     /// Waits for memory after starting earlier requests. False if the device stops or quiesces
     /// before.
-    async fn reserve_memory(self: &Rc<Self>, bytes: usize, intake: &mut MergeBatch<FuseIncomingRequest>) -> bool {
+    async fn reserve_memory(
+        self: &Rc<Self>,
+        bytes: usize,
+        intake: &mut MergeBatch<FuseIncomingRequest>,
+    ) -> bool {
         let memory = self.device.disk().memory();
         if bytes == 0 || memory.try_acquire(bytes as u64) {
             return true;
         }
         self.start_as_tasks(intake);
-        let stop = self.device.stop.listen();
+        let stop = self.device.state_changed.listen();
         if self.device.is_stopping() || self.device.is_quiescing() {
             return false;
         }
@@ -356,7 +373,7 @@ impl FuseQueue {
         }
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);
-        self.news.raise();
+        self.request_done.raise();
     }
 
     pub(super) fn reply_error(&self, unique: u64, errno: i32) {

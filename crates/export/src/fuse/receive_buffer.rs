@@ -14,7 +14,7 @@ use std::io::IoSliceMut;
 use smallvec::SmallVec;
 
 use super::{
-    message::{MAX_PARSED_BYTES, MalformedFuseMessage, FuseRequest, WRITE_HEAD_BYTES, parse},
+    message::{FuseRequest, MAX_PARSED_BYTES, MalformedFuseMessage, WRITE_HEAD_BYTES, parse},
     negotiate::MAX_REQUEST_BYTES,
 };
 use reactor::buffer::{IoBuffer, Segments};
@@ -87,7 +87,7 @@ impl FuseReceiveBuffer {
 }
 
 /// Bytes of memory that a write of this length holds.
-pub(super) fn held_bytes(length: usize) -> usize {
+pub(super) fn charged_bytes(length: usize) -> usize {
     let mut kept = 0;
     for tier in TIERS {
         if length <= kept {
@@ -120,7 +120,7 @@ mod tests {
             letter.copy(&message).unwrap_err();
             let taken = letter.take_data(length);
             assert_eq!(taken.to_vec(), data[..length]);
-            assert_eq!((taken.as_slice().len(), held_bytes(length)), (segments, kept));
+            assert_eq!((taken.as_slice().len(), charged_bytes(length)), (segments, kept));
             let room: usize = letter.io_slices().iter().map(|place| place.len()).sum();
             assert_eq!(room, WRITE_HEAD_BYTES + longest, "for the next");
         }

@@ -27,11 +27,11 @@ use reactor::{ReactorWorker, operation::Fd};
 use super::{
     channel::{FuseChannel, NoMessage},
     device::{FuseDevice, FuseExport, FuseFileState},
-    receive_buffer::FuseReceiveBuffer,
     message::{FuseOperation, FuseReply, FuseRequest},
     mount::{FuseMount, TransferredMount},
     negotiate::{InitOutcome, negotiate},
-    queue::{FuseQueueEnd, FuseQueue},
+    queue::{FuseQueue, FuseQueueEnd},
+    receive_buffer::FuseReceiveBuffer,
 };
 use crate::select::{FirstReady, first};
 
@@ -105,7 +105,8 @@ impl FuseExportServer {
     pub async fn quiesce(&self, patience: Duration) -> bool {
         self.device.set_quiescing(true);
         let is_moving = |server: &Self| {
-            !server.is_initialized.load(SeqCst) || server.device.queues_at_rest() < server.queues.load(SeqCst)
+            !server.is_initialized.load(SeqCst)
+                || server.device.quiesced_queue_count() < server.queues.load(SeqCst)
         };
         reactor::timeout(patience, self.wait_while(is_moving)).await.is_ok()
     }
@@ -157,7 +158,7 @@ impl FuseExportServer {
 
     /// True if the file has ever been opened.
     pub fn has_served(&self) -> bool {
-        self.device.served.load(SeqCst)
+        self.device.was_opened.load(SeqCst)
     }
 
     /// Adds the number of requests of the old process.
@@ -257,7 +258,11 @@ impl FuseExportServer {
     }
 }
 
-async fn serve_queue(server: Arc<FuseExportServer>, device: Fd, reports: async_channel::Sender<FuseQueueEnd>) {
+async fn serve_queue(
+    server: Arc<FuseExportServer>,
+    device: Fd,
+    reports: async_channel::Sender<FuseQueueEnd>,
+) {
     if let Err(error) = reactor::set_io_flusher() {
         // Under a loop device, writeback for memory reclaim arrives here and must not wait for
         // memory.

@@ -22,7 +22,7 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::{Image, RawImage};
 use policy::time::Duration;
@@ -37,20 +37,20 @@ use self::kernel::SimulatedFuseConnection;
 use super::{
     channel::FuseChannel,
     device::{FuseDevice, FuseExport, FuseFileOwner},
-    queue::{FuseQueueEnd, FuseQueue},
     encode,
+    queue::{FuseQueue, FuseQueueEnd},
 };
 use crate::{
-    random::{self, chance, sleep_randomly},
     model::{Model, Outcome},
     passed::GroupSamples,
+    random::{self, chance, sleep_randomly},
     seeds,
 };
 
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
-const LONGEST_REQUEST: u64 = 256 << 10;
+const MAX_REQUEST: u64 = 256 << 10;
 
 /// `FUSE_…`
 const SETATTR: u32 = 4;
@@ -85,7 +85,17 @@ fn programs_are_served_whatever_happens() {
     });
     let all = tally.get();
     if seeds >= 100 {
-        let FuseSimulationTally { answered, failed, flushed, interrupted, stopped, unmounted, merged, waited, .. } = all;
+        let FuseSimulationTally {
+            answered,
+            failed,
+            flushed,
+            interrupted,
+            stopped,
+            unmounted,
+            merged,
+            waited,
+            ..
+        } = all;
         let FuseSimulationTally { rests, put_back, taken_over, .. } = all;
         let happened = [answered / 10, failed, flushed, interrupted, stopped, unmounted, merged, waited];
         let happened = [&happened[..], &[rests, put_back, taken_over]].concat();
@@ -127,7 +137,7 @@ async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
         queues: RefCell::default(),
         connection: Rc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
-        passed: RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)),
+        passed: RefCell::new(GroupSamples::new(&group, MAX_REQUEST)),
         may_fail,
         ends: Cell::new(false),
         tally: Rc::clone(&tally),
@@ -202,7 +212,13 @@ fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<ThrottleGroup>) -> (
 fn device(disk: &Arc<Disk>) -> Arc<FuseDevice> {
     let owner = FuseFileOwner { permissions: 0o600, uid: 0, gid: 0 };
     let disk = Arc::clone(disk);
-    Arc::new(FuseDevice::new(FuseExport { id: "file".into(), disk, read_only: false, growable: false, owner }))
+    Arc::new(FuseDevice::new(FuseExport {
+        id: "file".into(),
+        disk,
+        read_only: false,
+        growable: false,
+        owner,
+    }))
 }
 
 impl FuseWorld {
@@ -214,7 +230,7 @@ impl FuseWorld {
         let at_rest = async {
             loop {
                 let changed = device.clients.listen();
-                if device.queues_at_rest() == queues {
+                if device.quiesced_queue_count() == queues {
                     return;
                 }
                 changed.await;

@@ -89,7 +89,11 @@ impl NbdAccessControl {
             has_room
         };
         if !admitted {
-            self.reject(RejectionReason::Connections, &ClientIdentity { address: Some(address), name: None }, None);
+            self.reject(
+                RejectionReason::Connections,
+                &ClientIdentity { address: Some(address), name: None },
+                None,
+            );
         }
         admitted
     }
@@ -157,7 +161,7 @@ impl NbdAccessControl {
             };
             tracing::info!(
                 address = client.address.map(|address| address.to_canonical().to_string()),
-                name = client.name.as_deref().map(|name| format!("{:?}", wire::clip(name))),
+                name = client.name.as_deref().map(|name| format!("{:?}", wire::truncated(name))),
                 export,
                 reason,
                 left_out,

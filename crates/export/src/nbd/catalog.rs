@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_export_is_the_nameless_or_the_only_one() {
+    fn default_export_has_no_name_or_is_the_only_one() {
         assert_eq!(named(&["a"]).find(""), Some(0));
         assert_eq!(named(&["a", "b"]).find(""), None);
         assert_eq!(named(&["a", ""]).find(""), Some(1));

@@ -5,7 +5,7 @@ use std::{cell::RefCell, rc::Rc, sync::Arc};
 use policy::{access::AccessRules, time::Duration};
 
 use super::{
-    client::{NbdClient, CONNECTION_LOST, NbdConnectError, HandshakeOptions, shake_hands},
+    client::{CONNECTION_LOST, HandshakeOptions, NbdClient, NbdConnectError, shake_hands},
     exports::NbdServerExport,
     pipe::Pipe,
     proto::{self, info, opt, rep, reply_flag, reply_type},
@@ -39,7 +39,8 @@ fn serve(read_only: bool) -> Pipe {
     let (ours, theirs) = Pipe::pair();
     spawn(async move {
         let stop = Arc::<StopSignal>::default();
-        if let Ok(Some((connection, inbox))) = server.open(NbdStream::Simulated(theirs.clone()), &stop, 0).await
+        if let Ok(Some((connection, inbox))) =
+            server.open(NbdStream::Simulated(theirs.clone()), &stop, 0).await
         {
             let _ = connection.serve(inbox).await;
         }
@@ -55,7 +56,7 @@ async fn client_of(pipe: Pipe, export: &str) -> Result<NbdClient, NbdConnectErro
 }
 
 #[test]
-fn what_was_written_is_read_whatever_else_is_in_flight() {
+fn written_data_is_read_back_under_concurrency() {
     for seed in 0..20 {
         sim::run(seed, async move {
             let client = Rc::new(client_of(serve(false), "disk").await.unwrap());
@@ -111,7 +112,7 @@ fn a_dropped_request_does_not_affect_others() {
 }
 
 #[test]
-fn a_read_only_export_is_not_even_asked() {
+fn writes_to_a_read_only_export_are_not_sent() {
     sim::run(1, async {
         let client = client_of(serve(true), "disk").await.unwrap();
         let written = client.write(0, IoBuffer::zeroed(512).into(), false).await;
@@ -128,7 +129,8 @@ fn a_missing_export_is_named() {
 #[test]
 fn a_weir_server_reports_all_its_features() {
     sim::run(1, async {
-        let wanted = HandshakeOptions { export: "disk".to_owned(), allocation: true, ..HandshakeOptions::default() };
+        let wanted =
+            HandshakeOptions { export: "disk".to_owned(), allocation: true, ..HandshakeOptions::default() };
         let hands = shake_hands(NbdStream::Simulated(serve(false)), &wanted);
         let client = NbdClient::start(hands.await.unwrap());
         let about = client.export();
@@ -271,7 +273,7 @@ fn data(offset: u64, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn replies_come_simple_and_in_pieces() {
+fn simple_and_chunked_replies_complete_requests() {
     let (read, _) = read_from(false, &[simple(0, 0), vec![7; 100]]);
     assert!(read.unwrap()[..] == [7; 100]);
     let pieces = [
@@ -291,7 +293,7 @@ fn errors_are_the_server_s() {
 }
 
 #[test]
-fn a_server_that_breaks_the_rules_or_goes_ends_everything_in_flight() {
+fn protocol_violation_or_disconnect_fails_requests_in_flight() {
     let whole = data(1000, &[7; 100]);
     let error = chunk(0, reply_type::ERROR, &[0, 0, 0, 5, 0, 0]);
     for (structured, replies, why) in [
@@ -321,7 +323,7 @@ fn a_server_that_breaks_the_rules_or_goes_ends_everything_in_flight() {
 }
 
 #[test]
-fn every_request_ends_whatever_the_server_sends() {
+fn every_request_completes_for_any_server_output() {
     let mut ends = [0, 0];
     for seed in 0..1000 {
         let read = sim::run(seed, async move {

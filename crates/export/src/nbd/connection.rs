@@ -25,26 +25,26 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
-    transfers::ClientTransfers,
-    receive_buffer::ReceiveBuffer,
     incoming::{NbdIncomingRequest, bytes_in_flight},
-    outbox::{ReplyBatch, NbdOutbox},
+    outbox::{NbdOutbox, ReplyBatch},
+    quiesce::{ConnectionQuiesce, QuiesceStage, QuiescedNbdConnection},
+    receive_buffer::ReceiveBuffer,
     reply::NbdReplyEncoder,
-    request::{self, ProtocolViolation, NbdCommand, Parsed, RejectedRequest},
-    quiesce::{ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
+    request::{self, NbdCommand, Parsed, ProtocolViolation, RejectedRequest},
     session::{NbdSession, RequestTag},
     stop_signal::StopSignal,
     stream::NbdStream,
+    transfers::ClientTransfers,
 };
 use crate::{
     batch::{MergeBatch, MergedRequest},
     select::{FirstReady, first},
 };
-use block::disk::{Disk, CancelToken};
+use block::disk::{CancelToken, Disk};
 use image::qcow2::bitmap::BitmapView;
 use reactor::{
     buffer::{IoBuffer, Segments},
-    memory::{MemoryAccount, FairQueueFlow},
+    memory::{FairQueueFlow, MemoryAccount},
 };
 
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -95,7 +95,7 @@ pub(super) struct NbdConnection {
     /// True while the reader may be in a receive.
     receiving: Cell<bool>,
     /// Progress of transfers, for the memory budget.
-    holding: Arc<ClientTransfers>,
+    transfers: Arc<ClientTransfers>,
     /// Share of the disk's memory while requests wait for it.
     flow: FairQueueFlow,
     /// Cancel token of the connection's requests at the disk. Cancelled when the client has
@@ -146,7 +146,7 @@ impl NbdConnection {
         let holding = ClientTransfers::with(&stream, &disk);
         Rc::new(Self {
             stream,
-            holding,
+            transfers: holding,
             flow: FairQueueFlow::default(),
             disk,
             bitmaps,
@@ -175,12 +175,15 @@ impl NbdConnection {
 
     /// Progress of transfers, for other threads.
     pub(super) fn holding(&self) -> &Arc<ClientTransfers> {
-        &self.holding
+        &self.transfers
     }
 
     /// Serves the client until it disconnects, breaks the protocol, or `stop` is raised and its
     /// receive has ended. `inbox` has the bytes that arrived behind the handshake.
-    pub(super) async fn serve(self: Rc<Self>, mut inbox: ReceiveBuffer) -> Result<NbdConnectionEnd, NbdConnectionError> {
+    pub(super) async fn serve(
+        self: Rc<Self>,
+        mut inbox: ReceiveBuffer,
+    ) -> Result<NbdConnectionEnd, NbdConnectionError> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let attention = reactor::spawn_joinable(Rc::clone(&self).watch_quiesce());
         let mut intake = MergeBatch::default();
@@ -191,7 +194,9 @@ impl NbdConnection {
             // Parsed requests are started however receiving ended: each was accepted and needs a
             // reply.
             self.start(&mut intake).await;
-            if !matches!(outcome, Ok(NbdConnectionEnd::Quiesced)) || !self.quiesce_until_resumed(&mut inbox).await {
+            if !matches!(outcome, Ok(NbdConnectionEnd::Quiesced))
+                || !self.quiesce_until_resumed(&mut inbox).await
+            {
                 break outcome;
             }
         };
@@ -201,7 +206,9 @@ impl NbdConnection {
             self.patience.cancel();
         }
         let watch = match outcome {
-            Ok(NbdConnectionEnd::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch_disconnect())),
+            Ok(NbdConnectionEnd::Orderly) => {
+                Some(reactor::spawn_joinable(Rc::clone(&self).watch_disconnect()))
+            }
             Ok(NbdConnectionEnd::HardDisconnect) | Err(_) => {
                 self.abandon();
                 None
@@ -260,7 +267,9 @@ impl NbdConnection {
         intake: &mut MergeBatch<NbdIncomingRequest>,
     ) -> Result<NbdConnectionEnd, NbdConnectionError> {
         match self.receive_until_rest(inbox, intake).await {
-            Err(NbdConnectionError::Stream(error)) if self.is_interruption(&error) => Ok(NbdConnectionEnd::Quiesced),
+            Err(NbdConnectionError::Stream(error)) if self.is_interruption(&error) => {
+                Ok(NbdConnectionEnd::Quiesced)
+            }
             outcome => outcome,
         }
     }
@@ -308,23 +317,25 @@ impl NbdConnection {
                     let Some(memory) = self.reserve_memory(intake, bytes_in_flight(command)).await else {
                         // The loop continues with the request, or ends because the connection
                         // stops.
-                        self.put_back(request.tag, command, None);
+                        self.return_unstarted(request.tag, command, None);
                         continue;
                     };
                     let data = match command.payload_bytes() as usize {
                         0 => None,
                         // The payload has arrived: it is taken from the receive buffer without
                         // another receive.
-                        length if inbox.has_payload(length) => Some(inbox.payload(length, &self.stream).await?),
+                        length if inbox.has_payload(length) => {
+                            Some(inbox.payload(length, &self.stream).await?)
+                        }
                         length => {
                             // Parsed requests start first: the client may wait for their replies
                             // before it sends the payload.
                             self.start(intake).await;
-                            let receiving = self.holding.receives();
+                            let receiving = self.transfers.receives();
                             let moved = |bytes| receiving.moved(bytes);
                             let payload = inbox.payload_in_parts(length, &self.stream, moved).await;
                             if payload.is_err() {
-                                self.put_back(request.tag, command, None);
+                                self.return_unstarted(request.tag, command, None);
                             }
                             Some(payload?)
                         }
@@ -348,7 +359,7 @@ impl NbdConnection {
     async fn watch_quiesce(self: Rc<Self>) {
         let Some((rest, _)) = &self.rest else { return };
         loop {
-            rest.until(|stage| stage >= QuiesceStage::Quiescing).await;
+            rest.wait_for_stage(|stage| stage >= QuiesceStage::Quiescing).await;
             let turn = rest.generation();
             self.resting.set(true);
             // Wakes requests that wait for limits; they are put back.
@@ -362,7 +373,7 @@ impl NbdConnection {
                 // Repeated: an interrupt between two receives has no effect.
                 reactor::sleep_until(reactor::now() + INTERRUPT_INTERVAL).await;
             }
-            if rest.until_over(turn).await {
+            if rest.wait_for_end_of_quiesce(turn).await {
                 return;
             }
         }
@@ -394,7 +405,8 @@ impl NbdConnection {
         inbox.adapt_to_requests(self.disk.memory().budget());
         let (tls, session) = (self.stream.is_tls(), self.session);
         let rested = self.stream.socket().cloned();
-        let rested = rested.map(|socket| QuiescedNbdConnection { socket, tls, session, bytes, skip: skip as u64 });
+        let rested =
+            rested.map(|socket| QuiescedNbdConnection { socket, tls, session, bytes, skip: skip as u64 });
         let is_anothers = rest.publish_until_resumed(*number, rested).await;
         self.resting.set(false);
         self.receiving.set(true);
@@ -402,7 +414,7 @@ impl NbdConnection {
     }
 
     /// Keeps a request that was not started for the process that continues the connection.
-    pub(super) fn put_back(&self, tag: RequestTag, command: NbdCommand, data: Option<IoBuffer>) {
+    pub(super) fn return_unstarted(&self, tag: RequestTag, command: NbdCommand, data: Option<IoBuffer>) {
         if self.resting.get() {
             self.put_back.borrow_mut().push(NbdIncomingRequest { tag, command, data });
         }
@@ -430,7 +442,11 @@ impl NbdConnection {
 
     /// Waits until one more request may be in flight and memory is available for it. Starts parsed
     /// requests first. `None` if the connection stops or quiesces before.
-    async fn reserve_memory(self: &Rc<Self>, intake: &mut MergeBatch<NbdIncomingRequest>, bytes: usize) -> Option<ReceivingMemory<'_>> {
+    async fn reserve_memory(
+        self: &Rc<Self>,
+        intake: &mut MergeBatch<NbdIncomingRequest>,
+        bytes: usize,
+    ) -> Option<ReceivingMemory<'_>> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
             self.start(intake).await;
@@ -449,7 +465,9 @@ impl NbdConnection {
                 if self.stop.is_raised() || self.resting.get() {
                     return None;
                 }
-                if let FirstReady::One(()) = first(memory.acquire(&self.flow, bytes as u64), interrupted).await {
+                if let FirstReady::One(()) =
+                    first(memory.acquire(&self.flow, bytes as u64), interrupted).await
+                {
                     break;
                 }
             }
@@ -514,7 +532,7 @@ impl NbdConnection {
 
     /// Sends a message. A long one is sent in parts, so that progress of a slow client is visible.
     async fn send(&self, mut message: Segments) -> io::Result<()> {
-        let sending = self.holding.sends(message.len().min(PART_BYTES));
+        let sending = self.transfers.sends(message.len().min(PART_BYTES));
         while message.len() > PART_BYTES {
             let rest = message.split_off(PART_BYTES);
             self.stream.send(message).await?;

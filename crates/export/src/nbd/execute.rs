@@ -47,14 +47,14 @@ impl NbdConnection {
             NbdCommand::Flush => self.answer(tag, self.disk.flush_for(Some(&self.patience)).await, 0),
             NbdCommand::Trim { offset, length, fua } => {
                 let Some(pass) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
-                    return self.put_back(tag, command, None);
+                    return self.return_unstarted(tag, command, None);
                 };
                 self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
             }
             NbdCommand::Cache { offset, length } => self.cache(offset, length, tag).await,
             NbdCommand::WriteZeroes { offset, length, fua, no_hole, fast } => {
                 let Some(pass) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
-                    return self.put_back(tag, command, None);
+                    return self.return_unstarted(tag, command, None);
                 };
                 let options =
                     ZeroOptions { may_unmap: !no_hole, only_if_fast: fast, durability: durability(fua) };
@@ -81,7 +81,11 @@ impl NbdConnection {
         let bytes = length as usize;
         let cost = RequestCost::one(u64::from(length));
         let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else {
-            return self.put_back(tag, NbdCommand::Read { offset, length, dont_fragment: whole }, None);
+            return self.return_unstarted(
+                tag,
+                NbdCommand::Read { offset, length, dont_fragment: whole },
+                None,
+            );
         };
         match self.disk.read(pass, offset, bytes).await {
             Ok(data) => self.answer_read(tag, offset, data, whole),
@@ -130,7 +134,7 @@ impl NbdConnection {
         while !rest.is_empty() && !self.abandoned.get() {
             let part = PART.min(rest.end - rest.start);
             let Some(pass) = self.admit(Direction::Read, RequestCost::one(part), 1, 0).await else {
-                return self.put_back(tag, NbdCommand::Cache { offset, length }, None);
+                return self.return_unstarted(tag, NbdCommand::Cache { offset, length }, None);
             };
             self.disk.will_need(pass, rest.start, part).await;
             rest.start += part;
@@ -144,7 +148,7 @@ impl NbdConnection {
         let cost = RequestCost::merged(&lengths);
         let total = cost.bytes() as usize;
         let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else {
-            return parts.into_iter().for_each(|part| self.put_back(part.tag, part.command, None));
+            return parts.into_iter().for_each(|part| self.return_unstarted(part.tag, part.command, None));
         };
         let result = self.disk.read(pass, parts[0].candidate().offset, total).await;
         let mut rest = match result {
@@ -165,7 +169,7 @@ impl NbdConnection {
             let MergeCandidate { offset, length, .. } = part.candidate();
             let admitted = self.admit(Direction::Read, RequestCost::one(length), 1, length as usize).await;
             let Some(pass) = admitted else {
-                self.put_back(part.tag, part.command, None);
+                self.return_unstarted(part.tag, part.command, None);
                 continue;
             };
             match self.disk.retry_read(pass, offset, length as usize).await {
@@ -204,7 +208,7 @@ impl NbdConnection {
                 // Cannot truncate: the length was parsed from 32 bits.
                 let length = bytes as u32;
                 let payload = std::mem::replace(&mut data, behind).joined();
-                self.put_back(tag, NbdCommand::Write { offset, length, fua }, Some(payload));
+                self.return_unstarted(tag, NbdCommand::Write { offset, length, fua }, Some(payload));
                 offset += bytes as u64;
             }
             return;
@@ -219,7 +223,7 @@ impl NbdConnection {
         // An operation without bytes: metadata reads count against IOPS limits, or status queries
         // would be a way around them.
         let Some(pass) = self.admit(Direction::Read, RequestCost::one(0), 1, bytes).await else {
-            return self.put_back(tag, NbdCommand::BlockStatus(query), None);
+            return self.return_unstarted(tag, NbdCommand::BlockStatus(query), None);
         };
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
@@ -310,7 +314,13 @@ impl NbdConnection {
     /// Waits for admission by the disk's limits. `None` if the client disconnected meanwhile,
     /// because its requests must not use tokens that other members of its group could use; or if
     /// the connection quiesces, and then the caller puts the request back.
-    async fn admit(&self, direction: Direction, cost: RequestCost, requests: usize, bytes: usize) -> Option<AdmissionPermit> {
+    async fn admit(
+        &self,
+        direction: Direction,
+        cost: RequestCost,
+        requests: usize,
+        bytes: usize,
+    ) -> Option<AdmissionPermit> {
         let mut admission = pin!(self.disk.admit(direction, cost));
         // Created only if the request has to wait: most are admitted at the first poll.
         let mut abandonment = None;

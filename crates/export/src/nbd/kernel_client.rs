@@ -34,14 +34,14 @@ use policy::{access::AccessRules, time::Duration};
 use reactor::{ReactorWorker, operation::Fd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 
-use self::control::{NbdNetlinkControl, NbdDeviceParameters};
+use self::control::{NbdDeviceParameters, NbdNetlinkControl};
 use super::{
     connection::{NbdConnection, NbdConnectionEnd},
     context::MetaContexts,
-    receive_buffer::ReceiveBuffer,
     exports, proto,
     quiesce::{self, ConnectionQuiesce, QuiesceStage},
-    session::{ReplyStyle, NbdSession},
+    receive_buffer::ReceiveBuffer,
+    session::{NbdSession, ReplyStyle},
     stop_signal::StopSignal,
     stream::NbdStream,
 };
@@ -49,7 +49,7 @@ use crate::select::{FirstReady, first};
 
 /// Pause between the end of a connection and the attempt to replace it: the first, and the longest.
 const PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const MAX_PAUSE: Duration = Duration::from_secs(2);
 
 /// A disk to be served as a block device of this host.
 #[derive(Clone, Debug)]
@@ -182,7 +182,7 @@ pub struct NbdDeviceServer {
     number: u32,
     /// Our ends of the pairs, until they are served.
     sockets: Mutex<Vec<QuiescedNbdSocket>>,
-    rest: Arc<ConnectionQuiesce>,
+    quiesce_state: Arc<ConnectionQuiesce>,
     /// Connections that are served or being replaced.
     attended: AtomicUsize,
     live: Mutex<Vec<(Fd, Arc<StopSignal>)>>,
@@ -239,7 +239,7 @@ impl NbdDeviceServer {
             device,
             number: rested.number,
             sockets: Mutex::new(rested.connections),
-            rest: Arc::default(),
+            quiesce_state: Arc::default(),
             attended: AtomicUsize::new(0),
             live: Mutex::default(),
             is_connected: AtomicBool::new(is_there),
@@ -279,7 +279,7 @@ impl NbdDeviceServer {
             });
         }
         drop(ended);
-        let result = self.until_over(&all_ended).await;
+        let result = self.until_all_ended(&all_ended).await;
         let _ = all_ended.recv().await;
         self.is_connected.store(false, SeqCst);
         self.changed.notify(usize::MAX);
@@ -287,7 +287,7 @@ impl NbdDeviceServer {
     }
 
     /// Returns when every connection has ended or was ended by `close` or `leave`.
-    async fn until_over(&self, all_ended: &async_channel::Receiver<()>) -> io::Result<()> {
+    async fn until_all_ended(&self, all_ended: &async_channel::Receiver<()>) -> io::Result<()> {
         let mut resizes = 0;
         loop {
             let changed = self.changed.listen();
@@ -360,11 +360,11 @@ impl NbdDeviceServer {
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
     /// for limits are put back. False if that takes longer than `patience`.
     pub async fn quiesce(&self, patience: Duration) -> bool {
-        self.rest.set(QuiesceStage::Quiescing);
+        self.quiesce_state.set(QuiesceStage::Quiescing);
         reactor::timeout(patience, async {
             loop {
-                let (changed, rest) = (self.changed.listen(), self.rest.listen_to_progress());
-                if self.rest.rested().len() == self.attended.load(SeqCst) {
+                let (changed, rest) = (self.changed.listen(), self.quiesce_state.listen_to_progress());
+                if self.quiesce_state.lock_quiesced_states().len() == self.attended.load(SeqCst) {
                     return;
                 }
                 first(changed, rest).await;
@@ -376,20 +376,25 @@ impl NbdDeviceServer {
 
     /// State for the new process; complete after [`NbdDeviceServer::quiesce`].
     pub fn quiesced_state(&self) -> QuiescedNbdDevice {
-        let rested = self.rest.rested().values().flatten().cloned().collect::<Vec<_>>();
-        let connection = |quiesce::QuiescedNbdConnection { socket, bytes, skip, .. }| QuiescedNbdSocket { socket, bytes, skip };
+        let rested =
+            self.quiesce_state.lock_quiesced_states().values().flatten().cloned().collect::<Vec<_>>();
+        let connection = |quiesce::QuiescedNbdConnection { socket, bytes, skip, .. }| QuiescedNbdSocket {
+            socket,
+            bytes,
+            skip,
+        };
         QuiescedNbdDevice { number: self.number, connections: rested.into_iter().map(connection).collect() }
     }
 
     /// Resumes all connections after [`NbdDeviceServer::quiesce`].
     pub fn resume(&self) {
-        self.rest.set(QuiesceStage::Open);
+        self.quiesce_state.set(QuiesceStage::Open);
     }
 
     /// Sets how the server ends; the first call decides.
     fn begin_shutdown(&self, course: NbdDeviceShutdown) {
         // Quiesced connections must run to end.
-        self.rest.set(QuiesceStage::Open);
+        self.quiesce_state.set(QuiesceStage::Open);
         // A `leave` after a `close` must not keep a device that is being disconnected.
         let _ = self.course.compare_exchange(NbdDeviceShutdown::Serve as u8, course as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
@@ -459,7 +464,7 @@ impl NbdDeviceServer {
         let connection = NbdConnection::new(stream, disk, Arc::default(), self.session, Arc::clone(&stop));
         let inbox = ReceiveBuffer::with_content(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
-        let ended = connection.with_quiesce(&self.rest, number).serve(inbox).await;
+        let ended = connection.with_quiesce(&self.quiesce_state, number).serve(inbox).await;
         lock(&self.live).retain(|(_, other)| !Arc::ptr_eq(other, &stop));
         ended
     }
@@ -475,7 +480,7 @@ impl NbdDeviceServer {
             }
             let _ = reactor::timeout(pause, changed).await;
             // Backs off, because a kernel that rejects the sockets would reject them at once again.
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            pause = (pause * 2).min(MAX_PAUSE);
             let (control, device, number) =
                 (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
             let replaced = reactor::run_blocking(move || {
@@ -536,7 +541,10 @@ fn session(flags: u16) -> NbdSession {
     }
 }
 
-fn create_or_take_over(device: &NbdDeviceParameters, connections: u16) -> Result<(NbdNetlinkControl, u32, Vec<OwnedFd>), NbdDeviceError> {
+fn create_or_take_over(
+    device: &NbdDeviceParameters,
+    connections: u16,
+) -> Result<(NbdNetlinkControl, u32, Vec<OwnedFd>), NbdDeviceError> {
     let control = NbdNetlinkControl::open().map_err(|error| match error.raw_os_error() {
         Some(libc::ENOENT | libc::EPROTONOSUPPORT | libc::EAFNOSUPPORT) => NbdDeviceError::NoDriver,
         _ => NbdDeviceError::of(error, None),
@@ -565,7 +573,8 @@ fn create_or_take_over(device: &NbdDeviceParameters, connections: u16) -> Result
         taken.map_err(|error| NbdDeviceError::of(error, Some(number)))?;
         return Ok((control, number, ours));
     }
-    let number = control.connect(device, &kernels).map_err(|error| NbdDeviceError::of(error, device.number))?;
+    let number =
+        control.connect(device, &kernels).map_err(|error| NbdDeviceError::of(error, device.number))?;
     Ok((control, number, ours))
 }
 

@@ -16,7 +16,7 @@
 //! Never waits, and never answers two options in one step, so a caller buffers the replies of one.
 
 use super::catalog::ExportCatalog;
-use super::option::{self, OptionOutcome, OptionRejection, OptionReplies, NegotiatedTerms};
+use super::option::{self, NegotiatedTerms, OptionOutcome, OptionRejection, OptionReplies};
 use super::proto::{self, client_flag, handshake_flag, opt, rep};
 use super::session::NbdSession;
 use super::wire::WireFields;
@@ -135,7 +135,13 @@ impl Handshake {
         out.extend_from_slice(&proto::OPTION_MAGIC.to_be_bytes());
         let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
         out.extend_from_slice(&flags.to_be_bytes());
-        Self { policy, phase: HandshakePhase::Flags, buffer: Vec::new(), options: 0, terms: NegotiatedTerms::default() }
+        Self {
+            policy,
+            phase: HandshakePhase::Flags,
+            buffer: Vec::new(),
+            options: 0,
+            terms: NegotiatedTerms::default(),
+        }
     }
 
     /// Processes input and appends replies to `out`, for one option at most. Once an event has
@@ -162,7 +168,12 @@ impl Handshake {
     }
 
     /// Advances by one phase; `None` if the next phase can proceed without a caller's action.
-    fn step(&mut self, rest: &mut &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> Option<HandshakeEvent> {
+    fn step(
+        &mut self,
+        rest: &mut &[u8],
+        exports: &dyn ExportCatalog,
+        out: &mut Vec<u8>,
+    ) -> Option<HandshakeEvent> {
         match self.phase {
             HandshakePhase::Flags => match self.gather(rest, 4) {
                 Some(bytes) => self.client_flags(WireFields::new(&bytes)),
@@ -238,7 +249,11 @@ impl Handshake {
             return Err(HandshakeClose::OptionTooLong { option, length });
         }
         if option != opt::EXPORT_NAME {
-            return if self.terms.fixed_newstyle { Ok(()) } else { Err(HandshakeClose::NotFixedNewstyle(option)) };
+            return if self.terms.fixed_newstyle {
+                Ok(())
+            } else {
+                Err(HandshakeClose::NotFixedNewstyle(option))
+            };
         }
         // EXPORT_NAME has no error reply, so an invalid one ends the connection.
         if self.needs_tls() {
@@ -285,7 +300,13 @@ impl Handshake {
         self.policy == TlsPolicy::Required && !self.terms.secured
     }
 
-    fn option_data(&mut self, option: u32, data: &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> HandshakeEvent {
+    fn option_data(
+        &mut self,
+        option: u32,
+        data: &[u8],
+        exports: &dyn ExportCatalog,
+        out: &mut Vec<u8>,
+    ) -> HandshakeEvent {
         self.phase = HandshakePhase::Header;
         match option::answer(&mut self.terms, option, data, exports, out) {
             OptionOutcome::Replied => HandshakeEvent::Replied,
@@ -300,7 +321,14 @@ impl Handshake {
         }
     }
 
-    fn skip(&mut self, rest: &mut &[u8], option: u32, left: u32, then: AfterSkip, out: &mut Vec<u8>) -> HandshakeEvent {
+    fn skip(
+        &mut self,
+        rest: &mut &[u8],
+        option: u32,
+        left: u32,
+        then: AfterSkip,
+        out: &mut Vec<u8>,
+    ) -> HandshakeEvent {
         let skipped = rest.len().min(left as usize);
         *rest = &rest[skipped..];
         let left = left - skipped as u32;

@@ -133,12 +133,19 @@ fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usi
             HandshakeEvent::StartTls => {
                 let again = handshake.advance(&input[start..end], exports, &mut out);
                 // Until `tls_established`, the handshake accepts nothing.
-                assert_eq!(again, HandshakeStep { consumed: 0, event: HandshakeEvent::StartTls }, "went on without TLS");
+                assert_eq!(
+                    again,
+                    HandshakeStep { consumed: 0, event: HandshakeEvent::StartTls },
+                    "went on without TLS"
+                );
                 handshake.tls_established();
                 tls += 1;
             }
             last @ (HandshakeEvent::Transmission(_) | HandshakeEvent::Close(_)) => {
-                assert_eq!(handshake.advance(b"more", exports, &mut out), HandshakeStep { consumed: 0, event: last });
+                assert_eq!(
+                    handshake.advance(b"more", exports, &mut out),
+                    HandshakeStep { consumed: 0, event: last }
+                );
                 return HandshakeTranscript { out, left: input.len() - start, last, tls };
             }
         }
@@ -171,7 +178,10 @@ fn flags_that_were_not_offered_close() {
     for flags in [0x0100_0000, 0x0300_0000] {
         assert_eq!(talk(&HandshakeInput::new(flags)).last, HandshakeEvent::Close(HandshakeClose::VhostUser));
     }
-    assert_eq!(talk(&HandshakeInput::new(u32::MAX)).last, HandshakeEvent::Close(HandshakeClose::ClientFlags(u32::MAX)));
+    assert_eq!(
+        talk(&HandshakeInput::new(u32::MAX)).last,
+        HandshakeEvent::Close(HandshakeClose::ClientFlags(u32::MAX))
+    );
 }
 
 #[test]
@@ -209,22 +219,29 @@ fn export_name_closes_where_it_cannot_succeed() {
     }
     let long = talk(&HandshakeInput::fixed().header(opt::EXPORT_NAME, 4097));
     assert!(matches!(long.last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
-    let extended = HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::EXPORT_NAME, b"disk");
+    let extended =
+        HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::EXPORT_NAME, b"disk");
     assert!(matches!(talk(&extended).last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
 }
 
 #[test]
-fn abort_is_acknowledged_whatever_it_carries() {
+fn abort_is_acknowledged_with_any_payload() {
     for data in [&b""[..], b"bye"] {
         let talk = talk(&HandshakeInput::fixed().option(opt::ABORT, data));
-        assert_eq!((talk.last, talk.kinds()), (HandshakeEvent::Close(HandshakeClose::Aborted), vec![rep::ACK]));
+        assert_eq!(
+            (talk.last, talk.kinds()),
+            (HandshakeEvent::Close(HandshakeClose::Aborted), vec![rep::ACK])
+        );
     }
 }
 
 #[test]
 fn something_that_is_no_option_closes() {
     let talk = talk(&HandshakeInput::fixed().raw(b"GET / HTTP/1.1\r\n"));
-    assert_eq!(talk.last, HandshakeEvent::Close(HandshakeClose::OptionMagic(u64::from_be_bytes(*b"GET / HT"))));
+    assert_eq!(
+        talk.last,
+        HandshakeEvent::Close(HandshakeClose::OptionMagic(u64::from_be_bytes(*b"GET / HT")))
+    );
 }
 
 #[test]
@@ -234,7 +251,7 @@ fn unknown_options_are_refused_and_skipped() {
 }
 
 #[test]
-fn an_oversized_option_is_refused_unread_and_a_huge_one_closes() {
+fn oversized_option_is_rejected_and_huge_one_disconnects() {
     let big = HandshakeInput::fixed().option(opt::GO, &vec![0; MAX_OPTION_BYTES + 1]).option(opt::LIST, b"");
     assert_eq!(talk(&big).kinds(), [rep::ERR_TOO_BIG, rep::SERVER, rep::SERVER, rep::ACK]);
     for option in [opt::GO, opt::ABORT, 77] {
@@ -275,7 +292,7 @@ fn list_names_every_export() {
 }
 
 #[test]
-fn a_long_list_comes_in_pieces() {
+fn long_list_is_sent_in_parts() {
     let long = "d".repeat(3000);
     let exports = ExportTable::new((0..1000).map(|n| export(&format!("disk{n}"), &long, 0)).collect());
     let mut out = Vec::new();
@@ -304,7 +321,7 @@ fn names_the_protocol_cannot_carry_are_not_listed() {
 }
 
 #[test]
-fn info_tells_what_is_asked_and_always_size_and_flags() {
+fn info_has_the_requested_items_and_always_size_and_flags() {
     let data = about("disk", &[info::NAME, info::DESCRIPTION, info::BLOCK_SIZE, 99]);
     let talk = talk(&HandshakeInput::fixed().option(opt::INFO, &data));
     let told: Vec<_> = talk.replies().into_iter().map(|(_, kind, data)| (kind, data)).collect();
@@ -327,7 +344,7 @@ fn info_tells_what_is_asked_and_always_size_and_flags() {
 }
 
 #[test]
-fn a_client_that_does_not_ask_for_block_sizes_is_told_any_alignment() {
+fn client_without_block_size_request_may_use_any_alignment() {
     let replies = talk(&HandshakeInput::fixed().option(opt::INFO, &about("disk", &[]))).replies();
     let sizes = &replies[1].2;
     assert_eq!(sizes[..2], info::BLOCK_SIZE.to_be_bytes());
@@ -342,7 +359,7 @@ fn the_default_export_has_the_empty_name() {
 }
 
 #[test]
-fn go_binds_a_client_that_asked_for_block_sizes() {
+fn go_with_block_sizes_enforces_alignment() {
     let bound = talk(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE]))).session();
     assert_eq!((bound.sizes_acknowledged, bound.minimum_block), (true, 512));
     let free = talk(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[]))).session();
@@ -361,7 +378,7 @@ fn asking_with_info_does_not_bind() {
 }
 
 #[test]
-fn unknown_exports_are_refused_and_negotiation_goes_on() {
+fn unknown_exports_are_rejected_and_negotiation_continues() {
     let client = HandshakeInput::fixed()
         .option(opt::GO, &about("other", &[]))
         .option(opt::INFO, &about("other", &[]))
@@ -391,7 +408,8 @@ fn malformed_info_is_invalid() {
 #[test]
 fn structured_replies_and_extended_headers_are_negotiated_once() {
     let go = about("disk", &[]);
-    let client = HandshakeInput::fixed().option(opt::STRUCTURED_REPLY, b"").option(opt::STRUCTURED_REPLY, b"");
+    let client =
+        HandshakeInput::fixed().option(opt::STRUCTURED_REPLY, b"").option(opt::STRUCTURED_REPLY, b"");
     let talk1 = talk(&client.clone().option(opt::GO, &go));
     assert_eq!(talk1.kinds()[..2], [rep::ACK, rep::ERR_INVALID]);
     assert_eq!(talk1.session().style, ReplyStyle::Structured);
@@ -458,7 +476,8 @@ fn contexts_are_selected_by_full_name_for_one_export() {
 #[test]
 fn a_selected_context_is_named_once_with_its_number() {
     let set = queries("disk", &["base:allocation", "base:allocation"]);
-    let client = HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::SET_META_CONTEXT, &set);
+    let client =
+        HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::SET_META_CONTEXT, &set);
     let talk = talk(&client.option(opt::GO, &about("disk", &[])));
     assert_eq!(talk.kinds()[1..3], [rep::META_CONTEXT, rep::ACK]);
     assert_eq!(talk.replies()[1].2, b"\0\0\0\x01base:allocation");
@@ -487,7 +506,7 @@ fn tls_is_refused_where_it_is_off() {
 }
 
 #[test]
-fn tls_forgets_what_was_negotiated_in_the_clear() {
+fn starttls_discards_earlier_negotiation() {
     let client = HandshakeInput::fixed()
         .option(opt::STRUCTURED_REPLY, b"")
         .option(opt::SET_META_CONTEXT, &queries("disk", &["base:allocation"]))
@@ -514,13 +533,16 @@ fn extended_headers_do_not_survive_tls() {
 }
 
 #[test]
-fn where_tls_is_required_nothing_else_is_answered_before_it() {
+fn required_tls_rejects_other_options_first() {
     for option in [opt::LIST, opt::INFO, opt::GO, opt::STRUCTURED_REPLY, opt::EXTENDED_HEADERS, 4, 99] {
         let talk = talk_with(TlsPolicy::Required, &HandshakeInput::fixed().option(option, b""));
         assert_eq!(talk.kinds(), [rep::ERR_TLS_REQD], "option {option}");
     }
     let named = HandshakeInput::fixed().option(opt::EXPORT_NAME, b"disk");
-    assert!(matches!(talk_with(TlsPolicy::Required, &named).last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
+    assert!(matches!(
+        talk_with(TlsPolicy::Required, &named).last,
+        HandshakeEvent::Close(HandshakeClose::ExportName(_))
+    ));
     let abort = HandshakeInput::fixed().option(opt::ABORT, b"");
     assert_eq!(talk_with(TlsPolicy::Required, &abort).kinds(), [rep::ACK]);
     let plain = HandshakeInput::fixed().option(opt::GO, &about("disk", &[]));

@@ -2,10 +2,10 @@
 //! `negotiate` does framing and bounds. An option that fails changes nothing except what the
 //! specification resets.
 
-use super::catalog::{ExportInfo, ExportCatalog};
+use super::catalog::{ExportCatalog, ExportInfo};
 use super::context::{MetaContext, MetaContexts};
 use super::proto::{self, info, opt, rep};
-use super::session::{ReplyStyle, NbdSession};
+use super::session::{NbdSession, ReplyStyle};
 use super::wire::{self, WireFields};
 use std::sync::Arc;
 
@@ -106,14 +106,14 @@ impl<'a> OptionReplies<'a> {
     }
 
     pub(super) fn reject(&mut self, refusal: OptionRejection) {
-        self.send(refusal.kind, &[wire::clip(refusal.why).as_bytes()]);
+        self.send(refusal.kind, &[wire::truncated(refusal.why).as_bytes()]);
     }
 
     /// Appends one export of a LIST; omits it if the protocol cannot carry its name.
     pub(super) fn server(&mut self, export: &ExportInfo) {
         let Some(name) = wire::string(export.name.as_bytes()) else { return };
         let length = (name.len() as u32).to_be_bytes();
-        self.send(rep::SERVER, &[&length, name.as_bytes(), wire::clip(&export.description).as_bytes()]);
+        self.send(rep::SERVER, &[&length, name.as_bytes(), wire::truncated(&export.description).as_bytes()]);
     }
 }
 
@@ -147,7 +147,12 @@ pub(super) fn answer(
     result.unwrap_or(OptionOutcome::Replied)
 }
 
-fn export_name(terms: &NegotiatedTerms, data: &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> OptionOutcome {
+fn export_name(
+    terms: &NegotiatedTerms,
+    data: &[u8],
+    exports: &dyn ExportCatalog,
+    out: &mut Vec<u8>,
+) -> OptionOutcome {
     let Some(name) = wire::string(data) else {
         return OptionOutcome::NoExport("the name is not UTF-8 without NUL");
     };
@@ -227,7 +232,11 @@ fn send_context(replies: &mut OptionReplies<'_>, id: u32, name: &str) {
 }
 
 /// Allowed before structured replies too: the specification leaves that to the server.
-fn list_contexts(data: &[u8], exports: &dyn ExportCatalog, replies: &mut OptionReplies<'_>) -> Result<OptionOutcome, OptionRejection> {
+fn list_contexts(
+    data: &[u8],
+    exports: &dyn ExportCatalog,
+    replies: &mut OptionReplies<'_>,
+) -> Result<OptionOutcome, OptionRejection> {
     let ContextQueries { bitmaps, texts, .. } = queries(data, exports)?;
     for context in MetaContext::of_export(bitmaps.len()) {
         let name = context.name(&bitmaps);
@@ -246,7 +255,9 @@ fn set_contexts(
 ) -> Result<OptionOutcome, OptionRejection> {
     if !terms.style().has_chunks() {
         // Block status replies are chunks ("NBD_OPT_SET_META_CONTEXT").
-        return Err(OptionRejection::invalid("metadata contexts need structured replies or extended headers first"));
+        return Err(OptionRejection::invalid(
+            "metadata contexts need structured replies or extended headers first",
+        ));
     }
     let ContextQueries { export, bitmaps, texts } = queries(data, exports)?;
     let mut contexts = MetaContexts::NONE;
@@ -270,7 +281,7 @@ struct InfoRequest<'a> {
 
 /// Parses the data of INFO and GO; `None` if the lengths do not add up. Unknown kinds of
 /// information MUST be ignored.
-fn wanted(data: &[u8]) -> Option<InfoRequest<'_>> {
+fn parse_info_request(data: &[u8]) -> Option<InfoRequest<'_>> {
     let mut fields = WireFields::new(data);
     let mut wanted =
         InfoRequest { name: fields.string()?, canonical_name: false, description: false, block_sizes: false };
@@ -293,7 +304,7 @@ fn describe(
     exports: &dyn ExportCatalog,
     replies: &mut OptionReplies<'_>,
 ) -> Result<NbdSession, OptionRejection> {
-    let wanted = wanted(data).ok_or(OptionRejection::invalid(
+    let wanted = parse_info_request(data).ok_or(OptionRejection::invalid(
         "the lengths do not add up, or the name is not UTF-8 of at most 4096 bytes",
     ))?;
     let export = exports.find(wanted.name).ok_or(OptionRejection::unknown_export())?;
@@ -303,7 +314,12 @@ fn describe(
     Ok(session)
 }
 
-fn send_info(wanted: &InfoRequest<'_>, about: &ExportInfo, session: &NbdSession, replies: &mut OptionReplies<'_>) {
+fn send_info(
+    wanted: &InfoRequest<'_>,
+    about: &ExportInfo,
+    session: &NbdSession,
+    replies: &mut OptionReplies<'_>,
+) {
     let mut item = |kind: u16, parts: [&[u8]; 3]| {
         replies.send(rep::INFO, &[&kind.to_be_bytes(), parts[0], parts[1], parts[2]]);
     };
@@ -315,7 +331,7 @@ fn send_info(wanted: &InfoRequest<'_>, about: &ExportInfo, session: &NbdSession,
         item(info::NAME, [name.as_bytes(), &[], &[]]);
     }
     if wanted.description && !about.description.is_empty() {
-        item(info::DESCRIPTION, [wire::clip(&about.description).as_bytes(), &[], &[]]);
+        item(info::DESCRIPTION, [wire::truncated(&about.description).as_bytes(), &[], &[]]);
     }
     let sizes = [session.minimum_block, about.sizes.preferred, session.maximum_payload];
     let [minimum, preferred, maximum] = sizes.map(u32::to_be_bytes);

@@ -56,7 +56,7 @@ pub(super) enum QuiesceStage {
 pub(super) struct ConnectionQuiesce {
     stage: AtomicU8,
     /// Number of quiesces so far.
-    turn: AtomicU64,
+    quiesce_count: AtomicU64,
     /// Notified when the stage has changed. Every connection listens.
     changed: Event,
     /// Notified when a client has arrived or a connection has quiesced. Only the server listens,
@@ -65,7 +65,7 @@ pub(super) struct ConnectionQuiesce {
     /// Clients that are being accepted or are not registered yet.
     arriving: AtomicUsize,
     /// State by connection number; `None` for a stream that is no socket and cannot move.
-    rested: Mutex<HashMap<u64, Option<QuiescedNbdConnection>>>,
+    quiesced_states: Mutex<HashMap<u64, Option<QuiescedNbdConnection>>>,
 }
 
 /// Guard for a client that is being accepted or not registered yet: see
@@ -103,7 +103,7 @@ impl ConnectionQuiesce {
 
     pub(super) fn set(&self, stage: QuiesceStage) {
         {
-            let mut rested = self.rested();
+            let mut rested = self.lock_quiesced_states();
             // Published states are stale once connections resume.
             if stage != QuiesceStage::HandedOver {
                 rested.clear();
@@ -111,7 +111,7 @@ impl ConnectionQuiesce {
             if stage == QuiesceStage::Quiescing {
                 // Under the lock of `rested`, so that `publish_until_resumed` cannot publish state
                 // of the previous quiesce.
-                self.turn.fetch_add(1, SeqCst);
+                self.quiesce_count.fetch_add(1, SeqCst);
             }
             self.stage.store(stage as u8, SeqCst);
         }
@@ -127,7 +127,7 @@ impl ConnectionQuiesce {
     }
 
     /// Waits until the stage satisfies `is_it`; returns the stage.
-    pub(super) async fn until(&self, is_it: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
+    pub(super) async fn wait_for_stage(&self, is_it: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
         loop {
             // The listener exists before the stage is read, so that a change in between wakes it.
             let changed = self.changed.listen();
@@ -140,23 +140,28 @@ impl ConnectionQuiesce {
     }
 
     pub(super) fn generation(&self) -> u64 {
-        self.turn.load(SeqCst)
+        self.quiesce_count.load(SeqCst)
     }
 
     /// Waits for the end of the quiesce with this number; true if another process continues the
     /// connection. A quiesce that follows at once has another number.
-    pub(super) async fn until_over(&self, turn: u64) -> bool {
-        let stage = self.until(|stage| stage != QuiesceStage::Quiescing || self.generation() != turn).await;
+    pub(super) async fn wait_for_end_of_quiesce(&self, turn: u64) -> bool {
+        let stage =
+            self.wait_for_stage(|stage| stage != QuiesceStage::Quiescing || self.generation() != turn).await;
         stage == QuiesceStage::HandedOver
     }
 
     /// Publishes the state of a quiesced connection, also for quiesces that follow at once, and
     /// waits until the server resumes. True if another process continues the connection.
-    pub(super) async fn publish_until_resumed(&self, number: u64, has: Option<QuiescedNbdConnection>) -> bool {
+    pub(super) async fn publish_until_resumed(
+        &self,
+        number: u64,
+        has: Option<QuiescedNbdConnection>,
+    ) -> bool {
         loop {
             let turn = self.generation();
             {
-                let mut rested = self.rested();
+                let mut rested = self.lock_quiesced_states();
                 // The state is published only for the current quiesce: an older one was already
                 // cleared.
                 if self.generation() == turn && self.stage() == QuiesceStage::Quiescing {
@@ -164,7 +169,7 @@ impl ConnectionQuiesce {
                 }
             }
             self.progress.notify(usize::MAX);
-            if self.until_over(turn).await {
+            if self.wait_for_end_of_quiesce(turn).await {
                 return true;
             }
             match self.stage() {
@@ -176,13 +181,13 @@ impl ConnectionQuiesce {
 
     /// True if another process continues this connection.
     pub(super) fn is_handed_over(&self, number: u64) -> bool {
-        let rested = self.rested();
+        let rested = self.lock_quiesced_states();
         self.stage() == QuiesceStage::HandedOver
             && rested.get(&number).is_some_and(|has| has.as_ref().is_some_and(|has| !has.tls))
     }
 
-    pub(super) fn rested(&self) -> MutexGuard<'_, HashMap<u64, Option<QuiescedNbdConnection>>> {
-        self.rested.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock_quiesced_states(&self) -> MutexGuard<'_, HashMap<u64, Option<QuiescedNbdConnection>>> {
+        self.quiesced_states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -209,7 +214,7 @@ mod tests {
             let connection = |_| {
                 let (rest, polls) = (Arc::clone(&rest), Rc::clone(&polls));
                 spawn_joinable(async move {
-                    let mut still = pin!(rest.until(|stage| stage >= QuiesceStage::Quiescing));
+                    let mut still = pin!(rest.wait_for_stage(|stage| stage >= QuiesceStage::Quiescing));
                     poll_fn(|context| {
                         polls.set(polls.get() + 1);
                         still.as_mut().poll(context)

@@ -17,7 +17,7 @@ use super::context::MetaContext;
 use super::errno::Errno;
 use super::proto::{self, reply_flag, reply_type};
 use super::request::StatusQuery;
-use super::session::{ReplyStyle, NbdSession, RequestTag};
+use super::session::{NbdSession, ReplyStyle, RequestTag};
 use super::wire;
 
 /// Longest extent of a 32-bit chunk, in bytes: a multiple of every possible minimum block.
@@ -110,20 +110,28 @@ impl NbdReplyEncoder {
 
     /// Appends an error reply to `out`; `message` is clipped to 4096 bytes.
     pub fn error(self, tag: RequestTag, errno: Errno, message: &str, out: &mut Vec<u8>) {
-        let message = wire::clip(message);
+        let message = wire::truncated(message);
         self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
     }
 
     /// [`NbdReplyEncoder::error`] with the offset of the failed byte, which lies in the request's
     /// range.
     pub fn error_at(self, tag: RequestTag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
-        self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
+        self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::truncated(message), out);
         if self.style.has_chunks() {
             out.extend_from_slice(&offset.to_be_bytes());
         }
     }
 
-    fn error_chunk(self, tag: RequestTag, kind: u16, fixed: usize, errno: Errno, message: &str, out: &mut Vec<u8>) {
+    fn error_chunk(
+        self,
+        tag: RequestTag,
+        kind: u16,
+        fixed: usize,
+        errno: Errno,
+        message: &str,
+        out: &mut Vec<u8>,
+    ) {
         if self.style == ReplyStyle::Simple {
             out.extend_from_slice(simple(tag, errno.code()).as_bytes());
             return;
@@ -199,7 +207,13 @@ fn simple(tag: RequestTag, errno: u32) -> ReplyHeader {
 }
 
 /// Appends extents; returns their number, at least 1.
-fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[NbdExtent], out: &mut Vec<u8>) -> u32 {
+fn put_extents(
+    wide: bool,
+    query: &StatusQuery,
+    most: usize,
+    extents: &[NbdExtent],
+    out: &mut Vec<u8>,
+) -> u32 {
     let unknown = [NbdExtent { length: query.length, flags: 0 }];
     // A chunk needs at least one extent, so an empty result is reported as data of the whole range.
     let known = extents.iter().any(|extent| extent.length > 0);

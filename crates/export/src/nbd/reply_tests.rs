@@ -166,7 +166,7 @@ fn only_the_last_extent_reaches_beyond_the_query() {
 }
 
 #[test]
-fn one_means_one_and_no_longer_than_asked() {
+fn req_one_returns_one_extent_within_the_range() {
     for style in [STRUCTURED, EXTENDED] {
         assert_eq!(told(style, query(512, true), &[(4096, 3), (4096, 0)]), [(512, 3)]);
         assert_eq!(told(style, query(1 << 20, true), &[(4096, 3), (4096, 0)]), [(4096, 3)]);
@@ -181,7 +181,7 @@ fn an_extent_longer_than_32_bits_is_cut_and_ends_the_chunk() {
 }
 
 #[test]
-fn nothing_known_is_reported_as_data() {
+fn unknown_allocation_is_reported_as_data() {
     for style in [STRUCTURED, EXTENDED] {
         assert_eq!(told(style, query(4096, false), &[]), [(4096, 0)]);
         assert_eq!(told(style, query(4096, false), &[(0, 3)]), [(4096, 0)]);

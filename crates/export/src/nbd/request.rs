@@ -21,7 +21,7 @@
 use super::context::{MetaContext, MetaContexts};
 use super::errno::Errno;
 use super::proto::{self, cmd, cmd_flag, export_flag};
-use super::session::{ReplyStyle, NbdSession, RequestTag};
+use super::session::{NbdSession, ReplyStyle, RequestTag};
 use super::wire::WireFields;
 
 /// A validated command; `fua` means "durable before the reply".
@@ -304,7 +304,11 @@ fn flush(header: &NbdRequestHeader, session: &NbdSession) -> Result<NbdCommand, 
     Ok(NbdCommand::Flush)
 }
 
-fn write_zeroes(header: &NbdRequestHeader, range: &RequestRange<'_>, fua: bool) -> Result<NbdCommand, Refusal> {
+fn write_zeroes(
+    header: &NbdRequestHeader,
+    range: &RequestRange<'_>,
+    fua: bool,
+) -> Result<NbdCommand, Refusal> {
     writable(range.session)?;
     offered(range.session, export_flag::SEND_WRITE_ZEROES, "this export does not offer WRITE_ZEROES")?;
     range.inside(Errno::NoSpc)?;

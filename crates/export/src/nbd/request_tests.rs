@@ -116,7 +116,11 @@ fn each_command_is_understood() {
         let payload = if s.style == ReplyStyle::Extended { cmd_flag::PAYLOAD_LEN } else { 0 };
         let (offset, length) = (4096, 512);
         accepts(&s, raw(cmd::READ, 4096, 512), NbdCommand::Read { offset, length, dont_fragment: false });
-        accepts(&s, raw(cmd::WRITE, 4096, 512).with(payload), NbdCommand::Write { offset, length, fua: false });
+        accepts(
+            &s,
+            raw(cmd::WRITE, 4096, 512).with(payload),
+            NbdCommand::Write { offset, length, fua: false },
+        );
         accepts(
             &s,
             raw(cmd::WRITE, 4096, 512).with(payload | cmd_flag::FUA),
@@ -197,7 +201,7 @@ fn fua_is_valid_on_every_command_where_it_is_offered() {
 }
 
 #[test]
-fn what_was_not_offered_is_refused() {
+fn requests_without_their_offered_flag_are_rejected() {
     for (kind, flag) in [
         (cmd::TRIM, export_flag::SEND_TRIM),
         (cmd::CACHE, export_flag::SEND_CACHE),
@@ -227,7 +231,11 @@ fn past_the_end_is_invalid_to_read_and_no_space_to_write() {
     refuses(&extended(), raw(cmd::TRIM, 512, u64::MAX), Errno::Inval, 0);
     refuses(&extended(), raw(cmd::WRITE_ZEROES, 512, u64::MAX), Errno::NoSpc, 0);
     let (offset, length) = (SIZE - 512, 512);
-    accepts(&simple(), raw(cmd::READ, offset, 512), NbdCommand::Read { offset, length, dont_fragment: false });
+    accepts(
+        &simple(),
+        raw(cmd::READ, offset, 512),
+        NbdCommand::Read { offset, length, dont_fragment: false },
+    );
 }
 
 #[test]
@@ -271,7 +279,8 @@ fn payloads_have_a_limit_and_ranges_do_not() {
     refuses(&extended(), raw(cmd::READ, 0, 1 << 40), Errno::Overflow, 0);
     refuses(&simple(), raw(cmd::WRITE, 0, long), Errno::Inval, long as u32);
     accepts(&simple(), raw(cmd::TRIM, 0, SIZE), NbdCommand::Trim { offset: 0, length: SIZE, fua: false });
-    let command = NbdCommand::WriteZeroes { offset: 0, length: SIZE, fua: false, no_hole: false, fast: false };
+    let command =
+        NbdCommand::WriteZeroes { offset: 0, length: SIZE, fua: false, no_hole: false, fast: false };
     accepts(&extended(), raw(cmd::WRITE_ZEROES, 0, SIZE), command);
 }
 
@@ -279,7 +288,10 @@ fn payloads_have_a_limit_and_ranges_do_not() {
 fn up_to_32_mib_is_skipped_and_more_closes() {
     let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
     refuses(&simple(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
-    assert_eq!(run(&simple(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(ProtocolViolation::Payload(most + 1)));
+    assert_eq!(
+        run(&simple(), raw(cmd::WRITE, 0, most + 1)),
+        Parsed::Close(ProtocolViolation::Payload(most + 1))
+    );
     let payload = cmd_flag::PAYLOAD_LEN;
     refuses(&extended(), raw(cmd::TRIM, 0, most).with(payload), Errno::Inval, most as u32);
     for length in [most + 1, 1 << 32, u64::MAX] {
@@ -292,7 +304,7 @@ fn up_to_32_mib_is_skipped_and_more_closes() {
 }
 
 #[test]
-fn nothing_is_done_for_no_bytes() {
+fn requests_of_length_zero_do_no_io() {
     for kind in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::CACHE, cmd::WRITE_ZEROES] {
         accepts(&simple(), raw(kind, 512, 0), NbdCommand::Empty);
     }
@@ -308,7 +320,7 @@ fn a_flush_has_neither_offset_nor_length() {
 }
 
 #[test]
-fn a_disconnect_is_one_whatever_it_carries() {
+fn disconnect_ignores_its_other_fields() {
     accepts(&extended(), raw(cmd::DISC, 7, u64::MAX).with(u16::MAX), NbdCommand::Disconnect);
 }
 
@@ -331,11 +343,14 @@ fn a_write_has_its_payload_whether_or_not_it_says_so() {
     refuses(&extended(), raw(cmd::WRITE, SIZE, 512), Errno::NoSpc, 512);
     let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
     refuses(&extended(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
-    assert_eq!(run(&extended(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(ProtocolViolation::Payload(most + 1)));
+    assert_eq!(
+        run(&extended(), raw(cmd::WRITE, 0, most + 1)),
+        Parsed::Close(ProtocolViolation::Payload(most + 1))
+    );
 }
 
 #[test]
-fn df_asks_for_one_chunk() {
+fn df_returns_one_chunk() {
     let command = NbdCommand::Read { offset: 0, length: MAX_PAYLOAD, dont_fragment: true };
     accepts(&structured(), raw(cmd::READ, 0, u64::from(MAX_PAYLOAD)).with(cmd_flag::DF), command);
 }
@@ -470,7 +485,7 @@ proptest! {
 }
 
 #[test]
-fn a_part_of_block_status_is_asked_for_again() {
+fn partial_block_status_is_requested_again() {
     let mut session = session(ReplyStyle::Extended);
     session.contexts.insert(MetaContext::AllocationDepth);
     let mut contexts = MetaContexts::NONE;

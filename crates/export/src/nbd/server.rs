@@ -35,22 +35,22 @@ use self::connected_clients::{ConnectedClient, ConnectedClients};
 use super::{
     admission::{self, NbdAccessControl, RejectedClientCounts},
     catalog::ExportInfo,
+    client_observer::{ClientObserver, NbdClientInfo},
     connection::NbdConnection,
-    transfers::ClientTransfers,
-    receive_buffer::ReceiveBuffer,
     exports::{NbdServerExport, RegisteredExports},
-    quiesce::{ArrivalGuard, ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
+    quiesce::{ArrivalGuard, ConnectionQuiesce, QuiesceStage, QuiescedNbdConnection},
+    receive_buffer::ReceiveBuffer,
     session::NbdSession,
     stop_signal::StopSignal,
     stream::NbdStream,
-    client_observer::{NbdClientInfo, ClientObserver},
+    transfers::ClientTransfers,
 };
-use crate::{trim, peer_process::PeerProcess, select::first};
+use crate::{peer_process::PeerProcess, select::first, trim};
 use reactor::{
     ReactorWorker,
-    memory::{MemoryBudget, ConnectionMemory},
-    operation::{self, Fd},
     log_rate_limit::LogRateLimit,
+    memory::{ConnectionMemory, MemoryBudget},
+    operation::{self, Fd},
 };
 use tls::TlsServer;
 
@@ -85,7 +85,7 @@ impl Default for NbdServerTerms {
 }
 
 impl NbdServerTerms {
-    pub(super) fn most_of_one_address(&self) -> usize {
+    pub(super) fn max_connections_per_address(&self) -> usize {
         match (self.max_of_one_address, self.max_connections) {
             (Some(0), _) | (None, 0) => usize::MAX,
             (Some(most), _) => most,
@@ -112,13 +112,13 @@ pub struct NbdServer {
     terms: NbdServerTerms,
     admission: NbdAccessControl,
     stopping: AtomicBool,
-    pub(super) rest: Arc<ConnectionQuiesce>,
+    pub(super) quiesce_state: Arc<ConnectionQuiesce>,
     served: AtomicBool,
     connections: Mutex<ConnectedClients>,
     next_number: AtomicU64,
     /// Slots in use. `freed` is notified of every change, and when a client finishes its
     /// handshake.
-    places: AtomicUsize,
+    used_slots: AtomicUsize,
     freed: Event,
     endings: LogRateLimit,
     refusals: LogRateLimit,
@@ -150,14 +150,14 @@ impl NbdServer {
         Arc::new(Self {
             exports: RwLock::default(),
             tls,
-            admission: NbdAccessControl::new(terms.access.clone(), terms.most_of_one_address()),
+            admission: NbdAccessControl::new(terms.access.clone(), terms.max_connections_per_address()),
             terms,
             stopping: AtomicBool::new(false),
-            rest: Arc::default(),
+            quiesce_state: Arc::default(),
             served: AtomicBool::new(false),
             connections: Mutex::default(),
             next_number: AtomicU64::new(1),
-            places: AtomicUsize::new(0),
+            used_slots: AtomicUsize::new(0),
             freed: Event::new(),
             endings: LogRateLimit::default(),
             refusals: LogRateLimit::default(),
@@ -283,10 +283,21 @@ impl NbdServer {
     }
 
     /// `None` if there is no observer.
-    fn visit(&self, export: &NbdServerExport, number: u64, client: &ClientIdentity) -> Option<Box<NbdClientInfo>> {
+    fn visit(
+        &self,
+        export: &NbdServerExport,
+        number: u64,
+        client: &ClientIdentity,
+    ) -> Option<Box<NbdClientInfo>> {
         self.terms.visited.as_ref()?;
         let (disk, export) = (Arc::clone(export.disk.name()), Arc::clone(&export.name));
-        Some(Box::new(NbdClientInfo { number, export, disk, address: client.address, name: client.name.clone() }))
+        Some(Box::new(NbdClientInfo {
+            number,
+            export,
+            disk,
+            address: client.address,
+            name: client.name.clone(),
+        }))
     }
 
     /// Accepts connections and assigns them to `workers` in turn, until [`NbdServer::stop`].
@@ -324,7 +335,7 @@ impl NbdServer {
             if let Some(memory) = ConnectionMemory::new(MemoryBudget::process(), bytes) {
                 return Some(memory);
             }
-            if self.stopping.load(Ordering::SeqCst) || self.rest.stage() != QuiesceStage::Open {
+            if self.stopping.load(Ordering::SeqCst) || self.quiesce_state.stage() != QuiesceStage::Open {
                 return None;
             }
             if let Some(left_out) = self.refusals.try_log(reactor::coarse_now()) {
@@ -336,7 +347,8 @@ impl NbdServer {
             // Memory is also returned by others than the clients of this server, so the wait is
             // bounded.
             let next_look = self.disconnect_oldest().unwrap_or(HANDSHAKE_GRACE);
-            let changed = first(freed, self.rest.until(|stage| stage != QuiesceStage::Open));
+            let changed =
+                first(freed, self.quiesce_state.wait_for_stage(|stage| stage != QuiesceStage::Open));
             let _ = reactor::timeout(next_look, changed).await;
         }
     }
@@ -350,11 +362,14 @@ impl NbdServer {
         let (mut failures, mut told) = (0_u64, false);
         loop {
             let freed = self.freed.listen();
-            let stage = self.rest.until(|stage| matches!(stage, QuiesceStage::Open | QuiesceStage::HandedOver)).await;
+            let stage = self
+                .quiesce_state
+                .wait_for_stage(|stage| matches!(stage, QuiesceStage::Open | QuiesceStage::HandedOver))
+                .await;
             if stage == QuiesceStage::HandedOver {
                 return Ok(None);
             }
-            let arriving = self.rest.arriving();
+            let arriving = self.quiesce_state.arriving();
             let socket = match operation::has_client_descriptors() {
                 true => self.accept_while_open(listener).await,
                 false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
@@ -396,7 +411,7 @@ impl NbdServer {
     /// [`QuiesceStage::Open`].
     async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
         let mut accepting = pin!(operation::accept(listener));
-        let mut closed = pin!(self.rest.until(|stage| stage != QuiesceStage::Open));
+        let mut closed = pin!(self.quiesce_state.wait_for_stage(|stage| stage != QuiesceStage::Open));
         let mut is_told = false;
         poll_fn(|context| {
             // The accept first: a client that has just been accepted must not be lost to the
@@ -417,11 +432,11 @@ impl NbdServer {
     /// handshake has finished; clients that take longer than `patience` are disconnected. Continue
     /// with [`NbdServer::quiesce`] or [`NbdServer::resume`].
     pub async fn stop_accepting(&self, patience: Duration) {
-        self.rest.set(QuiesceStage::NotAccepting);
+        self.quiesce_state.set(QuiesceStage::NotAccepting);
         let finished = async {
             loop {
-                let (freed, changed) = (self.freed.listen(), self.rest.listen_to_progress());
-                if self.rest.has_no_arrivals() && self.lock().oldest_unfinished().is_none() {
+                let (freed, changed) = (self.freed.listen(), self.quiesce_state.listen_to_progress());
+                if self.quiesce_state.has_no_arrivals() && self.lock().oldest_unfinished().is_none() {
                     return;
                 }
                 first(freed, changed).await;
@@ -437,11 +452,13 @@ impl NbdServer {
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
     /// for limits are put back. False if that takes longer than `patience`.
     pub async fn quiesce(&self, patience: Duration) -> bool {
-        self.rest.set(QuiesceStage::Quiescing);
+        self.quiesce_state.set(QuiesceStage::Quiescing);
         reactor::timeout(patience, async {
             loop {
-                let (freed, changed) = (self.freed.listen(), self.rest.listen_to_progress());
-                if self.rest.has_no_arrivals() && self.rest.rested().len() == self.connections() {
+                let (freed, changed) = (self.freed.listen(), self.quiesce_state.listen_to_progress());
+                if self.quiesce_state.has_no_arrivals()
+                    && self.quiesce_state.lock_quiesced_states().len() == self.connections()
+                {
                     return;
                 }
                 first(freed, changed).await;
@@ -454,7 +471,7 @@ impl NbdServer {
     /// State of every quiesced connection with its export's name, in the order of arrival.
     pub fn quiesced_state(&self) -> Vec<(Arc<str>, QuiescedNbdConnection)> {
         let exports = self.exports();
-        let rested = self.rest.rested();
+        let rested = self.quiesce_state.lock_quiesced_states();
         // Ascending numbers are the order of arrival, which the new process keeps.
         let mut numbers: Vec<_> = rested.keys().copied().collect();
         numbers.sort_unstable();
@@ -467,13 +484,13 @@ impl NbdServer {
 
     /// Resumes after [`NbdServer::stop_accepting`] or [`NbdServer::quiesce`].
     pub fn resume(&self) {
-        self.rest.set(QuiesceStage::Open);
+        self.quiesce_state.set(QuiesceStage::Open);
     }
 
     /// Ends after an upgrade: closes the connections that cannot move, those with TLS, before it
     /// returns. Sockets without TLS are not touched.
     pub async fn hand_over(&self) {
-        self.rest.set(QuiesceStage::HandedOver);
+        self.quiesce_state.set(QuiesceStage::HandedOver);
         let _ = reactor::timeout(STOP_TIMEOUT, self.wait_while(|server| server.connections() > 0)).await;
     }
 
@@ -481,7 +498,7 @@ impl NbdServer {
     /// this server.
     pub fn adopt(self: &Arc<Self>, rested: QuiescedNbdConnection, worker: &ReactorWorker) {
         // Not bounded by `max_connections`: the client was already admitted by the old process.
-        self.places.fetch_add(1, Ordering::SeqCst);
+        self.used_slots.fetch_add(1, Ordering::SeqCst);
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let address = admission::peer_address(&rested.socket);
         address.into_iter().for_each(|address| self.admission.count_transferred(address));
@@ -513,7 +530,9 @@ impl NbdServer {
         if self.stopping.load(Ordering::SeqCst) {
             return;
         }
-        let Some(connection) = self.connection(NbdStream::Plain(socket), session, stop, number) else { return };
+        let Some(connection) = self.connection(NbdStream::Plain(socket), session, stop, number) else {
+            return;
+        };
         if let Err(reason) = connection.serve(inbox).await {
             tracing::debug!(client = number, %reason, "connection ended");
         }
@@ -550,7 +569,7 @@ impl NbdServer {
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         // Quiesced connections must run to end.
-        self.rest.set(QuiesceStage::Open);
+        self.quiesce_state.set(QuiesceStage::Open);
         self.freed.notify(usize::MAX);
         for (_, live) in self.lock().iter() {
             live.stop.raise();
@@ -642,7 +661,7 @@ impl NbdServer {
         if let Some(live) = self.lock().get_mut(number) {
             live.holding = Some(Arc::clone(connection.holding()));
         }
-        Some(connection.with_quiesce(&self.rest, number))
+        Some(connection.with_quiesce(&self.quiesce_state, number))
     }
 }
 
@@ -687,7 +706,7 @@ impl ConnectionSlot {
             // Only a client that actually waits may displace another, hence the wait for
             // `readable`.
             let take = |taken: usize| (taken < most).then(|| taken + 1);
-            if server.places.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
+            if server.used_slots.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
                 let number = server.next_number.fetch_add(1, Ordering::Relaxed);
                 return Some(Self { server: Arc::clone(server), number, address: None, memory: None });
             }
@@ -730,7 +749,7 @@ impl Drop for ConnectionSlot {
         // A transferred client has not disconnected: the new process reports its end.
         if let (Some(visited), Some(ConnectedClient { visit: Some(visit), since, .. })) =
             (&self.server.terms.visited, gone)
-            && !self.server.rest.is_handed_over(self.number)
+            && !self.server.quiesce_state.is_handed_over(self.number)
         {
             visited.disconnected(&visit, reactor::real_time() - since);
         }
@@ -738,7 +757,7 @@ impl Drop for ConnectionSlot {
             self.server.admission.release(address);
         }
         // Slot and memory are returned before `freed`, which wakes the tasks that wait for them.
-        self.server.places.fetch_sub(1, Ordering::SeqCst);
+        self.server.used_slots.fetch_sub(1, Ordering::SeqCst);
         self.memory = None;
         self.server.freed.notify(usize::MAX);
     }

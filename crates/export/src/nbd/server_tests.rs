@@ -36,8 +36,8 @@ fn export(name: &str) -> NbdServerExport {
 fn connect(server: &Arc<NbdServer>, number: u64) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let place = ConnectionSlot { server: Arc::clone(server), number, address: None, memory: None };
-    server.places.fetch_add(1, Ordering::SeqCst);
-    reactor::spawn(place.welcome_and_hold(theirs.into(), server.rest.arriving()));
+    server.used_slots.fetch_add(1, Ordering::SeqCst);
+    reactor::spawn(place.welcome_and_hold(theirs.into(), server.quiesce_state.arriving()));
     ours
 }
 
@@ -105,12 +105,14 @@ fn clients_keep_an_export_or_go_with_it() {
 }
 
 #[test]
-fn a_client_that_waits_for_its_limits_goes_with_its_export() {
+fn throttled_client_is_disconnected_with_its_export() {
     real(async {
         let server = NbdServer::new(None, NbdServerTerms::default());
         let slow = export("slow");
         let mut limits = Limits::default();
-        limits.set(policy::throttle::LimitSetting::from_name("iops-total").expect("a setting"), 1).expect("valid");
+        limits
+            .set(policy::throttle::LimitSetting::from_name("iops-total").expect("a setting"), 1)
+            .expect("valid");
         slow.disk.throttle().set(DiskSettings { limits, ..DiskSettings::default() }).expect("valid");
         let number = server.add(slow).expect("free");
         let (_, mut client) = choose(connect(&server, 1), "slow").await.expect("found");
@@ -130,7 +132,7 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
 
 /// libnbd takes a reply to a request that it still sends for an unknown cookie, and closes.
 #[test]
-fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
+fn rejected_write_is_answered_after_its_payload() {
     real(async {
         let server = NbdServer::new(None, NbdServerTerms::default());
         server.add(export("vm1")).expect("free");
@@ -171,7 +173,8 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
         for number in 0..200 {
             server.add(export(&format!("disk-{number}"))).expect("a name of its own");
         }
-        let offer = VisibleExports { server: &server, client: ClientIdentity::default(), shown: Cell::new(None) };
+        let offer =
+            VisibleExports { server: &server, client: ClientIdentity::default(), shown: Cell::new(None) };
         let info = [&[0, 0, 0, 6][..], b"disk-7", &[0, 0]].concat();
         for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
             let mut out = Vec::new();

@@ -20,7 +20,7 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use policy::{
     access::AccessRules,
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     time::Duration,
 };
 
@@ -38,7 +38,7 @@ use super::{
 };
 use crate::seeds;
 use block::{
-    disk::{Disk, ErrorPolicies, OnError, DiskTotals},
+    disk::{Disk, DiskTotals, ErrorPolicies, OnError},
     layer::throttle::DiskSettings,
 };
 use image::{Image, RawImage};
@@ -49,8 +49,8 @@ use storage::{Storage, delay::DelayOptions, fault::FaultRule};
 /// neighbours share pages.
 const REGION: u64 = 40_000;
 /// Largest number of well-behaved clients; behind their regions is one for the hostile clients.
-const MOST_CLIENTS: u64 = 4;
-const SIZE: u64 = (MOST_CLIENTS + 1) * REGION;
+const MAX_CLIENTS: u64 = 4;
+const SIZE: u64 = (MAX_CLIENTS + 1) * REGION;
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
 #[test]
@@ -88,7 +88,7 @@ async fn serve_a_crowd() -> (DiskTotals, u64) {
     let stopped = Rc::new(Cell::new(false));
     let answered = Rc::new(Cell::new(0));
     let (mut ends, mut clients, mut connections) = (Vec::new(), Vec::new(), Vec::new());
-    for number in 0..sim::random(|random| random.u64(1..=MOST_CLIENTS)) {
+    for number in 0..sim::random(|random| random.u64(1..=MAX_CLIENTS)) {
         let (pipe, connection) = crowd.connect();
         let client = SimulatedNbdClient {
             wire: NbdTestWire::new(pipe),
@@ -103,7 +103,7 @@ async fn serve_a_crowd() -> (DiskTotals, u64) {
     }
     for _ in 0..sim::random(|random| random.usize(..=3)) {
         let (pipe, connection) = crowd.connect();
-        clients.push(spawn_joinable(HostileClient::draw(MOST_CLIENTS * REGION).run(pipe)));
+        clients.push(spawn_joinable(HostileClient::draw(MAX_CLIENTS * REGION).run(pipe)));
         ends.push((connection.end.clone(), Arc::clone(&connection.stop)));
         connections.push(connection.task);
     }
@@ -164,13 +164,14 @@ impl Crowd {
     async fn quiesce_repeatedly(&self) {
         for _ in 0..sim::random(|random| random.usize(1..12)) {
             sleep_until(now() + some_time() / 10).await;
-            self.server.rest.set(QuiesceStage::Quiescing);
+            self.server.quiesce_state.set(QuiesceStage::Quiescing);
             let until = now() + some_time();
-            while now() < until && self.server.rest.rested().len() < self.served.get() {
+            while now() < until && self.server.quiesce_state.lock_quiesced_states().len() < self.served.get()
+            {
                 sleep_until(now() + Duration::from_micros(10)).await;
             }
             if chance(30) {
-                self.server.rest.set(QuiesceStage::Quiescing);
+                self.server.quiesce_state.set(QuiesceStage::Quiescing);
                 sleep_until(now() + some_time() / 1000).await;
             }
             self.server.resume();
@@ -183,7 +184,7 @@ async fn resize_repeatedly(disk: &Disk) {
     for _ in 0..sim::random(|random| random.usize(1..6)) {
         sleep_until(now() + some_time() / 10).await;
         // Never below the regions of well-behaved clients, whose requests must not fail.
-        let sectors = (MOST_CLIENTS * REGION).div_ceil(512)..=SIZE / 512;
+        let sectors = (MAX_CLIENTS * REGION).div_ceil(512)..=SIZE / 512;
         let size_bytes = sim::random(|random| random.u64(sectors)) * 512;
         disk.resize(size_bytes).await.expect("memory takes any size");
         assert_eq!(disk.size_bytes(), size_bytes);
@@ -264,7 +265,9 @@ async fn serve_connection(
     in_flight: Rc<Cell<(usize, usize)>>,
     served: Rc<Cell<usize>>,
 ) {
-    if let Ok(Some((connection, inbox))) = server.open(NbdStream::Simulated(pipe.clone()), &stop, number).await {
+    if let Ok(Some((connection, inbox))) =
+        server.open(NbdStream::Simulated(pipe.clone()), &stop, number).await
+    {
         served.set(served.get() + 1);
         let watched = Rc::clone(&connection);
         let watching = spawn_joinable(async move {

@@ -31,7 +31,7 @@ struct StalledReaders(HashMap<u64, StalledReader>);
 impl StalledReaders {
     /// Examines all clients to which a message is being sent: `(number, state)`. Returns the
     /// numbers of those whose state has not changed for `patience`.
-    fn look(
+    fn find_stalled(
         &mut self,
         sending: impl Iterator<Item = (u64, (u64, usize))>,
         now: Instant,
@@ -78,7 +78,7 @@ impl NbdServer {
     }
 
     fn disconnect_stuck(&self, suspects: &mut StalledReaders, patience: Duration) -> Vec<String> {
-        let stuck = suspects.look(self.sending_states().into_iter(), reactor::now(), patience);
+        let stuck = suspects.find_stalled(self.sending_states().into_iter(), reactor::now(), patience);
         let push_out = |number| {
             // Read before the disconnect: its worker then removes the client from the tables.
             let client = self.describe_client(number);
@@ -91,7 +91,7 @@ impl NbdServer {
     /// Description of a client that has not quiesced; `None` if all have.
     pub fn unquiesced_client(&self) -> Option<String> {
         let restless = {
-            let (live, rested) = (self.client_numbers(), self.rest.rested());
+            let (live, rested) = (self.client_numbers(), self.quiesce_state.lock_quiesced_states());
             live.into_iter().filter(|number| !rested.contains_key(number)).min()
         };
         restless.map(|number| self.describe_client(number))
@@ -103,19 +103,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whoever_takes_nothing_for_so_long_is_found() {
+    fn only_readers_stalled_for_the_timeout_are_found() {
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let patience = Duration::from_millis(100);
         let mut suspects = StalledReaders::default();
         // 1 reads nothing; 2 reads slowly from a long message; 3 is always sent another message.
         let seen = |ms: u64| [(1, (7, 4096)), (2, (7, 9000 - ms as usize)), (3, (ms, 4096))];
         for ms in (0..100).step_by(10) {
-            assert_eq!(suspects.look(seen(ms).into_iter(), at(ms), patience), [0; 0]);
+            assert_eq!(suspects.find_stalled(seen(ms).into_iter(), at(ms), patience), [0; 0]);
         }
-        assert_eq!(suspects.look(seen(100).into_iter(), at(100), patience), [1]);
+        assert_eq!(suspects.find_stalled(seen(100).into_iter(), at(100), patience), [1]);
         // A check without a message in between ends the suspicion.
-        suspects.look(std::iter::empty(), at(110), patience);
+        suspects.find_stalled(std::iter::empty(), at(110), patience);
         assert!(suspects.0.is_empty());
-        assert_eq!(suspects.look(seen(200).into_iter().take(1), at(200), patience), [0; 0]);
+        assert_eq!(suspects.find_stalled(seen(200).into_iter().take(1), at(200), patience), [0; 0]);
     }
 }

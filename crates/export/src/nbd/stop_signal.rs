@@ -8,7 +8,7 @@ use event_listener::{Event, EventListener};
 #[derive(Debug, Default)]
 pub(super) struct StopSignal {
     is_raised: AtomicBool,
-    news: Event,
+    changed: Event,
 }
 
 impl StopSignal {
@@ -20,7 +20,7 @@ impl StopSignal {
 
     /// Wakes the connection if it waits for memory.
     pub(super) fn interrupt(&self) {
-        self.news.notify(usize::MAX);
+        self.changed.notify(usize::MAX);
     }
 
     /// True once it was raised.
@@ -30,6 +30,6 @@ impl StopSignal {
 
     /// Listener for the next [`Self::raise`] or [`Self::interrupt`].
     pub(super) fn listen(&self) -> EventListener {
-        self.news.listen()
+        self.changed.listen()
     }
 }

@@ -220,7 +220,7 @@ fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
 }
 
 #[test]
-fn without_a_delay_what_may_be_lost_is_said_and_stays_said() {
+fn without_reconnect_delay_possible_loss_is_reported_permanently() {
     for seed in 0..100 {
         sim::run(seed, async move {
             let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
@@ -282,7 +282,7 @@ fn after_the_delay_requests_fail_and_a_server_that_shrank_is_not_taken() {
 }
 
 #[test]
-fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
+fn open_timeout_waits_for_a_late_server() {
     sim::run(11, async {
         let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
         lock(&world).is_up = false;

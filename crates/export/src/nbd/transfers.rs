@@ -14,7 +14,7 @@ use std::sync::{
 use block::disk::Disk;
 use policy::time::{Duration, Instant};
 use reactor::{
-    memory::{MemoryAccount, MemoryHolder, HolderEntry, MIN_TRANSFER_BPS},
+    memory::{HolderEntry, MIN_TRANSFER_BPS, MemoryAccount, MemoryHolder},
     operation::{self, Fd},
 };
 

@@ -63,7 +63,9 @@ impl UblkChannel {
         // together.
         let next = match (self, step) {
             (Self::Driver(queue), TagStep::Fetch) => NextRequest::Fetch(queue.fetch(tag)),
-            (Self::Driver(queue), TagStep::Commit(result)) => NextRequest::Commit(queue.commit_and_fetch(tag, result)),
+            (Self::Driver(queue), TagStep::Commit(result)) => {
+                NextRequest::Commit(queue.commit_and_fetch(tag, result))
+            }
             #[cfg(test)]
             (Self::Simulated(queue), step) => NextRequest::Simulated(queue.step(tag, step)),
         };

@@ -13,7 +13,7 @@ use event_listener::Event;
 use reactor::ublk::{UblkInfo, UblkParams};
 use storage::Durability;
 
-use super::request::{UblkRequestRules, SECTOR_BYTES};
+use super::request::{SECTOR_BYTES, UblkRequestRules};
 
 /// A disk to be shown as a block device.
 #[derive(Clone, Debug)]
@@ -125,11 +125,11 @@ pub(super) struct UblkDevice {
     pub(super) copied: Arc<AtomicU64>,
     /// Requests must not wait for limits, or for an operator to resume the disk: see
     /// [`UblkShutdown`].
-    parting: [AtomicBool; 2],
+    shutdown: [AtomicBool; 2],
     /// True while the device quiesces: no request is started.
-    is_resting: AtomicBool,
+    quiescing: AtomicBool,
     /// Number of quiesced queues.
-    pub(super) at_rest: AtomicUsize,
+    pub(super) quiesced_queues: AtomicUsize,
     /// Notified when the device ends, quiesces or resumes.
     pub(super) changed: Event,
 }
@@ -157,9 +157,9 @@ impl UblkDevice {
             requests: AtomicU64::default(),
             in_flight: AtomicU64::default(),
             copied: Arc::default(),
-            parting: Default::default(),
-            is_resting: AtomicBool::new(false),
-            at_rest: AtomicUsize::new(0),
+            shutdown: Default::default(),
+            quiescing: AtomicBool::new(false),
+            quiesced_queues: AtomicUsize::new(0),
             changed: Event::new(),
         }
     }
@@ -173,31 +173,31 @@ impl UblkDevice {
         UblkRequestRules {
             size_bytes: self.disk.size_bytes(),
             read_only: self.read_only,
-            most_bytes: self.most_bytes,
+            max_io_bytes: self.most_bytes,
             durability: self.durability,
         }
     }
 
     /// Quiesces the queues, or resumes them.
     pub(super) fn set_quiescing(&self, is_to: bool) {
-        self.is_resting.store(is_to, SeqCst);
+        self.quiescing.store(is_to, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
     pub(super) fn is_quiescing(&self) -> bool {
-        self.is_resting.load(SeqCst)
+        self.quiescing.load(SeqCst)
     }
 
     /// Ends the device; that also ends a quiesce.
     pub(super) fn shut_down(&self, how: UblkShutdown) {
         // Quiesced queues have to run to end.
-        self.is_resting.store(false, SeqCst);
-        self.parting[how as usize].store(true, SeqCst);
+        self.quiescing.store(false, SeqCst);
+        self.shutdown[how as usize].store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
     pub(super) fn is_shutting_down(&self, how: UblkShutdown) -> bool {
-        self.parting[how as usize].load(SeqCst)
+        self.shutdown[how as usize].load(SeqCst)
     }
 
     pub(super) fn count(&self, taken: u64) {
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_is_told_what_an_export_can_do() {
+    fn kernel_parameters_match_the_offer() {
         let params = UblkOffer::default().params(1 << 30);
         assert_eq!((params.sectors, params.max_sectors, params.attributes), (1 << 21, 512, 0b1100));
         assert_eq!((params.logical_block_shift, params.physical_block_shift), (9, 12));
@@ -219,7 +219,8 @@ mod tests {
         let params = UblkOffer { block_bytes: 4096, ..UblkOffer::default() }.params(1 << 30);
         assert_eq!((params.logical_block_shift, params.physical_block_shift), (12, 12));
         assert_eq!((params.sectors, params.max_sectors), (1 << 21, 512), "in sectors all the same");
-        let params = UblkOffer { read_only: true, write_cache: false, ..UblkOffer::default() }.params(1 << 30);
+        let params =
+            UblkOffer { read_only: true, write_cache: false, ..UblkOffer::default() }.params(1 << 30);
         assert_eq!(
             (params.attributes, params.max_discard_sectors, params.max_write_zeroes_sectors),
             (1, 0, 0)

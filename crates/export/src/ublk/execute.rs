@@ -16,7 +16,7 @@ use super::{
 };
 use block::disk::AdmissionPermit;
 use reactor::{
-    buffer::{Segments, ReadTarget},
+    buffer::{ReadTarget, Segments},
     error::{Error, Result},
     guest::GuestBytes,
     ublk::UblkData,
@@ -33,7 +33,9 @@ impl UblkIoQueue {
             UblkOperation::Write(durability) => self.write(incoming, durability).await,
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
-            UblkOperation::Discard | UblkOperation::WriteZeroes { .. } => Box::pin(self.erase(incoming)).await,
+            UblkOperation::Discard | UblkOperation::WriteZeroes { .. } => {
+                Box::pin(self.erase(incoming)).await
+            }
             UblkOperation::Flush => {
                 let result = Box::pin(self.device.disk().flush_for(Some(&self.patience))).await;
                 self.answer(&incoming, result);
@@ -45,7 +47,7 @@ impl UblkIoQueue {
     async fn read(self: Rc<Self>, incoming: UblkIncomingRequest) {
         let cost = RequestCost::one(incoming.request.bytes);
         let Some(pass) = self.admit(Direction::Read, cost).await else { return self.postpone(incoming) };
-        let target = ReadTarget::Segments(self.place(&incoming).into());
+        let target = ReadTarget::Segments(self.buffer(&incoming).into());
         let result = self.device.disk().read_to(pass, incoming.request.offset, target).await;
         self.answer(&incoming, result.map(drop));
     }
@@ -56,7 +58,7 @@ impl UblkIoQueue {
         let Some(pass) = self.admit(Direction::Read, RequestCost::merged(&lengths)).await else {
             return parts.into_iter().for_each(|part| self.postpone(part));
         };
-        let target = ReadTarget::Segments(self.places(&parts));
+        let target = ReadTarget::Segments(self.buffers(&parts));
         match self.device.disk().read_to(pass, parts[0].request.offset, target).await {
             Ok(_) => parts.iter().for_each(|part| self.answer(part, Ok(()))),
             Err(error) => self.retry_separately(parts, error).await,
@@ -72,7 +74,7 @@ impl UblkIoQueue {
                 self.postpone(part);
                 continue;
             };
-            let target = ReadTarget::Segments(self.place(&part).into());
+            let target = ReadTarget::Segments(self.buffer(&part).into());
             let result = disk.retry_read_to(pass, part.request.offset, target).await;
             self.answer(&part, result.map(drop));
         }
@@ -81,7 +83,7 @@ impl UblkIoQueue {
     async fn write(self: Rc<Self>, incoming: UblkIncomingRequest, durability: Durability) {
         let cost = RequestCost::one(incoming.request.bytes);
         let Some(pass) = self.admit(Direction::Write, cost).await else { return self.postpone(incoming) };
-        let data = self.place(&incoming).into();
+        let data = self.buffer(&incoming).into();
         let result = self.device.disk().write(pass, incoming.request.offset, data, durability).await;
         self.answer(&incoming, result);
     }
@@ -93,8 +95,10 @@ impl UblkIoQueue {
         let Some(pass) = self.admit(Direction::Write, RequestCost::merged(&lengths)).await else {
             return parts.into_iter().for_each(|part| self.postpone(part));
         };
-        let UblkOperation::Write(durability) = parts[0].request.kind else { unreachable!("planned as writes") };
-        let (offset, data) = (parts[0].request.offset, self.places(&parts));
+        let UblkOperation::Write(durability) = parts[0].request.kind else {
+            unreachable!("planned as writes")
+        };
+        let (offset, data) = (parts[0].request.offset, self.buffers(&parts));
         let result = self.device.disk().write(pass, offset, data, durability).await;
         parts.iter().for_each(|part| self.answer(part, result));
     }
@@ -103,7 +107,9 @@ impl UblkIoQueue {
     async fn move_registered(self: Rc<Self>, incoming: UblkIncomingRequest) {
         let UblkRequest { kind, offset, bytes } = incoming.request;
         let direction = if kind == UblkOperation::Read { Direction::Read } else { Direction::Write };
-        let Some(pass) = self.admit(direction, RequestCost::one(bytes)).await else { return self.postpone(incoming) };
+        let Some(pass) = self.admit(direction, RequestCost::one(bytes)).await else {
+            return self.postpone(incoming);
+        };
         let UblkData::Registered(data) = self.channel.data(incoming.tag, bytes as usize) else {
             unreachable!("of such a channel")
         };
@@ -130,7 +136,7 @@ impl UblkIoQueue {
     }
 
     /// Lent memory of a read or a write that is copied.
-    fn place(&self, incoming: &UblkIncomingRequest) -> GuestBytes {
+    fn buffer(&self, incoming: &UblkIncomingRequest) -> GuestBytes {
         // `parse` bounds the length by the memory of a tag.
         match self.channel.data(incoming.tag, incoming.request.bytes as usize) {
             UblkData::Lent(place) => place,
@@ -138,8 +144,8 @@ impl UblkIoQueue {
         }
     }
 
-    fn places(&self, parts: &[UblkIncomingRequest]) -> Segments {
-        parts.iter().map(|part| self.place(part)).collect()
+    fn buffers(&self, parts: &[UblkIncomingRequest]) -> Segments {
+        parts.iter().map(|part| self.buffer(part)).collect()
     }
 
     /// Waits for admission by the disk's limits; `None` if the device is left or quiesces before.

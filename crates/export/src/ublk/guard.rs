@@ -58,7 +58,11 @@ impl Drop for UblkGuard {
 
 /// Starts a guard for a device that outlives this process, with a timeout in seconds; 0 for none.
 /// The former guard has ended when this returns, so state of the device read before may be stale.
-pub(super) fn replace(control: &UblkControl, device: &UblkInfo, seconds: u32) -> io::Result<Option<UblkGuard>> {
+pub(super) fn replace(
+    control: &UblkControl,
+    device: &UblkInfo,
+    seconds: u32,
+) -> io::Result<Option<UblkGuard>> {
     if device.features & feature::USER_RECOVERY == 0 {
         return Ok(None);
     }
@@ -213,7 +217,8 @@ mod tests {
 
     #[test]
     fn orders_are_read_as_they_were_written() {
-        let orders = UblkGuardOrders { number: 7, mark: u64::MAX, server: 12, timeout: Duration::from_secs(86_400) };
+        let orders =
+            UblkGuardOrders { number: 7, mark: u64::MAX, server: 12, timeout: Duration::from_secs(86_400) };
         let mut line = Vec::new();
         orders.write(&mut line).unwrap();
         assert_eq!(UblkGuardOrders::read(&mut &line[..]), Some(orders));

@@ -34,8 +34,8 @@ use reactor::{
 pub use super::devices::path;
 use super::{
     UblkExport,
-    guard::{self, UblkGuard},
     devices::{POLL_INTERVAL, begin_removal, numbers},
+    guard::{self, UblkGuard},
     mark,
     request::SECTOR_BYTES,
 };
@@ -172,7 +172,11 @@ fn open() -> Result<UblkControl, UblkError> {
 }
 
 /// Begins to take a device over; false if the kernel has not yet cleaned up its last server.
-fn begin_recovery(control: &mut UblkControl, info: &UblkInfo, what: impl Fn() -> String) -> Result<bool, UblkError> {
+fn begin_recovery(
+    control: &mut UblkControl,
+    info: &UblkInfo,
+    what: impl Fn() -> String,
+) -> Result<bool, UblkError> {
     let Err(error) = control.start_recovery(info) else { return Ok(true) };
     match error.raw_os_error() {
         Some(libc::EBUSY) => Ok(false),

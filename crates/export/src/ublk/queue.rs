@@ -28,13 +28,13 @@ use event_listener::Event;
 use policy::merge::{MergeCandidate, MergeOperation};
 
 use super::{
-    channel::{UblkChannel, TagStep},
+    channel::{TagStep, UblkChannel},
     device::{UblkDevice, UblkShutdown},
     request::{UblkOperation, UblkRequest, parse},
 };
 use crate::batch::{MergeBatch, Mergeable};
 use block::disk::CancelToken;
-use reactor::{TaskSpawner, Signal};
+use reactor::{Signal, TaskSpawner};
 use storage::Durability;
 
 /// A request that was fetched and is not committed.
@@ -49,8 +49,12 @@ impl Mergeable for UblkIncomingRequest {
     fn candidate(&self) -> MergeCandidate {
         let UblkRequest { kind, offset, bytes } = self.request;
         match kind {
-            _ if self.is_alone => MergeCandidate { operation: MergeOperation::Barrier, offset: 0, length: 0, key: 0 },
-            UblkOperation::Read => MergeCandidate { operation: MergeOperation::Read, offset, length: bytes, key: 0 },
+            _ if self.is_alone => {
+                MergeCandidate { operation: MergeOperation::Barrier, offset: 0, length: 0, key: 0 }
+            }
+            UblkOperation::Read => {
+                MergeCandidate { operation: MergeOperation::Read, offset, length: bytes, key: 0 }
+            }
             UblkOperation::Write(durability) => {
                 let key = u32::from(durability == Durability::Synchronous);
                 MergeCandidate { operation: MergeOperation::Write, offset, length: bytes, key }
@@ -139,12 +143,12 @@ impl UblkIoQueue {
         if !self.resting.get() || submitted.is_err() {
             return;
         }
-        self.device.at_rest.fetch_add(1, SeqCst);
+        self.device.quiesced_queues.fetch_add(1, SeqCst);
         self.device.changed.notify(usize::MAX);
         while self.resting.get() {
             self.news.wait().await;
         }
-        self.device.at_rest.fetch_sub(1, SeqCst);
+        self.device.quiesced_queues.fetch_sub(1, SeqCst);
     }
 
     /// Number of fetched requests that were not started.

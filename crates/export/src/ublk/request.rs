@@ -48,7 +48,7 @@ pub(super) struct UblkRequestRules {
     pub(super) size_bytes: u64,
     pub(super) read_only: bool,
     /// Longest read or write.
-    pub(super) most_bytes: u64,
+    pub(super) max_io_bytes: u64,
     /// Durability of a write without FUA.
     pub(super) durability: Durability,
 }
@@ -71,7 +71,7 @@ pub(super) fn parse(descriptor: UblkDescriptor, rules: &UblkRequestRules) -> Ubl
     };
     // The kernel honours its limits, but lent memory is only as long as `most_bytes`.
     let moves_data = matches!(kind, UblkOperation::Read | UblkOperation::Write(_));
-    if bytes == 0 || moves_data && bytes > rules.most_bytes {
+    if bytes == 0 || moves_data && bytes > rules.max_io_bytes {
         return refused(Error::INVALID);
     }
     if rules.read_only && kind != UblkOperation::Read {
@@ -93,15 +93,19 @@ fn refused(error: Error) -> UblkRequest {
 mod tests {
     use super::*;
 
-    const RULES: UblkRequestRules =
-        UblkRequestRules { size_bytes: 1 << 20, read_only: false, most_bytes: 4096, durability: Durability::Cached };
+    const RULES: UblkRequestRules = UblkRequestRules {
+        size_bytes: 1 << 20,
+        read_only: false,
+        max_io_bytes: 4096,
+        durability: Durability::Cached,
+    };
 
     fn kind(operation: u32, first: u64, sectors: u32) -> UblkOperation {
         parse(UblkDescriptor::new(operation, first, sectors), &RULES).kind
     }
 
     #[test]
-    fn each_operation_is_what_the_header_says() {
+    fn operations_match_the_kernel_header() {
         assert_eq!(kind(0, 0, 8), UblkOperation::Read);
         assert_eq!(kind(1, 2047, 1), UblkOperation::Write(Durability::Cached));
         assert_eq!(kind(1 | FUA, 0, 1), UblkOperation::Write(Durability::Synchronous));

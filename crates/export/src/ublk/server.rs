@@ -20,7 +20,7 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
-    UblkExport, UblkError,
+    UblkError, UblkExport,
     channel::UblkChannel,
     device::{UblkDevice, UblkShutdown},
     node::{UblkNode, kernel},
@@ -113,7 +113,11 @@ impl UblkServer {
         Self::with(node, export, workers).await
     }
 
-    async fn with(node: UblkNode, export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
+    async fn with(
+        node: UblkNode,
+        export: UblkExport,
+        workers: &[ReactorWorker],
+    ) -> Result<Arc<Self>, UblkError> {
         let lent = match LentMemory::of(&node.info) {
             Ok(lent) => lent,
             Err(error) => {
@@ -229,7 +233,7 @@ impl UblkServer {
         reactor::timeout(patience, async {
             loop {
                 let (changed, ended) = (self.device.changed.listen(), self.changed.listen());
-                if self.device.at_rest.load(SeqCst) >= self.queues.load(SeqCst) {
+                if self.device.quiesced_queues.load(SeqCst) >= self.queues.load(SeqCst) {
                     return;
                 }
                 first(changed, ended).await;
@@ -297,7 +301,8 @@ impl UblkServer {
         let info = &self.node.info;
         match ublk::UblkQueue::new(channel, info, number, &self.device.copied) {
             Ok(queue) => {
-                let queue = UblkIoQueue::new(UblkChannel::Driver(queue), info.depth, Arc::clone(&self.device));
+                let queue =
+                    UblkIoQueue::new(UblkChannel::Driver(queue), info.depth, Arc::clone(&self.device));
                 // Fails if another queue has failed before.
                 let _ = ready.try_send(queue.begin().await);
                 queue.serve().await;
@@ -391,7 +396,10 @@ impl UblkServer {
     }
 
     /// Calls the driver on a blocking thread; logs a failure.
-    async fn call_driver(self: &Arc<Self>, ask: impl FnOnce(&UblkNode) -> Result<(), UblkError> + Send + 'static) {
+    async fn call_driver(
+        self: &Arc<Self>,
+        ask: impl FnOnce(&UblkNode) -> Result<(), UblkError> + Send + 'static,
+    ) {
         let server = Arc::clone(self);
         if let Err(error) = reactor::run_blocking(move || ask(&server.node)).await {
             tracing::error!(export = %self.device.id, %error, "the ublk driver has failed");

@@ -31,14 +31,14 @@ use super::{
     queue::UblkIoQueue,
 };
 use crate::{
-    random::{self, chance, sleep_randomly},
     model::{Model, Outcome},
     passed::GroupSamples,
+    random::{self, chance, sleep_randomly},
     seeds,
 };
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::{Image, RawImage};
 use reactor::{
@@ -55,9 +55,9 @@ use storage::{
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
-const MOST_SECTORS: usize = 16;
+const MAX_SECTORS: usize = 16;
 /// Maximum length of merged requests, in bytes.
-const LONGEST_REQUEST: u64 = 256 << 10;
+const MAX_REQUEST: u64 = 256 << 10;
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
@@ -116,14 +116,14 @@ async fn run(tally: Rc<Cell<UblkSimulationTally>>) {
     let image = Image::Raw(RawImage::new(Storage::Simulated(Align::new(storage.clone()))));
     let disk = Disk::new("disk", image, DiskSettings::default(), Some(&group)).expect("no reservation");
     let (write_cache, depth) = (chance(80), sim::random(|random| random.u16(1..=12)));
-    let most_bytes = (MOST_SECTORS * BLOCK) as u32;
+    let most_bytes = (MAX_SECTORS * BLOCK) as u32;
     let offer = UblkOffer { write_cache, depth, most_bytes, ..UblkOffer::default() };
     let export = UblkExport { id: "device".into(), disk: Arc::new(disk), offer };
     let world = Rc::new(UblkWorld {
         kernel: SimulatedUblkDriver::new(depth, most_bytes as usize, chance(50)),
         copied: Arc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
-        passed: RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)),
+        passed: RefCell::new(GroupSamples::new(&group, MAX_REQUEST)),
         export,
         may_fail,
         next: Cell::new(0),
@@ -239,7 +239,7 @@ impl UblkWorld {
         timeout(FOREVER, async {
             loop {
                 let changed = device.changed.listen();
-                if device.at_rest.load(SeqCst) == 1 {
+                if device.quiesced_queues.load(SeqCst) == 1 {
                     return;
                 }
                 changed.await;
@@ -303,7 +303,7 @@ impl UblkWorld {
     async fn ask_one(&self) {
         const FUA: u32 = 1 << 13;
         let (first, sectors) = sim::random(|random| {
-            let sectors = random.usize(1..=MOST_SECTORS);
+            let sectors = random.usize(1..=MAX_SECTORS);
             let last = DISK_BYTES / BLOCK - sectors;
             // Most requests are adjacent to an earlier one, so that they are merged.
             let follows = random.u8(..4) > 0 && self.next.get() <= last;

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_of_a_pair_is_one_again_and_again() {
+    fn end_of_a_socket_pair_is_a_channel() {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         let ours = OwnedFd::from(ours);
         for _ in 0..2 {
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn neither_end_of_a_connection_is_one_nor_a_socket_with_something_in_it() {
+    fn named_or_nonempty_sockets_are_no_channels() {
         let path = std::env::temp_dir().join(format!("weir-channel-{}", std::process::id()));
         let listener = UnixListener::bind(&path).expect("a socket");
         let connects = UnixStream::connect(&path).expect("somebody listens");
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn one_whose_other_end_has_closed_is_one() {
+    fn closed_peer_is_still_a_channel() {
         let (mut ours, theirs) = UnixStream::pair().expect("sockets");
         ours.write_all(&[1]).expect("there is room");
         drop(theirs);

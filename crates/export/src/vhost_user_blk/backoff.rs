@@ -9,7 +9,7 @@ use policy::time::Duration;
 
 /// First pause; doubled after each poll without a request.
 const FIRST: Duration = Duration::from_micros(200);
-const LONGEST: Duration = Duration::from_millis(10);
+const MAX_IDLE: Duration = Duration::from_millis(10);
 /// Kicks without a request that are not delayed. One or two are usual: the request was found before
 /// its kick arrived.
 const FREE_KICKS: u32 = 16;
@@ -39,7 +39,7 @@ impl IdleBackoff {
 
 fn doubled(times: u32) -> Duration {
     // 200 µs doubled six times exceeds the longest pause.
-    (FIRST * (1 << times.min(6))).min(LONGEST)
+    (FIRST * (1 << times.min(6))).min(MAX_IDLE)
 }
 
 #[cfg(test)]
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kick_waits_only_after_many_for_nothing() {
+    fn kicks_are_delayed_only_after_many_empty_ones() {
         let mut idle = IdleBackoff::default();
         let mut expected = vec![0; 16];
         expected.extend([200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);

@@ -13,15 +13,15 @@ use policy::time::{Duration, Instant};
 
 /// Longest time of polling. A wake-up takes about as long on a virtual machine; QEMU's
 /// `poll-max-ns` is half of it.
-const LONGEST: Duration = Duration::from_micros(64);
+const MAX_POLL_TIME: Duration = Duration::from_micros(64);
 /// Largest number of sleeps without polling after repeated failures. With the cheapest sleeps and
 /// wake-ups, polling then takes 2 % of the time.
-const MOST_SKIPPED: u32 = 1024;
+const MAX_SKIPPED: u32 = 1024;
 
 #[derive(Debug, Default)]
 pub(super) struct BusyPolling {
     /// True if the last sleep was so short that polling is worthwhile.
-    is_worth_it: bool,
+    is_worthwhile: bool,
     since: Option<Instant>,
     /// Time of the last poll.
     looked: Option<Instant>,
@@ -41,7 +41,7 @@ impl BusyPolling {
 
     /// Records that nothing was found; true to poll again, false to sleep.
     pub(super) fn should_poll(&mut self, now: Instant) -> bool {
-        if !self.is_worth_it {
+        if !self.is_worthwhile {
             return false;
         }
         if self.since.is_none() && self.skipped > 0 {
@@ -50,19 +50,19 @@ impl BusyPolling {
         }
         let since = *self.since.get_or_insert(now);
         // An unchanged clock, as in simulation, must not poll forever.
-        if now - since < LONGEST && self.looked.replace(now) != Some(now) {
+        if now - since < MAX_POLL_TIME && self.looked.replace(now) != Some(now) {
             return true;
         }
         (self.since, self.looked) = (None, None);
         // Exponential backoff: failures cost processor time that the guest may need.
-        self.penalty = (self.penalty * 2).clamp(1, MOST_SKIPPED);
+        self.penalty = (self.penalty * 2).clamp(1, MAX_SKIPPED);
         self.skipped = self.penalty;
         false
     }
 
     /// Records a wake-up after a sleep of this duration.
     pub(super) fn record_sleep(&mut self, slept: Duration) {
-        self.is_worth_it = slept <= LONGEST;
+        self.is_worthwhile = slept <= MAX_POLL_TIME;
     }
 }
 
@@ -87,14 +87,14 @@ mod tests {
     fn it_looks_only_after_a_short_sleep() {
         let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
         assert_eq!(looks(&mut patrol, &mut now), 0, "nothing is known");
-        patrol.record_sleep(LONGEST + STEP);
+        patrol.record_sleep(MAX_POLL_TIME + STEP);
         assert_eq!(looks(&mut patrol, &mut now), 0, "it would have looked in vain");
-        patrol.record_sleep(LONGEST);
+        patrol.record_sleep(MAX_POLL_TIME);
         assert_eq!(looks(&mut patrol, &mut now), 64);
     }
 
     #[test]
-    fn as_long_as_it_finds_it_goes_on() {
+    fn polling_continues_while_it_finds_requests() {
         let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
         patrol.record_sleep(STEP);
         for _ in 0..100 {

@@ -23,10 +23,10 @@ use std::{
 
 use policy::time::Duration;
 use reactor::{
-    JoinHandle, Signal, run_blocking,
+    JoinHandle, Signal,
     error::{Error, Result},
     guest::driver::{DriverDevice, DriverQueue, RequestSlots},
-    now, operation, spawn_joinable, timeout, yield_now,
+    now, operation, run_blocking, spawn_joinable, timeout, yield_now,
 };
 
 /// Error of requests after the server has gone; [`VhostUserClient::fault`] has the reason.
@@ -86,7 +86,9 @@ pub async fn start(
     limit: Duration,
 ) -> std::result::Result<Vec<DriverQueue>, VhostUserConnectError> {
     match timeout(limit, run_blocking(move || device.start(queues, slots))).await {
-        Ok(Err(error)) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Err(VhostUserConnectError::ReadOnly),
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+            Err(VhostUserConnectError::ReadOnly)
+        }
         Ok(queues) => queues.map_err(VhostUserConnectError::NotStarted),
         Err(_) => Err(VhostUserConnectError::TooLate(limit.as_secs())),
     }
@@ -109,8 +111,8 @@ struct ClientRequests {
     /// Number of slots submitted to the server.
     in_flight: Cell<usize>,
     /// Raised for a submission or a call while the pump is resting.
-    news: Signal,
-    resting: Cell<bool>,
+    wakeup: Signal,
+    is_pump_asleep: Cell<bool>,
     fault: RefCell<Option<io::Error>>,
 }
 
@@ -136,8 +138,8 @@ impl VhostUserClient {
             slots: RefCell::new((0..count).map(|_| ClientSlot::Free).collect()),
             free: RefCell::new((0..count).rev().collect()),
             in_flight: Cell::new(0),
-            news: Signal::default(),
-            resting: Cell::new(true),
+            wakeup: Signal::default(),
+            is_pump_asleep: Cell::new(true),
             fault: RefCell::default(),
         });
         let pump = spawn_joinable(Rc::clone(&requests).pump());
@@ -197,12 +199,12 @@ impl ClientRequests {
 
     async fn pump(self: Rc<Self>) {
         let fault = loop {
-            self.news.wait().await;
-            self.resting.set(false);
+            self.wakeup.wait().await;
+            self.is_pump_asleep.set(false);
             if let Err(fault) = self.poll_until_idle().await {
                 break fault;
             }
-            self.resting.set(true);
+            self.is_pump_asleep.set(true);
         };
         *self.fault.borrow_mut() = Some(fault);
         // The server is gone: every request in flight fails, and callers get `GONE` from now on.
@@ -214,7 +216,7 @@ impl ClientRequests {
     async fn poll_until_idle(&self) -> io::Result<()> {
         let mut looking = None;
         while self.in_flight.get() > 0 {
-            if self.turn()? > 0 {
+            if self.poll_completions()? > 0 {
                 looking = None;
             } else {
                 let at = now();
@@ -235,12 +237,12 @@ impl ClientRequests {
         // Calls are enabled before the last look at the ring: a completion in between raises a
         // call.
         self.queue.borrow_mut().enable_notifications(true);
-        let answered = self.turn()?;
-        self.resting.set(true);
-        let quiet = answered == 0 && timeout(QUIET, self.news.wait()).await.is_err();
-        self.resting.set(false);
+        let answered = self.poll_completions()?;
+        self.is_pump_asleep.set(true);
+        let quiet = answered == 0 && timeout(QUIET, self.wakeup.wait()).await.is_err();
+        self.is_pump_asleep.set(false);
         self.queue.borrow_mut().enable_notifications(false);
-        if quiet && self.turn()? == 0 {
+        if quiet && self.poll_completions()? == 0 {
             let ask = self.queue.borrow().liveness_probe();
             run_blocking(ask).await?;
         }
@@ -256,13 +258,13 @@ impl ClientRequests {
     }
 
     fn wake_pump(&self) {
-        if self.resting.get() {
-            self.news.raise();
+        if self.is_pump_asleep.get() {
+            self.wakeup.raise();
         }
     }
 
     /// Submits new requests and takes completions; returns the number of completions.
-    fn turn(&self) -> io::Result<usize> {
+    fn poll_completions(&self) -> io::Result<usize> {
         self.queue.borrow_mut().poll_completions(|slot, errno| self.answer(slot, errno))
     }
 

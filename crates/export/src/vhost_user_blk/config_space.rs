@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_offered_has_no_limits() {
+    fn unoffered_requests_have_zero_limits() {
         let space = read(&VhostUserOffer { discard: false, ..offer() }, true, 36, 24);
         assert_eq!((&space[..12], space[20]), (&[0; 12][..], 1));
         let space = read(&VhostUserOffer { write_zeroes: false, ..offer() }, true, 36, 24);
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_known_what_a_piece_tells() {
+    fn partial_reads_cover_the_right_fields() {
         for (offset, count, block) in [
             (0, 60, true),
             (0, 24, true),

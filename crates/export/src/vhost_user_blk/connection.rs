@@ -20,7 +20,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{operation, operation::Fd, log_rate_limit::LogRateLimit};
+use reactor::{log_rate_limit::LogRateLimit, operation, operation::Fd};
 use rustix::{
     io::Errno,
     net::{
@@ -31,8 +31,11 @@ use rustix::{
 
 use super::{
     inflight::UnflushedWrites,
-    message::{self, HEADER_BYTES, VhostUserHeader, MAX_DESCRIPTORS, MalformedVhostUserMessage, VhostUserReply, VhostUserRequest},
-    session::{Effect, SessionOutput, RequestRejection, SessionMessage, VhostUserSession},
+    message::{
+        self, HEADER_BYTES, MAX_DESCRIPTORS, MalformedVhostUserMessage, VhostUserHeader, VhostUserReply,
+        VhostUserRequest,
+    },
+    session::{Effect, RequestRejection, SessionMessage, SessionOutput, VhostUserSession},
 };
 
 /// Time for a message, from its first byte to its last.
@@ -100,7 +103,7 @@ impl VhostUserConnection {
     }
 
     /// Continues a connection with the session of another process.
-    pub(super) fn taken_over(export: Arc<str>, arrived: TransferredFrontEnd) -> Self {
+    pub(super) fn from_transferred(export: Arc<str>, arrived: TransferredFrontEnd) -> Self {
         let TransferredFrontEnd { socket, session, outputs, inbox, used_ns: _ } = arrived;
         let deadline = (inbox.filled > 0).then(|| reactor::now() + MESSAGE_TIMEOUT);
         Self { outputs, inbox: VhostUserInbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
@@ -129,7 +132,13 @@ impl VhostUserConnection {
     /// State of the front end for the new process, and the time for which it has used the disk.
     pub(super) fn told(&self, used_ns: Option<u64>) -> io::Result<QuiescedFrontEnd> {
         let (bytes, descriptors) = self.inbox.told()?;
-        Ok(QuiescedFrontEnd { socket: self.socket.clone(), said: self.session.to_messages()?, bytes, descriptors, used_ns })
+        Ok(QuiescedFrontEnd {
+            socket: self.socket.clone(),
+            messages: self.session.to_messages()?,
+            bytes,
+            descriptors,
+            used_ns,
+        })
     }
 
     /// Returns the next effect. Cancel safe: dropping the future loses nothing.
@@ -269,7 +278,7 @@ pub struct QuiescedFrontEnd {
     /// Source of messages that have not arrived yet.
     pub socket: Fd,
     /// See [`VhostUserSession::to_messages`].
-    pub said: Vec<SessionMessage>,
+    pub messages: Vec<SessionMessage>,
     /// Received bytes of an incomplete message.
     pub bytes: Vec<u8>,
     /// Descriptors that arrived with `bytes`.
@@ -347,7 +356,9 @@ impl VhostUserInbox {
             None => Ok(readable.await?),
             Some(deadline) => {
                 let left = deadline - reactor::now();
-                reactor::timeout(left, readable).await.map_err(|reactor::Timeout| FrontEndEnd::IncompleteMessage)??;
+                reactor::timeout(left, readable)
+                    .await
+                    .map_err(|reactor::Timeout| FrontEndEnd::IncompleteMessage)??;
                 Ok(())
             }
         }

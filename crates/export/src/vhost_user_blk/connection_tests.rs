@@ -23,7 +23,8 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
 
 fn connection() -> (VhostUserConnection, UnixStream) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let session = VhostUserSession::new(VhostUserOffer { size_bytes: 1 << 20, queues: 2, ..VhostUserOffer::default() });
+    let session =
+        VhostUserSession::new(VhostUserOffer { size_bytes: 1 << 20, queues: 2, ..VhostUserOffer::default() });
     (VhostUserConnection::new("vm1".into(), ours.into(), session), theirs)
 }
 
@@ -87,7 +88,7 @@ async fn look_once(connection: &mut VhostUserConnection) {
 }
 
 #[test]
-fn messages_are_taken_in_whatever_pieces_they_come() {
+fn messages_parse_in_any_pieces() {
     real(async {
         let (mut connection, mut theirs) = connection();
         let asks = [
@@ -134,7 +135,7 @@ fn a_descriptor_belongs_to_the_message_that_it_came_with() {
 }
 
 #[test]
-fn more_descriptors_than_any_message_has_end_it() {
+fn too_many_descriptors_end_the_connection() {
     for count in [40, 64] {
         real(async move {
             let (mut connection, theirs) = connection();
@@ -154,7 +155,7 @@ fn more_descriptors_than_any_message_has_end_it() {
 }
 
 #[test]
-fn what_cannot_be_told_apart_ends_it() {
+fn malformed_header_ends_the_connection() {
     for (bytes, why) in [
         (message(code::GET_FEATURES, 2, &[]), "not a message: version 2 of the protocol instead of 1"),
         (message(code::GET_FEATURES, 5, &[]), "not a message: a reply where a request is due"),
@@ -189,7 +190,7 @@ fn half_a_message_is_not_waited_for_for_ever() {
 }
 
 #[test]
-fn a_front_end_that_reads_nothing_is_given_up() {
+fn front_end_that_reads_nothing_is_disconnected() {
     real(async {
         let (mut connection, theirs) = connection();
         let asks = message(code::GET_FEATURES, 1, &[]).repeat(64);
@@ -230,7 +231,10 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
             (code::SET_VRING_NUM, VhostUserRequest::SetVringNum { ring, descriptors: 128 }),
             (
                 code::SET_VRING_ADDR,
-                VhostUserRequest::SetVringAddr { ring, addresses: VringAddresses { descriptors, device, driver } },
+                VhostUserRequest::SetVringAddr {
+                    ring,
+                    addresses: VringAddresses { descriptors, device, driver },
+                },
             ),
             (code::SET_VRING_KICK, VhostUserRequest::SetVringKick { ring, event: None }),
             (code::GET_VRING_BASE, VhostUserRequest::GetVringBase { ring }),
@@ -252,7 +256,7 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
 }
 
 #[test]
-fn a_resize_is_told_once_on_the_channel() {
+fn resize_is_sent_once_on_the_channel() {
     real(async {
         let (mut connection, mut theirs) = connection();
         let (channel, mut events) = UnixStream::pair().expect("sockets");

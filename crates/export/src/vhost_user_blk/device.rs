@@ -24,15 +24,15 @@ use reactor::{buffer::guest_copies, log_rate_limit::LogRateLimit};
 use storage::Durability;
 
 use super::{
-    vring_event::NotAnEventfd,
+    events::{ExportObserver, FrontEndEvent},
     features::VhostUserOffer,
-    events::{FrontEndEvent, ExportObserver},
+    vring_event::NotAnEventfd,
 };
 use ::virtio::block::{self as requests, ID_BYTES, RangeLimits};
 
 /// Number of log lines about switching the cache before they are rate-limited: a guest switches its
 /// cache once or twice as it starts.
-const SWITCHES_AT_ONCE: u64 = 16;
+const SWITCH_LOG_BURST: u64 = 16;
 
 /// A disk to be exported to virtual machines.
 #[derive(Clone, Debug)]
@@ -69,9 +69,9 @@ pub(super) struct VhostUserDevice {
     is_quiescing: AtomicBool,
     /// Notified when `is_quiescing` changes.
     quiesce_changed: Event,
-    no_events: LogRateLimit,
-    switches: LogRateLimit,
-    pub(super) broken_rings: LogRateLimit,
+    missing_event_logs: LogRateLimit,
+    cache_switch_logs: LogRateLimit,
+    pub(super) broken_ring_logs: LogRateLimit,
     /// Broken rings that were reported and are not served again yet, with the time of the report.
     broken: Mutex<BTreeMap<u16, Instant>>,
     pub(super) kicks: AtomicU64,
@@ -101,9 +101,9 @@ impl VhostUserDevice {
             has_warned_of_short_ring: is_ring_short,
             is_quiescing: resting,
             quiesce_changed: Event::new(),
-            no_events,
-            switches,
-            broken_rings,
+            missing_event_logs: no_events,
+            cache_switch_logs: switches,
+            broken_ring_logs: broken_rings,
             broken,
             kicks,
             calls,
@@ -170,7 +170,7 @@ impl VhostUserDevice {
         self.write_cache.store(negotiated, Relaxed);
         // Logged only if the guest's choice has changed, not at each renegotiation.
         let is_news = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
-        let line = || self.switches.try_log_burst(reactor::coarse_now(), SWITCHES_AT_ONCE);
+        let line = || self.cache_switch_logs.try_log_burst(reactor::coarse_now(), SWITCH_LOG_BURST);
         if let Some(left_out) = is_news.then(line).flatten() {
             let export = &self.export.id;
             tracing::info!(%export, write_cache = chosen, left_out, "the guest switched the write cache");
@@ -183,7 +183,7 @@ impl VhostUserDevice {
     }
 
     pub(super) fn warn_of_event(&self, queue: u16, why: &NotAnEventfd) {
-        if let Some(left_out) = self.no_events.try_log(reactor::coarse_now()) {
+        if let Some(left_out) = self.missing_event_logs.try_log(reactor::coarse_now()) {
             tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring is served without an event");
         }
     }
@@ -198,7 +198,7 @@ impl VhostUserDevice {
     /// Reports a broken ring, rate-limited: a guest can break and reset its rings thousands of
     /// times.
     pub(super) fn report_ring_broken(&self, ring: u16, why: &dyn Display) {
-        if let Some(left_out) = self.broken_rings.try_log(reactor::coarse_now()) {
+        if let Some(left_out) = self.broken_ring_logs.try_log(reactor::coarse_now()) {
             // Remembered only if reported, so that each report has at most one counterpart.
             self.broken().entry(ring).or_insert_with(reactor::now);
             self.report(&FrontEndEvent::RingBroken { ring, why }, left_out);

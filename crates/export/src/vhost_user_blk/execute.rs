@@ -13,16 +13,16 @@ use policy::{request::Direction, throttle::RequestCost};
 
 use super::{
     pieces::needs_no_split,
-    queue::{VringRequest, VhostUserQueue},
+    queue::{VhostUserQueue, VringRequest},
 };
 use crate::batch::Mergeable as _;
 use ::virtio::{
-    block::{Data, BlkOperation, BlkRequest, BlkStatus},
+    block::{BlkOperation, BlkRequest, BlkStatus, Data},
     ring::ChainTicket,
 };
 use block::disk::AdmissionPermit;
 use reactor::{
-    buffer::{Segment, Segments, ReadTarget},
+    buffer::{ReadTarget, Segment, Segments},
     error::{Error, Result},
 };
 use storage::ZeroOptions;
@@ -33,7 +33,9 @@ impl VhostUserQueue {
             return self.complete_request(incoming, Err(lost));
         }
         match &incoming.request.kind {
-            BlkOperation::Read { into: data, .. } | BlkOperation::Write { from: data, .. } if !needs_no_split(data) => {
+            BlkOperation::Read { into: data, .. } | BlkOperation::Write { from: data, .. }
+                if !needs_no_split(data) =>
+            {
                 Box::pin(self.execute_in_pieces(incoming)).await;
             }
             BlkOperation::Read { .. } => self.read(incoming).await,
@@ -44,7 +46,10 @@ impl VhostUserQueue {
             BlkOperation::Flush => Box::pin(self.flush(incoming)).await,
             BlkOperation::Id(_) => {
                 incoming.request.write_id(self.device.id());
-                incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
+                incoming
+                    .places()
+                    .iter()
+                    .for_each(|place| self.mark_dirty(place.guest_address(), place.bytes()));
                 self.complete_request(incoming, Ok(()));
             }
             &BlkOperation::Completed(status) => self.finish(incoming.ticket, incoming.request, status),
@@ -127,7 +132,7 @@ impl VhostUserQueue {
         if let Ok(filled) = &result {
             for segment in filled.iter() {
                 if let Segment::Guest(place) = segment {
-                    self.mark(place.guest_address(), place.bytes());
+                    self.mark_dirty(place.guest_address(), place.bytes());
                 }
             }
         }
@@ -173,7 +178,8 @@ impl VhostUserQueue {
         for (index, range) in ranges.iter().enumerate() {
             // After the first range, the request has had effects and cannot go back into the ring.
             let must_go = incoming.must_complete || index > 0;
-            let Some(pass) = self.admit(Direction::Write, RequestCost::one(range.bytes), must_go).await else {
+            let Some(pass) = self.admit(Direction::Write, RequestCost::one(range.bytes), must_go).await
+            else {
                 return self.return_request(incoming);
             };
             let result = if zeroes {
@@ -189,7 +195,12 @@ impl VhostUserQueue {
 
     /// Waits for admission by the disk's limits; `None` as in [`VhostUserQueue::unless_stopping`],
     /// or if the guest's memory is lost.
-    pub(super) async fn admit(&self, direction: Direction, cost: RequestCost, must_go: bool) -> Option<AdmissionPermit> {
+    pub(super) async fn admit(
+        &self,
+        direction: Direction,
+        cost: RequestCost,
+        must_go: bool,
+    ) -> Option<AdmissionPermit> {
         let pass = match must_go {
             true => Box::pin(self.admit_final(direction, cost)).await,
             false => self.unless_stopping(self.device.disk().admit(direction, cost), false).await,
@@ -213,7 +224,11 @@ impl VhostUserQueue {
 
     /// Waits for `wanted`. `None` if the queue stops, or, for a request that must be executed, if
     /// the front end has disconnected.
-    pub(super) async fn unless_stopping<T>(&self, wanted: impl Future<Output = T>, must_go: bool) -> Option<T> {
+    pub(super) async fn unless_stopping<T>(
+        &self,
+        wanted: impl Future<Output = T>,
+        must_go: bool,
+    ) -> Option<T> {
         self.unless(wanted, || if must_go { self.is_abandoned() } else { self.is_stopping() }).await
     }
 
@@ -269,7 +284,8 @@ impl VhostUserQueue {
         }
         let VringRequest { ticket, request, .. } = incoming;
         // Most disks lose nothing with the process, and need not take the lock in `note`.
-        if let (BlkOperation::Write { .. } | BlkOperation::WriteZeroes(_), Some(loss)) = (&request.kind, &self.loss)
+        if let (BlkOperation::Write { .. } | BlkOperation::WriteZeroes(_), Some(loss)) =
+            (&request.kind, &self.loss)
             && self.device.disk().has_volatile_writes()
         {
             loss.record_write(|| self.device.disk().has_volatile_writes());
@@ -292,7 +308,7 @@ impl VhostUserQueue {
         let place = request.status_place();
         let (address, bytes) = (place.guest_address(), place.bytes());
         let written = request.finish(status);
-        self.mark(address, bytes);
+        self.mark_dirty(address, bytes);
         self.complete(ticket, written);
     }
 }
@@ -300,7 +316,9 @@ impl VhostUserQueue {
 /// Moves the buffers out of a request; its length is lost.
 fn take_data(incoming: &mut VringRequest) -> Data {
     match &mut incoming.request.kind {
-        BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => mem::take(places),
+        BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => {
+            mem::take(places)
+        }
         _ => unreachable!("planned as reads or writes"),
     }
 }

@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_options_have_taken_away_is_named() {
+    fn features_disabled_by_options_are_named() {
         assert_eq!(not_offered(1 << 35), "features 0x800000000 were not offered");
         let said = not_offered(1 << 35 | virtio::DISCARD | virtio::CONFIG_WCE);
         assert!(

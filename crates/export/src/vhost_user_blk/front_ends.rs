@@ -31,7 +31,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{operation, operation::Fd, log_rate_limit::LogRateLimit};
+use reactor::{log_rate_limit::LogRateLimit, operation, operation::Fd};
 use rustix::{
     io::Errno,
     net::{
@@ -48,7 +48,7 @@ use crate::select::{FirstReady, first};
 
 /// Pause between attempts to connect: doubled from `FIRST_PAUSE` up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// Shortest duration of a successful connection.
 const MIN_GOOD_DURATION: Duration = Duration::from_secs(1);
 /// Time after which a second front end is rejected. A killed front end has disconnected by then:
@@ -68,7 +68,7 @@ const SHORTAGE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 pub struct FrontEnds {
     /// Export's name in the log.
     id: Arc<str>,
-    way: FrontEndSource,
+    source: FrontEndSource,
     /// A front end that is already connected.
     first: Option<Fd>,
     /// Front ends that connected while another was served, the oldest first.
@@ -92,7 +92,7 @@ enum FrontEndSource {
     Connect {
         path: PathBuf,
         pause: Duration,
-        told: String,
+        last_logged: String,
     },
 }
 
@@ -104,12 +104,12 @@ impl FrontEnds {
 
     /// A front end that listens at `path`; connects to it whenever possible.
     pub fn call(id: &str, path: PathBuf) -> Self {
-        Self::by(id, FrontEndSource::Connect { path, pause: Duration::ZERO, told: String::new() })
+        Self::by(id, FrontEndSource::Connect { path, pause: Duration::ZERO, last_logged: String::new() })
     }
 
     fn by(id: &str, way: FrontEndSource) -> Self {
         let (first, waiting, refusals) = Default::default();
-        Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE_TIMEOUT, device: None }
+        Self { id: id.into(), source: way, first, waiting, refusals, silence: SILENCE_TIMEOUT, device: None }
     }
 
     /// Sets a front end that is already connected.
@@ -162,13 +162,13 @@ impl FrontEnds {
         if let Some(waiting) = self.waiting.remove(speaks.unwrap_or(0)) {
             return Ok(waiting.socket);
         }
-        match &mut self.way {
+        match &mut self.source {
             FrontEndSource::Listen(listener) => Ok(accept(&self.id, listener, &self.refusals).await?.into()),
-            FrontEndSource::Connect { path, pause, told } => {
+            FrontEndSource::Connect { path, pause, last_logged: told } => {
                 let address = SocketAddrUnix::new(&*path)?;
                 loop {
                     reactor::sleep_until(reactor::now() + *pause).await;
-                    *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                    *pause = (*pause * 2).clamp(FIRST_PAUSE, MAX_PAUSE);
                     match call(&address) {
                         Ok(socket) => return Ok(socket.into()),
                         // Any error is retried: the front end may start later.
@@ -180,7 +180,7 @@ impl FrontEnds {
     }
 
     fn record_duration(&mut self, began: Instant) {
-        let FrontEndSource::Connect { path, pause, told } = &mut self.way else { return };
+        let FrontEndSource::Connect { path, pause, last_logged: told } = &mut self.source else { return };
         if reactor::now() - began >= MIN_GOOD_DURATION {
             *pause = FIRST_PAUSE;
             told.clear();
@@ -191,7 +191,7 @@ impl FrontEnds {
 
     /// Rejects competing front ends; returns only on an error: see [`FrontEnds::serve`].
     async fn reject_competitors(&mut self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
-        let FrontEndSource::Listen(listener) = &self.way else { return pending().await };
+        let FrontEndSource::Listen(listener) = &self.source else { return pending().await };
         let listener = listener.clone();
         let began = reactor::now();
         let mut gone = pin!(operation::peer_shut_down(current));

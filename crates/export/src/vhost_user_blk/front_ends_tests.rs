@@ -253,13 +253,14 @@ fn the_next_front_end_waits_until_the_rings_of_the_last_have_ended() {
 }
 
 #[test]
-fn a_front_end_that_listens_is_called_again_and_again() {
+fn listening_front_end_is_reconnected() {
     real(async {
         let directory = directory("calls");
         let path = directory.join("s");
         let (owner, task) = spawn(FrontEnds::call("e", path.clone()));
         // At first no front end listens.
-        let accept = |listener: UnixListener| reactor::run_blocking(move || listener.accept().map(|_| listener));
+        let accept =
+            |listener: UnixListener| reactor::run_blocking(move || listener.accept().map(|_| listener));
         let listener = accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls");
         owner.has_seen(1).await;
         let listener = accept(listener).await.expect("it calls again");
@@ -286,8 +287,8 @@ fn the_reason_of_a_failed_connect_is_logged() {
                 reactor::timeout(few, front_ends.serve(|| false, async |_| {})).await.is_err(),
                 "it goes on"
             );
-            match &front_ends.way {
-                FrontEndSource::Connect { told, .. } => told.clone(),
+            match &front_ends.source {
+                FrontEndSource::Connect { last_logged: told, .. } => told.clone(),
                 FrontEndSource::Listen(_) => unreachable!("it calls"),
             }
         };
@@ -301,7 +302,7 @@ fn the_reason_of_a_failed_connect_is_logged() {
 }
 
 #[test]
-fn a_socket_of_another_kind_is_called_until_the_right_one_is_there() {
+fn connecting_is_retried_until_the_socket_type_matches() {
     real(async {
         let directory = directory("kinds");
         let path = directory.join("s");

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use policy::time::{Duration, Instant};
 
 /// Interval at which the same reason is logged again.
-const AGAIN: Duration = Duration::from_secs(600);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(600);
 
 /// State of one export.
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ pub(super) struct FutileAttempts(Mutex<Option<LastAttempt>>);
 struct LastAttempt {
     process: Option<u32>,
     why: String,
-    told: Instant,
+    logged_at: Instant,
     left_out: u64,
 }
 
@@ -30,7 +30,13 @@ impl FutileAttempts {
 
     /// Records an attempt that did not use the disk; `unseen` similar ones were already omitted.
     /// Returns the number of omitted lines if this attempt is to be logged.
-    pub(super) fn record_attempt(&self, process: Option<u32>, why: &str, unseen: u64, now: Instant) -> Option<u64> {
+    pub(super) fn record_attempt(
+        &self,
+        process: Option<u32>,
+        why: &str,
+        unseen: u64,
+        now: Instant,
+    ) -> Option<u64> {
         let mut last = self.last();
         let same = last.as_mut().filter(|last| last.process == process && last.why == why);
         let left_out = match same {
@@ -43,7 +49,7 @@ impl FutileAttempts {
             Some(same) => same.left_out + unseen,
             None => unseen,
         };
-        *last = Some(LastAttempt { process, why: why.to_owned(), told: now, left_out: 0 });
+        *last = Some(LastAttempt { process, why: why.to_owned(), logged_at: now, left_out: 0 });
         Some(left_out)
     }
 
@@ -59,7 +65,7 @@ impl FutileAttempts {
 
 impl LastAttempt {
     fn is_fresh(&self, now: Instant) -> bool {
-        now - self.told < AGAIN
+        now - self.logged_at < REPEAT_INTERVAL
     }
 }
 
@@ -68,10 +74,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_is_told_once_in_a_while_and_news_at_once() {
+    fn repeated_reasons_are_rate_limited_and_new_ones_are_logged() {
         let vain = FutileAttempts::default();
         let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
-        let went = |process, why, unseen, seconds| vain.record_attempt(Some(process), why, unseen, at(seconds));
+        let went =
+            |process, why, unseen, seconds| vain.record_attempt(Some(process), why, unseen, at(seconds));
         assert!(!vain.was_logged_recently(Some(1), at(0)));
         assert_eq!([went(1, "a", 0, 0), went(1, "a", 0, 1), went(1, "a", 2, 599)], [Some(0), None, None]);
         assert!(vain.was_logged_recently(Some(1), at(599)) && !vain.was_logged_recently(Some(2), at(599)));

@@ -124,7 +124,8 @@ impl SessionFuzzer {
             Some(said.map(|said| (said.code, said.payload, said.descriptors.len())).collect::<Vec<_>>())
         };
         let (Ok(told), Some(ours)) = (self.session.to_messages(), said(&self.session)) else { return };
-        let (mut other, _) = VhostUserSession::from_messages(self.offer, told).expect("a front end could say all that");
+        let (mut other, _) =
+            VhostUserSession::from_messages(self.offer, told).expect("a front end could say all that");
         let running: Vec<u16> = other.running().collect();
         quiesce(&mut other);
         if let Some(theirs) = said(&other) {
@@ -361,8 +362,12 @@ mod tests {
         fastrand::seed(7);
         for _ in 0..1000 {
             let data: Vec<u8> = (0..400).map(|_| fastrand::u8(48..)).collect();
-            let mut run =
-                SessionFuzzer::new(VhostUserOffer { queues: 2, queue_size: 256, ..VhostUserOffer::default() }).expect("a memfd");
+            let mut run = SessionFuzzer::new(VhostUserOffer {
+                queues: 2,
+                queue_size: 256,
+                ..VhostUserOffer::default()
+            })
+            .expect("a memfd");
             let mut input = FuzzBytes(&data);
             assert!(run.begin(&mut input));
             while let Some(kind) = input.byte() {

@@ -8,23 +8,27 @@ use smallvec::SmallVec;
 
 use super::{
     pieces::needs_no_split,
-    queue::{VringRequest, VhostUserQueue},
+    queue::{VhostUserQueue, VringRequest},
 };
 use crate::batch::MergeBatch;
-use ::virtio::block::{Data, BlkOperation};
+use ::virtio::block::{BlkOperation, Data};
 use block::disk::AdmissionPermit;
 use reactor::{error::Error, guest::GuestBytes};
 
 /// Number of requests of one queue that are admitted together: the lock of the group's tree is
 /// held meanwhile.
-const MOST_ASKED: usize = 32;
+const MAX_ADMISSIONS: usize = 32;
 
 impl VhostUserQueue {
     /// Executes all requests that are admitted at once; passes the rest to `usual`.
-    pub(super) fn execute_immediately(&self, intake: &mut MergeBatch<VringRequest>, mut usual: impl FnMut(VringRequest)) {
+    pub(super) fn execute_immediately(
+        &self,
+        intake: &mut MergeBatch<VringRequest>,
+        mut usual: impl FnMut(VringRequest),
+    ) {
         let disk = self.device.disk();
-        let mut passes: SmallVec<[Option<AdmissionPermit>; MOST_ASKED]> = SmallVec::new();
-        for some in intake.all().chunks(MOST_ASKED) {
+        let mut passes: SmallVec<[Option<AdmissionPermit>; MAX_ADMISSIONS]> = SmallVec::new();
+        for some in intake.all().chunks(MAX_ADMISSIONS) {
             let costs = some.iter().filter_map(task).map(|(direction, _, data)| (direction, cost(data)));
             disk.try_admit_batch(costs, |pass| passes.push(pass));
         }
@@ -45,7 +49,7 @@ impl VhostUserQueue {
             _ if self.is_lost() => Err(Error::FAULT),
             Some((Direction::Read, offset, data)) => {
                 let result = disk.read_now(pass, offset, data).unwrap_or(Err(Error::UNSUPPORTED));
-                data.iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
+                data.iter().for_each(|place| self.mark_dirty(place.guest_address(), place.bytes()));
                 result
             }
             Some((Direction::Write, offset, data)) => {
@@ -61,7 +65,9 @@ impl VhostUserQueue {
 fn task(incoming: &VringRequest) -> Option<(Direction, u64, &Data)> {
     match &incoming.request.kind {
         BlkOperation::Read { offset, into } if needs_no_split(into) => Some((Direction::Read, *offset, into)),
-        BlkOperation::Write { offset, from } if needs_no_split(from) => Some((Direction::Write, *offset, from)),
+        BlkOperation::Write { offset, from } if needs_no_split(from) => {
+            Some((Direction::Write, *offset, from))
+        }
         _ => None,
     }
 }

@@ -20,7 +20,7 @@ use std::{
     },
 };
 
-use reactor::guest::{GuestMemory, GuestBytes, MappingQuota, Region, RegionError};
+use reactor::guest::{GuestBytes, GuestMemory, MappingQuota, Region, RegionError};
 use rustix::{
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
     io::pwrite,
@@ -117,39 +117,39 @@ pub struct InflightArea {
 /// Shared by all rings of a front end.
 #[derive(Debug)]
 pub struct UnflushedWrites {
-    place: GuestBytes,
+    state_bytes: GuestBytes,
     opened: u64,
     /// Number of writes that would have been lost when they were acknowledged.
     noted: AtomicU64,
     /// Held from the check of the disk until its result is stored.
-    turn: Mutex<()>,
+    check_lock: Mutex<()>,
 }
 
 impl UnflushedWrites {
     fn new(place: GuestBytes, opened: u64) -> Self {
-        Self { place, opened, noted: AtomicU64::new(0), turn: Mutex::default() }
+        Self { state_bytes: place, opened, noted: AtomicU64::new(0), check_lock: Mutex::default() }
     }
 
     /// True if writes were lost. Permanent until the guest resets its device, because the lost
     /// ranges are unknown.
     pub fn has_happened(&self) -> bool {
-        self.place.load_u64(LOSS_AT, Acquire) == HAS_LOST
+        self.state_bytes.load_u64(LOSS_AT, Acquire) == HAS_LOST
     }
 
     /// Evaluates the record when a front end passes the area. If another opening of the disk would
     /// have lost writes, they are lost; after a mere reconnect the opening is still the same.
     pub fn evaluate(&self) {
-        let is_alive = self.place.load_u64(OPENED_AT, Acquire) == self.opened;
+        let is_alive = self.state_bytes.load_u64(OPENED_AT, Acquire) == self.opened;
         // WOULD_LOSE of a live opening is normal after a reconnect: its cache still has the writes.
-        if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE && !is_alive {
-            self.place.store_u64(LOSS_AT, HAS_LOST, Release);
+        if self.state_bytes.load_u64(LOSS_AT, Acquire) == WOULD_LOSE && !is_alive {
+            self.state_bytes.store_u64(LOSS_AT, HAS_LOST, Release);
         }
     }
 
     /// Carries the state over to a new area. A reset machine passes another area, but that does not
     /// make its earlier writes durable.
     pub fn inherit(&self, before: &Self) {
-        if before.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
+        if before.state_bytes.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
             let _turn = self.lock();
             self.set(true);
         }
@@ -180,13 +180,13 @@ impl UnflushedWrites {
         if !self.has_happened() {
             // The opening first: a reader that sees WOULD_LOSE must find the opening that it refers
             // to.
-            self.place.store_u64(OPENED_AT, self.opened, Release);
-            self.place.store_u64(LOSS_AT, if would_lose { WOULD_LOSE } else { 0 }, Release);
+            self.state_bytes.store_u64(OPENED_AT, self.opened, Release);
+            self.state_bytes.store_u64(LOSS_AT, if would_lose { WOULD_LOSE } else { 0 }, Release);
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+        self.check_lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packed_ring_does_not_fit_where_split_ones_were_asked_for() {
+    fn area_of_split_rings_does_not_fit_a_packed_ring() {
         let (file, bytes) = create(1, 128, false).expect("made");
         let area = InflightArea::map(&info(bytes, 1, 128), file, &plenty(), 0).expect("mapped");
         assert!(area.part(0, 128, false).is_some());
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_choice_of_a_write_cache_is_kept_in_areas_that_were_made_here() {
+    fn write_cache_choice_is_stored_in_own_areas_only() {
         for packed in [false, true] {
             let (file, bytes) = create(3, 128, packed).expect("made");
             let again = || file.try_clone().expect("a descriptor");
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_block_that_a_guest_was_told_is_kept_in_areas_that_were_made_here() {
+    fn block_size_is_stored_in_own_areas_only() {
         let (file, bytes) = create(1, 128, true).expect("made");
         let again = || file.try_clone().expect("a descriptor");
         let map = |bytes| InflightArea::map(&info(bytes, 1, 128), again(), &plenty(), 0).expect("mapped");
@@ -370,8 +370,9 @@ mod tests {
     }
 
     #[test]
-    fn what_a_front_end_says_of_an_area_is_checked() {
-        let map = |info: InflightInfo| InflightArea::map(&info, create(1, 4, false).expect("made").0, &plenty(), 0);
+    fn area_description_is_validated() {
+        let map =
+            |info: InflightInfo| InflightArea::map(&info, create(1, 4, false).expect("made").0, &plenty(), 0);
         assert!(map(info(128, 1, 4)).is_ok());
         assert!(matches!(map(info(127, 1, 4)), Err(InflightError::TooSmall { is: 127, due: 128 })));
         assert!(matches!(map(info(1 << 40, 1, 4)), Err(InflightError::Map(_))), "longer than its file");
@@ -382,21 +383,21 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_shorten_an_area_of_ours() {
+    fn own_area_is_sealed_against_shrinking() {
         let (file, bytes) = create(1, 128, true).expect("made");
         assert!(ftruncate(&file, bytes - 1).is_err());
         assert!(ftruncate(&file, bytes + 1).is_err());
     }
 
     #[test]
-    fn what_others_would_lose_is_none_of_a_guest_that_has_flushed() {
+    fn flushed_guest_is_unaffected_by_losses_of_others() {
         let (file, bytes) = create(1, 4, false).expect("made");
         let area = |opened| {
             let file = file.try_clone().expect("a descriptor");
             InflightArea::map(&info(bytes, 1, 4), file, &plenty(), opened).expect("mapped")
         };
         let is_lost_with = |opened: u64| {
-            let word = || area(opened).loss().expect("made here").place.load_u64(LOSS_AT, Acquire);
+            let word = || area(opened).loss().expect("made here").state_bytes.load_u64(LOSS_AT, Acquire);
             match word() {
                 0 => false,
                 WOULD_LOSE => true,
@@ -420,7 +421,11 @@ mod tests {
         let other = InflightArea::map(&info(bytes, 1, 4), file, &plenty(), 7).expect("mapped");
         let replacing = other.loss().expect("made here");
         replacing.inherit(loss);
-        assert_eq!(replacing.place.load_u64(LOSS_AT, Acquire), WOULD_LOSE, "another area makes nothing safe");
+        assert_eq!(
+            replacing.state_bytes.load_u64(LOSS_AT, Acquire),
+            WOULD_LOSE,
+            "another area makes nothing safe"
+        );
 
         area(7).loss().expect("made here").evaluate();
         assert!(!loss.has_happened(), "whoever would lose it lives");

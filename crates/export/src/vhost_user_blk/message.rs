@@ -252,7 +252,11 @@ impl VhostUserRequest {
     /// # Errors
     /// [`MalformedVhostUserMessage`]; the length in its header is valid, so later messages can
     /// be parsed.
-    pub fn parse(code: u32, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Self, MalformedVhostUserMessage> {
+    pub fn parse(
+        code: u32,
+        payload: &[u8],
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Self, MalformedVhostUserMessage> {
         let mut body = Body { payload, descriptors };
         let request = match code {
             code::GET_FEATURES => Self::GetFeatures,
@@ -602,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_of_version_one_and_no_replies() {
+    fn headers_of_other_versions_and_replies_are_rejected() {
         let parsed = header(1, 1, 0).expect("as QEMU sends it");
         assert_eq!(parsed, VhostUserHeader { code: 1, need_reply: false, payload_bytes: 0 });
         assert!(header(5, 9, 4096).expect("to be acknowledged").need_reply);
@@ -670,17 +674,24 @@ mod tests {
             let longer = [payload, &[0][..]].concat();
             assert!(matches!(parsed(&longer, *count), Err(MalformedVhostUserMessage::Size { .. })), "{name}");
             if let Some((_, shorter)) = payload.split_last() {
-                assert!(matches!(parsed(shorter, *count), Err(MalformedVhostUserMessage::Size { .. })), "{name}");
+                assert!(
+                    matches!(parsed(shorter, *count), Err(MalformedVhostUserMessage::Size { .. })),
+                    "{name}"
+                );
             }
             for wrong in [count + 1, count + 2] {
                 if *code == REM_MEM_REG && wrong == 1 {
                     continue;
                 }
-                let refused = matches!(parsed(payload, wrong), Err(MalformedVhostUserMessage::Descriptors { .. }));
+                let refused =
+                    matches!(parsed(payload, wrong), Err(MalformedVhostUserMessage::Descriptors { .. }));
                 assert!(refused, "{name} with {wrong} descriptors");
             }
             if *count > 0 && *code != REM_MEM_REG {
-                assert!(matches!(parsed(payload, count - 1), Err(MalformedVhostUserMessage::Descriptors { .. })), "{name}");
+                assert!(
+                    matches!(parsed(payload, count - 1), Err(MalformedVhostUserMessage::Descriptors { .. })),
+                    "{name}"
+                );
             }
         }
         for unknown in [0, 19, 20, 22, 23, 26, 27, 28, 29, 30, 33, 35, 41, 44, u32::MAX] {
@@ -690,7 +701,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_payload_says_is_understood() {
+    fn payload_fields_are_parsed() {
         let bytes: Vec<u8> = (1..=5_u64).flat_map(u64::to_ne_bytes).collect();
         let parsed = VhostUserRequest::parse(code::SET_VRING_ADDR, &bytes, Vec::new()).expect("well formed");
         let VhostUserRequest::SetVringAddr { ring: 1, addresses } = parsed else { panic!("{parsed:?}") };
@@ -702,7 +713,11 @@ mod tests {
         assert_eq!(region, due);
 
         let enable = |number: u32| {
-            VhostUserRequest::parse(code::SET_VRING_ENABLE, &[3, number].map(u32::to_ne_bytes).concat(), Vec::new())
+            VhostUserRequest::parse(
+                code::SET_VRING_ENABLE,
+                &[3, number].map(u32::to_ne_bytes).concat(),
+                Vec::new(),
+            )
         };
         assert!(matches!(enable(0), Ok(VhostUserRequest::SetVringEnable { ring: 3, enable: false })));
         assert!(matches!(enable(1), Ok(VhostUserRequest::SetVringEnable { ring: 3, enable: true })));

@@ -9,11 +9,11 @@ use async_channel::Receiver;
 use block::disk::{Disk, HoldError};
 use policy::time::Duration;
 
-use super::{vring_event::VringEvent, queue::QueueOrder, session::EventKind, vring::RingSettings};
+use super::{queue::QueueOrder, session::EventKind, vring::RingSettings, vring_event::VringEvent};
 use crate::select::{FirstReady, first};
 
 /// Longest wait. The guest is running by then and notices a slow disk.
-const PATIENCE: Duration = Duration::from_secs(30);
+const IMAGE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Replaced events of the ring.
 pub(super) type ReplacedEvents = Vec<(EventKind, Option<VringEvent>)>;
@@ -25,7 +25,7 @@ pub(super) async fn wait_for_image(
     orders: &Receiver<QueueOrder>,
 ) -> Result<Option<ReplacedEvents>, HoldError> {
     let is_over = Cell::new(false);
-    let mut hold = pin!(disk.hold(PATIENCE, || !is_over.get()));
+    let mut hold = pin!(disk.hold(IMAGE_TIMEOUT, || !is_over.get()));
     let mut rewired = ReplacedEvents::new();
     let held = loop {
         match first(hold.as_mut(), orders.recv()).await {

@@ -9,11 +9,11 @@ use std::mem;
 
 use policy::{request::Direction, throttle::RequestCost};
 
-use super::queue::{VringRequest, VhostUserQueue};
+use super::queue::{VhostUserQueue, VringRequest};
 use crate::batch::Mergeable as _;
-use ::virtio::block::{Data, BlkOperation, SECTOR_BYTES};
+use ::virtio::block::{BlkOperation, Data, SECTOR_BYTES};
 use reactor::{
-    buffer::{Segments, ReadTarget},
+    buffer::{ReadTarget, Segments},
     memory::MemoryAccount,
 };
 
@@ -84,7 +84,7 @@ impl VhostUserQueue {
         if direction == Direction::Read {
             // After the last piece: a dirty log that is set between pieces has to cover all of
             // them.
-            incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
+            incoming.places().iter().for_each(|place| self.mark_dirty(place.guest_address(), place.bytes()));
         }
         self.complete_request(incoming, outcome);
     }

@@ -27,27 +27,30 @@ use policy::merge::{MergeCandidate, MergeOperation};
 use smallvec::SmallVec;
 
 use super::{
-    vring_event::VringEvent,
+    backoff::IdleBackoff,
+    busy_polling::BusyPolling,
     device::{CopyCountingIo, VhostUserDevice},
     features::virtio,
-    backoff::IdleBackoff,
     inflight::UnflushedWrites,
-    busy_polling::BusyPolling,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
+    vring_event::VringEvent,
 };
 use crate::{
     batch::{MergeBatch, Mergeable},
     select::{FirstReady, first},
 };
 use ::virtio::{
-    block::{self as requests, Data, BlkOperation, BlkRequest},
-    ring::{RingError, DescriptorChain, InflightQueueArea, RingLayout, MAX_DESCRIPTORS, Places, Virtqueue, ChainTicket},
+    block::{self as requests, BlkOperation, BlkRequest, Data},
+    ring::{
+        ChainMemory, ChainTicket, DescriptorChain, InflightQueueArea, MAX_DESCRIPTORS, RingError, RingLayout,
+        Virtqueue,
+    },
 };
 use block::disk::CancelToken;
 use reactor::{
-    TaskSpawner, EventfdNotifier, Signal,
-    guest::{GuestMemory, GuestBytes},
+    EventfdNotifier, Signal, TaskSpawner,
+    guest::{GuestBytes, GuestMemory},
     memory::FairQueueFlow,
     operation::Fd,
 };
@@ -101,7 +104,9 @@ impl VringRequest {
     /// If it has none.
     pub(super) fn places(&self) -> &Data {
         match &self.request.kind {
-            BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } | BlkOperation::Id(places) => places,
+            BlkOperation::Read { into: places, .. }
+            | BlkOperation::Write { from: places, .. }
+            | BlkOperation::Id(places) => places,
             _ => unreachable!("it has no data"),
         }
     }
@@ -169,7 +174,11 @@ impl VhostUserQueue {
     ///
     /// # Errors
     /// Fails if the settings or the in-flight area contradict each other.
-    pub(super) fn new(number: u16, settings: RingSettings, device: Arc<VhostUserDevice>) -> Result<Rc<Self>, RingError> {
+    pub(super) fn new(
+        number: u16,
+        settings: RingSettings,
+        device: Arc<VhostUserDevice>,
+    ) -> Result<Rc<Self>, RingError> {
         let RingSettings { size, places, memory, features, base, inflight, loss, kick, call, error } =
             settings;
         let bell = |event| vring_event(&device, number, event);
@@ -186,7 +195,9 @@ impl VhostUserQueue {
         };
         let ring = match inflight {
             None => Virtqueue::new(layout, memory.clone(), base)?,
-            Some(area) => Virtqueue::with_inflight(layout, memory.clone(), base, InflightQueueArea::new(area))?,
+            Some(area) => {
+                Virtqueue::with_inflight(layout, memory.clone(), base, InflightQueueArea::new(area))?
+            }
         };
         Ok(Rc::new(Self {
             number,
@@ -313,7 +324,13 @@ impl VhostUserQueue {
         outcome.map(|()| taken)
     }
 
-    fn parse(&self, chain: DescriptorChain, limits: &requests::BlkDeviceConfig, ring: &mut Virtqueue, intake: &mut MergeBatch<VringRequest>) {
+    fn parse(
+        &self,
+        chain: DescriptorChain,
+        limits: &requests::BlkDeviceConfig,
+        ring: &mut Virtqueue,
+        intake: &mut MergeBatch<VringRequest>,
+    ) {
         let fault = chain.fault;
         let (ticket, request) = requests::parse(chain, limits);
         if let Some(fault) = fault {
@@ -525,11 +542,11 @@ impl VhostUserQueue {
     }
 
     /// Marks memory written by a request in the dirty log, which may be newer than the request.
-    pub(super) fn mark(&self, address: u64, bytes: usize) {
+    pub(super) fn mark_dirty(&self, address: u64, bytes: usize) {
         if !self.memory_changed.get() || self.memory.borrow().log().is_none() {
             return;
         }
-        let mut places = Places::new();
+        let mut places = ChainMemory::new();
         // The new memory may divide the range into other regions.
         self.memory.borrow().ranges(address, bytes, &mut places);
         places.iter().for_each(GuestBytes::mark_dirty);

@@ -54,7 +54,8 @@ fn take_the_longest_chains() {
         call: None,
         error: None,
     };
-    let queue = VhostUserQueue::new(0, settings, Arc::new(VhostUserDevice::new(export))).expect("a good ring");
+    let queue =
+        VhostUserQueue::new(0, settings, Arc::new(VhostUserDevice::new(export))).expect("a good ring");
     let mut intake = MergeBatch::default();
     assert_eq!([0; 4].map(|_| queue.take_requests(&mut intake)), [Ok(2), Ok(2), Ok(1), Ok(0)]);
 }

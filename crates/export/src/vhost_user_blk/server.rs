@@ -29,25 +29,25 @@ use async_channel::{Receiver, Sender};
 use event_listener::Event;
 
 use super::{
-    connection::{TransferredFrontEnd, VhostUserConnection, FrontEndEnd, VhostUserInbox, QuiescedFrontEnd},
+    connection::{FrontEndEnd, QuiescedFrontEnd, TransferredFrontEnd, VhostUserConnection, VhostUserInbox},
     device::{VhostUserDevice, VhostUserExport},
+    events::{ExportObserver, FrontEndEvent, PeerProcess},
     features::virtio,
     front_ends::{FrontEnds, SILENCE_TIMEOUT},
-    migration::wait_for_image,
-    events::{FrontEndEvent, PeerProcess, ExportObserver},
+    futile_attempts::FutileAttempts,
     inflight::UnflushedWrites,
+    migration::wait_for_image,
     queue::{QueueOrder, VhostUserQueue, vring_event},
     session::{Effect, RequestRejection, VhostUserSession},
-    futile_attempts::FutileAttempts,
     vring::RingSettings,
 };
 use crate::{
-    trim,
     select::{FirstReady, first},
+    trim,
 };
 use block::disk::Disk;
 use policy::time::{Duration, Instant};
-use reactor::{EventfdNotifier, TaskGroup, ReactorWorker, operation::Fd, log_rate_limit::LogRateLimit};
+use reactor::{EventfdNotifier, ReactorWorker, TaskGroup, log_rate_limit::LogRateLimit, operation::Fd};
 
 /// Threads that run queues.
 #[derive(Clone)]
@@ -83,7 +83,7 @@ pub struct VhostUserStatistics {
 pub struct VhostUserServer {
     device: Arc<VhostUserDevice>,
     /// Task group of all rings: an export has one share of each worker, however many rings it has.
-    party: TaskGroup,
+    task_group: TaskGroup,
     connected: AtomicUsize,
     /// Process of the connected front end.
     process: Mutex<Option<PeerProcess>>,
@@ -93,7 +93,7 @@ pub struct VhostUserServer {
     queues: AtomicUsize,
     stopping: AtomicBool,
     /// State of the connected front end, once it is quiesced.
-    rested: Mutex<Option<QuiescedFrontEnd>>,
+    quiesced_state: Mutex<Option<QuiescedFrontEnd>>,
     /// A front end transferred from another process, until it is served.
     arrived: Mutex<Option<TransferredFrontEnd>>,
     /// Notified when the server stops, quiesces or resumes, when a front end connects, disconnects
@@ -121,14 +121,14 @@ impl VhostUserServer {
     fn of(device: VhostUserDevice) -> Arc<Self> {
         Arc::new(Self {
             device: Arc::new(device),
-            party: TaskGroup::new(),
+            task_group: TaskGroup::new(),
             connected: AtomicUsize::new(0),
             process: Mutex::default(),
             served: AtomicBool::new(false),
             silent: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
-            rested: Mutex::default(),
+            quiesced_state: Mutex::default(),
             arrived: Mutex::default(),
             changed: Event::new(),
             arrivals: LogRateLimit::default(),
@@ -186,7 +186,7 @@ impl VhostUserServer {
     /// # Errors
     /// Fails if the state does not fit this export: see [`VhostUserSession::from_messages`].
     pub fn adopt(&self, rested: QuiescedFrontEnd) -> Result<(), RequestRejection> {
-        let QuiescedFrontEnd { socket, said, bytes, descriptors, used_ns } = rested;
+        let QuiescedFrontEnd { socket, messages: said, bytes, descriptors, used_ns } = rested;
         let (session, outputs) = VhostUserSession::from_messages(self.device.offer(), said)?;
         let inbox = VhostUserInbox::of(bytes, descriptors)?;
         *self.arrived() = Some(TransferredFrontEnd { socket, session, outputs, inbox, used_ns });
@@ -194,7 +194,7 @@ impl VhostUserServer {
     }
 
     fn quiesced(&self) -> MutexGuard<'_, Option<QuiescedFrontEnd>> {
-        self.rested.lock().unwrap_or_else(PoisonError::into_inner)
+        self.quiesced_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn arrived(&self) -> MutexGuard<'_, Option<TransferredFrontEnd>> {
@@ -290,7 +290,7 @@ impl VhostUserServer {
         let before = |ns| Instant::from_nanos(reactor::now().as_nanos().saturating_sub(ns));
         let began = used_ns.map(before);
         let connection = if let Some(arrived) = arrived {
-            let connection = VhostUserConnection::taken_over(Arc::clone(id), arrived);
+            let connection = VhostUserConnection::from_transferred(Arc::clone(id), arrived);
             // The old process has flushed everything; writes cached in this process begin now.
             if let Some(loss) = connection.loss() {
                 loss.flushed(loss.recorded_writes(), || false);
@@ -311,11 +311,11 @@ impl VhostUserServer {
             process,
             began,
             threads,
-            turn: 0,
+            next_worker: 0,
             queues: HashMap::new(),
             stopped: async_channel::unbounded(),
             resizes,
-            told: false,
+            is_published: false,
         };
         let ended = match first(attendance.run(), self.log_silence(pid)).await {
             FirstReady::One(ended) => ended,
@@ -378,12 +378,12 @@ struct ServedFrontEnd<'s> {
     began: Option<Instant>,
     threads: Threads,
     /// Index of the next worker.
-    turn: usize,
+    next_worker: usize,
     queues: HashMap<u16, Sender<QueueOrder>>,
     stopped: (Sender<Report>, Receiver<Report>),
     resizes: u64,
     /// True if the state of the quiesced front end was published.
-    told: bool,
+    is_published: bool,
 }
 
 enum AttendanceEvent {
@@ -406,7 +406,7 @@ impl ServedFrontEnd<'_> {
                 self.resizes = resizes;
                 self.connection.resize(self.server.device.disk().size_bytes());
             }
-            match self.news(changed).await {
+            match self.next_event(changed).await {
                 Ok(AttendanceEvent::Effect(effect)) => {
                     if let Err(ended) = self.execute_unless_disconnected(effect).await {
                         return ended;
@@ -428,10 +428,10 @@ impl ServedFrontEnd<'_> {
             (false, true) => self.connection.resume(),
             _ => {}
         }
-        if wanted && self.connection.is_quiesced() && !self.told {
+        if wanted && self.connection.is_quiesced() && !self.is_published {
             match self.connection.told(self.began.map(|began| reactor::now().nanos_since(began))) {
                 Ok(rested) => {
-                    (*self.server.quiesced(), self.told) = (Some(rested), true);
+                    (*self.server.quiesced(), self.is_published) = (Some(rested), true);
                     self.server.changed.notify(usize::MAX);
                 }
                 Err(error) => {
@@ -440,10 +440,13 @@ impl ServedFrontEnd<'_> {
                 }
             }
         }
-        self.told &= wanted;
+        self.is_published &= wanted;
     }
 
-    async fn news(&mut self, changed: event_listener::EventListener) -> Result<AttendanceEvent, FrontEndEnd> {
+    async fn next_event(
+        &mut self,
+        changed: event_listener::EventListener,
+    ) -> Result<AttendanceEvent, FrontEndEnd> {
         let reports = self.stopped.1.clone();
         let report = async {
             match reports.recv().await {
@@ -516,8 +519,8 @@ impl ServedFrontEnd<'_> {
         let serve = move || serve_ring(server, ring, settings, received, reports);
         match &self.threads {
             Threads::Workers(workers) => {
-                workers[self.turn % workers.len()].spawn_in_group(self.server.party, serve);
-                self.turn += 1;
+                workers[self.next_worker % workers.len()].spawn_in_group(self.server.task_group, serve);
+                self.next_worker += 1;
             }
             Threads::Here => reactor::spawn(serve()),
         }
@@ -540,7 +543,8 @@ impl ServedFrontEnd<'_> {
             if let Some(left_out) = ended.fault().and_then(|_| refusals.try_log(now)) {
                 device.report(&FrontEndEvent::ProtocolError { process, why: ended }, left_out);
             }
-            return device.report(&FrontEndEvent::Disconnected { process, lasted: reactor::now() - began }, 0);
+            return device
+                .report(&FrontEndEvent::Disconnected { process, lasted: reactor::now() - began }, 0);
         }
         let (seldom, queues) = match ended.fault() {
             Some(_) => (refusals, None),
@@ -594,8 +598,8 @@ impl ServedFrontEnd<'_> {
 async fn leave_nothing_to_lose(disk: &Disk, loss: &UnflushedWrites) {
     let noted = loss.recorded_writes();
     // Flushes the image, because a disk that is stopped by an error would hold the flush back.
-    let is_kept =
-        !disk.has_volatile_writes() || matches!(reactor::timeout(FLUSH_TIMEOUT, disk.image().flush()).await, Ok(Ok(())));
+    let is_kept = !disk.has_volatile_writes()
+        || matches!(reactor::timeout(FLUSH_TIMEOUT, disk.image().flush()).await, Ok(Ok(())));
     if is_kept {
         loss.flushed(noted, || disk.has_volatile_writes());
     }

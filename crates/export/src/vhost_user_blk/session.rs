@@ -31,7 +31,7 @@ mod transfer;
 
 use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
-pub use outcome::{Effect, EventKind, SessionOutput, RequestRejection};
+pub use outcome::{Effect, EventKind, RequestRejection, SessionOutput};
 use reactor::{
     guest::{DirtyLog, GuestMemory, MappingQuota, Region, RegionError},
     operation::Fd,
@@ -44,7 +44,9 @@ use super::{
     config_space,
     features::{VhostUserOffer, protocol, virtio},
     inflight::{self, InflightArea, UnflushedWrites},
-    message::{self, InflightInfo, MalformedVhostUserMessage, RegionInfo, VhostUserReply, VhostUserRequest, code},
+    message::{
+        self, InflightInfo, MalformedVhostUserMessage, RegionInfo, VhostUserReply, VhostUserRequest, code,
+    },
     vring::{Kick, Vring},
 };
 
@@ -165,8 +167,9 @@ impl VhostUserSession {
         // Evaluated before the request, which may itself negotiate REPLY_ACK.
         let acknowledge = need_reply && self.has(protocol::REPLY_ACK) && !message::has_answer(code);
         let acknowledge = acknowledge.then_some(code);
-        let answer =
-            request.map_err(RequestRejection::from).and_then(|request| self.execute(request, acknowledge, out));
+        let answer = request
+            .map_err(RequestRejection::from)
+            .and_then(|request| self.execute(request, acknowledge, out));
         let request = message::name(code);
         match answer {
             Ok(VhostUserOutcome::Done) => out.extend(acknowledgement(acknowledge, 0)),
@@ -182,8 +185,13 @@ impl VhostUserSession {
                 out.push_back(SessionOutput::Rejected { request, why });
                 out.extend(acknowledgement(acknowledge, 1));
             }
-            Err(why @ RequestRejection::Malformed(MalformedVhostUserMessage::Size { .. })) if code == code::GET_CONFIG => {
-                out.extend([SessionOutput::Rejected { request, why }, SessionOutput::Reply(VhostUserReply::no_config())]);
+            Err(why @ RequestRejection::Malformed(MalformedVhostUserMessage::Size { .. }))
+                if code == code::GET_CONFIG =>
+            {
+                out.extend([
+                    SessionOutput::Rejected { request, why },
+                    SessionOutput::Reply(VhostUserReply::no_config()),
+                ]);
             }
             // Caused by the guest; `VhostUserSession::start_or_stop` has already reported it to the
             // owner.
@@ -234,25 +242,37 @@ impl VhostUserSession {
             VhostUserRequest::GetFeatures => return number(code::GET_FEATURES, self.offer.features()),
             VhostUserRequest::SetFeatures(features) => self.set_features(features, out)?,
             VhostUserRequest::SetOwner => {}
-            VhostUserRequest::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
+            VhostUserRequest::GetProtocolFeatures => {
+                return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED);
+            }
             VhostUserRequest::SetProtocolFeatures(features) => match features & !protocol::OFFERED {
                 0 => self.protocol_features = features,
                 unknown => return Err(RequestRejection::ProtocolFeatures(unknown)),
             },
-            VhostUserRequest::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
+            VhostUserRequest::GetQueueNum => {
+                return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues));
+            }
             VhostUserRequest::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
             VhostUserRequest::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
             // QEMU resets the status of a paused machine before it requests the bases, so bases are
             // kept.
             VhostUserRequest::SetStatus(0) => {
                 self.unset_kicks(out);
-                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Reset(BasesAfterReset::Kept, acknowledge)));
+                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Reset(
+                    BasesAfterReset::Kept,
+                    acknowledge,
+                )));
             }
             VhostUserRequest::ResetDevice => {
                 self.unset_kicks(out);
-                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Reset(BasesAfterReset::Forgotten, acknowledge)));
+                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Reset(
+                    BasesAfterReset::Forgotten,
+                    acknowledge,
+                )));
             }
-            VhostUserRequest::SetStatus(status) if status > MAX_STATUS => return Err(RequestRejection::Status(status)),
+            VhostUserRequest::SetStatus(status) if status > MAX_STATUS => {
+                return Err(RequestRejection::Status(status));
+            }
             VhostUserRequest::SetStatus(status) => {
                 // NEEDS_RESET is cleared only by a reset, not by the driver's write.
                 self.status = status as u8 | self.status & NEEDS_RESET;
@@ -280,7 +300,8 @@ impl VhostUserSession {
                 self.set_memory(without.ok_or(RequestRejection::NoSuchRegion { guest_address, bytes })?, out);
             }
             VhostUserRequest::SetLogBase { bytes, file_offset, file } => {
-                let log = DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(RequestRejection::Log)?;
+                let log =
+                    DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(RequestRejection::Log)?;
                 // Running rings get the log before the reply, so that no write is missing from the
                 // log.
                 self.memory = self.memory.with_log(Some(log));
@@ -321,8 +342,12 @@ impl VhostUserSession {
                 self.set_event(ring, EventKind::Kick, event, out)?;
                 self.start_or_stop_number(ring, out)?;
             }
-            VhostUserRequest::SetVringCall { ring, event } => self.set_event(ring, EventKind::Call, event, out)?,
-            VhostUserRequest::SetVringErr { ring, event } => self.set_event(ring, EventKind::Error, event, out)?,
+            VhostUserRequest::SetVringCall { ring, event } => {
+                self.set_event(ring, EventKind::Call, event, out)?
+            }
+            VhostUserRequest::SetVringErr { ring, event } => {
+                self.set_event(ring, EventKind::Error, event, out)?
+            }
 
             VhostUserRequest::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
             VhostUserRequest::GetConfig { offset, flags, bytes } => {
@@ -363,7 +388,11 @@ impl VhostUserSession {
         Ok(VhostUserOutcome::Done)
     }
 
-    fn set_features(&mut self, features: u64, out: &mut VecDeque<SessionOutput>) -> Result<(), RequestRejection> {
+    fn set_features(
+        &mut self,
+        features: u64,
+        out: &mut VecDeque<SessionOutput>,
+    ) -> Result<(), RequestRejection> {
         let unknown = features & !self.offer.features();
         if unknown != 0 {
             return Err(RequestRejection::Features(unknown));

@@ -388,7 +388,7 @@ fn a_ring_that_its_driver_breaks_needs_a_reset() {
 }
 
 #[test]
-fn a_base_is_told_when_the_ring_has_ended() {
+fn base_is_returned_after_the_ring_has_stopped() {
     let mut front_end = SessionFrontEnd::running();
     assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
     assert!(front_end.session.is_waiting_for_rings());
@@ -518,7 +518,7 @@ fn wrong_memory_is_refused() {
 }
 
 #[test]
-fn what_one_front_end_maps_has_a_bound() {
+fn memory_mapped_by_a_front_end_is_bounded() {
     let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let more = numbers(&[0, GUEST_BYTES, 4096, USER + GUEST_BYTES, 0]);
     let mut held = Vec::new();
@@ -555,7 +555,7 @@ fn what_one_front_end_maps_has_a_bound() {
 }
 
 #[test]
-fn messages_that_are_none_are_refused_or_end_it() {
+fn malformed_messages_are_rejected_or_end_the_session() {
     let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let words = front_end.send(code::SET_VRING_NUM, NEED_REPLY, &[0; 7], vec![]);
     assert_eq!(words, "refused SET_VRING_NUM: a payload of 7 bytes instead of 8, reply 0x1");
@@ -599,7 +599,7 @@ fn settings_of_a_running_ring_cannot_change() {
 }
 
 #[test]
-fn writes_are_recorded_from_the_log_on_until_that_feature_goes() {
+fn writes_are_logged_while_the_log_feature_is_set() {
     let mut front_end = SessionFrontEnd::running();
     let log = memory();
     let file = log.try_clone().expect("a copy");

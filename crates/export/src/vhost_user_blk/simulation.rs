@@ -32,15 +32,15 @@ use super::{
     vring::RingSettings,
 };
 use crate::{
-    random::{self, chance, sleep_randomly},
     model::Model,
     passed::GroupSamples,
+    random::{self, chance, sleep_randomly},
     seeds,
 };
 use ::virtio::ring::access_hook::with_hook;
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::{Image, RawImage};
 use reactor::{
@@ -58,7 +58,7 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
 /// Maximum length of merged requests, in bytes.
-const LONGEST_REQUEST: u64 = 256 << 10;
+const MAX_REQUEST: u64 = 256 << 10;
 const SERIAL: &str = "a serial number that is too long";
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
@@ -129,7 +129,7 @@ type VolatileMemory = Rc<RefCell<Vec<GuestBytes>>>;
 async fn run(tally: Rc<Cell<VhostUserSimulationTally>>, prey: VolatileMemory) {
     let settings = GroupSettings { limits: random::limits(30), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
-    let passed = Rc::new(RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)));
+    let passed = Rc::new(RefCell::new(GroupSamples::new(&group, MAX_REQUEST)));
     let lives: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
         .map(|_| spawn_joinable(SimulatedDiskLife::draw(&group, &tally, &passed, &prey).run()))
         .collect();
@@ -156,7 +156,12 @@ struct SimulatedDiskLife {
 }
 
 impl SimulatedDiskLife {
-    fn draw(group: &Arc<ThrottleGroup>, tally: &Rc<Cell<VhostUserSimulationTally>>, passed: &Rc<RefCell<GroupSamples>>, prey: &VolatileMemory) -> Self {
+    fn draw(
+        group: &Arc<ThrottleGroup>,
+        tally: &Rc<Cell<VhostUserSimulationTally>>,
+        passed: &Rc<RefCell<GroupSamples>>,
+        prey: &VolatileMemory,
+    ) -> Self {
         let may_fail = chance(30);
         let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
@@ -236,9 +241,18 @@ fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<ThrottleGroup>) -> (
 }
 
 fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<VhostUserDevice> {
-    let offer =
-        VhostUserOffer { size_bytes: DISK_BYTES as u64, read_only, write_cache: chance(80), ..VhostUserOffer::default() };
-    Arc::new(VhostUserDevice::new(VhostUserExport { id: "vm".into(), disk: Arc::clone(disk), offer, serial: SERIAL.into() }))
+    let offer = VhostUserOffer {
+        size_bytes: DISK_BYTES as u64,
+        read_only,
+        write_cache: chance(80),
+        ..VhostUserOffer::default()
+    };
+    Arc::new(VhostUserDevice::new(VhostUserExport {
+        id: "vm".into(),
+        disk: Arc::clone(disk),
+        offer,
+        serial: SERIAL.into(),
+    }))
 }
 
 /// A front end as a queue sees it: starts the queue, ends it in one of several ways, and replaces
@@ -269,7 +283,7 @@ impl SimulatedFrontEnd {
         let guest = spawn_joinable(Rc::clone(&self.machine).run());
         for _ in 0..sim::random(|random| random.usize(..6)) {
             let running = self.start();
-            self.change_now_and_then(&running).await;
+            self.change_repeatedly(&running).await;
             self.machine.some_moment().await;
             self.end(running).await;
             if chance(70) {
@@ -277,7 +291,7 @@ impl SimulatedFrontEnd {
             }
         }
         let running = self.start();
-        self.change_now_and_then(&running).await;
+        self.change_repeatedly(&running).await;
         guest.await;
         self.stop(running).await;
         self.killed
@@ -309,7 +323,7 @@ impl SimulatedFrontEnd {
     }
 
     /// Replaces an event of a ring.
-    fn wire(&self, running: &RunningQueue, kind: EventKind) {
+    fn replace_event(&self, running: &RunningQueue, kind: EventKind) {
         let bell = match kind {
             EventKind::Kick => self.machine.new_kick(),
             _ => Some(self.machine.new_call()),
@@ -318,7 +332,7 @@ impl SimulatedFrontEnd {
         running.orders.try_send(order).expect("the queue runs");
     }
 
-    async fn change_now_and_then(&self, running: &RunningQueue) {
+    async fn change_repeatedly(&self, running: &RunningQueue) {
         for _ in 0..sim::random(|random| random.usize(..4)) {
             self.machine.some_moment().await;
             self.change(running).await;
@@ -327,8 +341,8 @@ impl SimulatedFrontEnd {
 
     async fn change(&self, running: &RunningQueue) {
         match sim::random(|random| random.u8(..4)) {
-            0 => self.wire(running, EventKind::Kick),
-            1 => self.wire(running, EventKind::Call),
+            0 => self.replace_event(running, EventKind::Kick),
+            1 => self.replace_event(running, EventKind::Call),
             2 => self.machine.switch_write_cache(),
             _ => {
                 // Other mappings of the same memory, with another log or none from now on.

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use reactor::{guest::GuestMemory, guest::GuestBytes, operation::Fd};
+use reactor::{guest::GuestBytes, guest::GuestMemory, operation::Fd};
 
 use super::{features::virtio, inflight::UnflushedWrites, message::VringAddresses};
 use ::virtio::ring::RingParts;

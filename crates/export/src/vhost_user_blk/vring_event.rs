@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ringing_waits_for_nobody_who_has_cleared_the_flag_of_a_full_event() {
+    fn signalling_a_full_blocking_eventfd_does_not_wait() {
         let event = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd"));
         let bell = VringEvent::new(event.clone()).expect("it is one");
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).expect("so much fits");
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_somebody_else_has_taken_is_not_waited_for() {
+    fn stolen_eventfd_count_does_not_block() {
         let event = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd"));
         VringEvent::new(event.clone()).expect("it is one");
         fcntl_setfl(&event, fcntl_getfl(&event).expect("flags") - OFlags::NONBLOCK)
@@ -150,7 +150,7 @@ pub(super) mod simulated {
 
     use event_listener::Event;
 
-    use super::{VringEvent, NotAnEventfd};
+    use super::{NotAnEventfd, VringEvent};
 
     /// An eventfd without a descriptor.
     #[derive(Clone, Debug, Default)]

@@ -133,7 +133,13 @@ mod tests {
 
     #[test]
     fn data_is_widened_to_blocks_and_cut_at_units() {
-        let pieces = [(5, ExtentKind::Zero), (1, ExtentKind::Data), (4, ExtentKind::Below), (30, ExtentKind::Data), (3, ExtentKind::Zero)];
+        let pieces = [
+            (5, ExtentKind::Zero),
+            (1, ExtentKind::Data),
+            (4, ExtentKind::Below),
+            (30, ExtentKind::Data),
+            (3, ExtentKind::Zero),
+        ];
         assert_eq!(
             plan(43, 4, 16, &pieces),
             [

@@ -7,19 +7,18 @@ use std::path::{Path, PathBuf};
 
 use super::{BackingChoice, ImageOptions, names};
 use storage::{
-    FileIdentity, ImageFormat, OpenError, StorageSpec, Storage, open_async,
+    FileIdentity, ImageFormat, OpenError, Storage, StorageSpec, add_wrappers, open_async,
     probe::{self, Probed, check_format},
-    add_wrappers,
 };
 
 use crate::qcow2::{
     self, MetadataError,
-    header::{EncryptionMethod, Qcow2Header, FileRegion},
+    header::{EncryptionMethod, FileRegion, Qcow2Header},
 };
 
 /// Length limit of a chain. Each image costs caches, and a read may pass through all of
 /// them.
-pub const LONGEST_CHAIN: usize = 200;
+pub const MAX_CHAIN: usize = 200;
 
 /// An image of the chain whose header was read and whose tables were not.
 pub(super) struct ChainLevel {
@@ -43,9 +42,9 @@ pub(super) struct Qcow2Files {
 impl ChainLevel {
     /// Location of its LUKS header, if it is encrypted.
     pub(super) fn luks(&self) -> Option<FileRegion> {
-        self.qcow2
-            .as_ref()
-            .and_then(|found| found.header.encryption.filter(|_| found.header.crypt == EncryptionMethod::Luks))
+        self.qcow2.as_ref().and_then(|found| {
+            found.header.encryption.filter(|_| found.header.crypt == EncryptionMethod::Luks)
+        })
     }
 }
 
@@ -63,8 +62,8 @@ pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Chain
     let (top, mut next) = find_top(spec, options, &mut seen).await?;
     let mut levels = vec![top];
     while let Some(NextBackingFile { path, format, of }) = next {
-        if levels.len() == LONGEST_CHAIN {
-            let why = format!("the chain of backing files is longer than {LONGEST_CHAIN} images");
+        if levels.len() == MAX_CHAIN {
+            let why = format!("the chain of backing files is longer than {MAX_CHAIN} images");
             return Err(OpenError::new(spec, why, "shorten it: `weir image commit` or `weir image rebase`"));
         }
         let (level, after) = find_backing(path, format, &of, options, &mut seen).await?;

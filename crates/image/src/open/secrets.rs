@@ -12,7 +12,10 @@ use crate::{
 ///
 /// Runs after the whole chain was found, so that missing files are reported before keys
 /// are derived, which takes seconds.
-pub(super) async fn unlock(levels: &[ChainLevel], secrets: &[Secret]) -> Result<Vec<Option<SectorCipher>>, OpenError> {
+pub(super) async fn unlock(
+    levels: &[ChainLevel],
+    secrets: &[Secret],
+) -> Result<Vec<Option<SectorCipher>>, OpenError> {
     let encrypted = levels.iter().filter(|level| level.luks().is_some()).count();
     let top = &levels[0].name;
     if encrypted == 0 && !secrets.is_empty() {

@@ -194,8 +194,10 @@ fn a_backing_file_is_locked_against_writers() {
     let top = images.path("top.qcow2");
     with(base, writing(), async move |opened| {
         let opened = opened.expect("opens");
-        let error =
-            open(&format!("file:{top}"), qcow2()).await.expect_err("its backing file is open for writing").to_string();
+        let error = open(&format!("file:{top}"), qcow2())
+            .await
+            .expect_err("its backing file is open for writing")
+            .to_string();
         assert!(error.contains("its backing file") && error.contains("locked for writing"), "{error}");
         drop(opened);
         open(&format!("file:{top}"), qcow2()).await.expect("no writer any more");

@@ -23,8 +23,9 @@ pub use bits::DirtyBits;
 pub use change::BitmapError;
 pub(super) use directory::read_entries;
 pub use directory::{
-    BitmapCluster, BitmapEntry, GRANULARITY_BITS, LONGEST_NAME, copied_bytes, decode_table, encode, encode_table, flag, read,
+    BitmapCluster, BitmapEntry, GRANULARITY_BITS, MAX_NAME, copied_bytes, decode_table, encode, encode_table,
+    flag, read,
 };
-use record::RecordingBitmap;
 pub(super) use record::Recording;
-pub use view::{BitmapView, MarkedRun, BitmapViewError};
+use record::RecordingBitmap;
+pub use view::{BitmapView, BitmapViewError, MarkedRun};

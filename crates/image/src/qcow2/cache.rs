@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_not_used_for_longest_goes_and_never_a_dirty_one() {
+    fn least_recently_used_clean_slice_is_evicted() {
         let cache = L2Cache::new(3 * 64, 64);
         for number in 0..3 {
             cache.insert(slice(number)).expect("room");
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_that_is_not_used_is_given_back() {
+    fn unused_cache_is_freed() {
         let cache = L2Cache::new(1 << 20, 64);
         cache.insert(slice(1)).expect("room");
         cache.insert(slice(2)).expect("room");

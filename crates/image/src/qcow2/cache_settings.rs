@@ -12,7 +12,7 @@ const DEFAULT_L2_BYTES: u64 = 32 << 20;
 /// Default slice size if the cache cannot hold all L2 tables.
 const SMALL_ENTRY_BYTES: u64 = 4096;
 /// Minimum of `l2-cache-entry-size`.
-const LEAST_ENTRY_BYTES: u64 = 512;
+const MIN_ENTRY_BYTES: u64 = 512;
 /// Minimum and default of the refcount cache, in clusters.
 const REFCOUNT_CLUSTERS: u64 = 4;
 /// Default of `cache-clean-interval`.
@@ -136,7 +136,7 @@ impl CacheSettings {
         let default_entry =
             if l2_bytes < needed { cluster_bytes.min(SMALL_ENTRY_BYTES) } else { cluster_bytes };
         let entry_bytes = self.entry_bytes.unwrap_or(default_entry);
-        if !entry_bytes.is_power_of_two() || !(LEAST_ENTRY_BYTES..=cluster_bytes).contains(&entry_bytes) {
+        if !entry_bytes.is_power_of_two() || !(MIN_ENTRY_BYTES..=cluster_bytes).contains(&entry_bytes) {
             return Err(InvalidCache::EntrySize { entry_bytes, cluster_bytes });
         }
         Ok(CacheSizes {

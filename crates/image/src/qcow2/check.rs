@@ -27,16 +27,16 @@
 //! Never frees a cluster, or reports it as leaked, if part of the image could not be read or is
 //! ambiguous: the missing part may refer to the cluster.
 
-mod snapshot_completion;
+mod auxiliary;
 mod copied;
 mod counts;
 mod entries;
 mod header;
 mod metadata;
-mod auxiliary;
 mod ranges;
 mod rebuild;
 mod refcounts;
+mod snapshot_completion;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -45,24 +45,24 @@ mod walk;
 use std::collections::HashSet;
 
 use super::{
-    MetadataError, metadata_io,
+    MetadataError,
     entry::EntryFormat,
     header::{Qcow2Header, autoclear, incompatible},
-    refcount_entries, read_header,
+    metadata_io, read_header, refcount_entries,
 };
-use snapshot_completion::PlannedSnapshotTable;
 use counts::ReferenceCounts;
 use metadata::{MetadataKind, ReferenceSurvey};
 pub use ranges::GuestRange;
 use ranges::GuestRanges;
 use reactor::error::Result as IoResult;
+use snapshot_completion::PlannedSnapshotTable;
 use storage::Storage;
 use walk::L1Table;
 
 /// Limit of findings that are reported as text; further ones are only counted.
-pub const MOST_FINDINGS: usize = 1000;
+pub const MAX_FINDINGS: usize = 1000;
 
-const LARGEST_CLUSTER: u64 = 2 << 20;
+const MAX_CLUSTER: u64 = 2 << 20;
 
 /// Extent of a repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,7 +122,7 @@ pub struct CheckReport {
 
 impl CheckReport {
     fn report(&mut self, what: impl Into<String>) {
-        if self.findings.len() < MOST_FINDINGS {
+        if self.findings.len() < MAX_FINDINGS {
             self.findings.push(what.into());
         } else {
             self.unsaid += 1;
@@ -220,7 +220,7 @@ async fn read_repairable(storage: &Storage) -> Result<Qcow2Header, MetadataError
         Ok(header) => return Ok(header),
         Err(invalid) => invalid,
     };
-    let behind = storage.size_bytes().next_multiple_of(LARGEST_CLUSTER);
+    let behind = storage.size_bytes().next_multiple_of(MAX_CLUSTER);
     let Some(place) = start.get_mut(48..60) else { return Err(invalid.into()) };
     place[..8].copy_from_slice(&behind.to_be_bytes());
     place[8..].copy_from_slice(&1_u32.to_be_bytes());
@@ -290,7 +290,12 @@ struct CheckPass<'a> {
 }
 
 impl<'a> CheckPass<'a> {
-    fn new(storage: &'a Storage, header: Qcow2Header, repair: Repair, survey: Option<ReferenceSurvey>) -> Self {
+    fn new(
+        storage: &'a Storage,
+        header: Qcow2Header,
+        repair: Repair,
+        survey: Option<ReferenceSurvey>,
+    ) -> Self {
         let shape = EntryFormat {
             cluster_bits: header.cluster_bits,
             extended: header.has_subclusters(),

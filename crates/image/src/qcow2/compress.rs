@@ -101,7 +101,9 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
                 (0, false) if (input.pos(), output.pos()) != before && input.pos() < data.len() => {}
                 (0, false) => return Err(truncated_input("ends", output.pos() as u64, length)),
                 (_, _) if (input.pos(), output.pos()) != before => {}
-                (_, true) => return Err(InvalidImage::new("compressed data decompresses to more than a cluster")),
+                (_, true) => {
+                    return Err(InvalidImage::new("compressed data decompresses to more than a cluster"));
+                }
                 (_, false) => return Err(truncated_input("breaks off", output.pos() as u64, length)),
             }
         }
@@ -202,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_short_long_or_cut_off() {
+    fn short_long_and_truncated_streams_are_rejected() {
         for kind in KINDS {
             let packed = compress(kind, &text(8192)).expect("text shrinks");
             let said = decompress(kind, &packed, &mut [0; 16384]).expect_err("too short").to_string();
@@ -219,7 +221,8 @@ mod tests {
     fn zstd_window_is_bounded() {
         // Magic number, no content size, window of 2^31 bytes, then an empty last block.
         let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00];
-        let said = decompress(CompressionType::Zstd, &frame, &mut [0; 65536]).expect_err("too large").to_string();
+        let said =
+            decompress(CompressionType::Zstd, &frame, &mut [0; 65536]).expect_err("too large").to_string();
         assert!(said.contains("too much memory"), "{said}");
     }
 

@@ -18,10 +18,13 @@ mod rules;
 use self::layout::ImageLayout;
 pub use self::rules::InvalidImageOption;
 use super::{
-    InvalidImage, metadata_io,
-    entry::{ClusterMapping, L1Entry, EntryFormat, StandardCluster},
-    header::{BackingReference, CompressionType, EncryptionMethod, Qcow2Header, FileRegion, autoclear, compatible, incompatible},
-    refcount_entries,
+    InvalidImage,
+    entry::{ClusterMapping, EntryFormat, L1Entry, StandardCluster},
+    header::{
+        BackingReference, CompressionType, EncryptionMethod, FileRegion, Qcow2Header, autoclear, compatible,
+        incompatible,
+    },
+    metadata_io, refcount_entries,
 };
 use reactor::{
     buffer::IoBuffer,
@@ -243,7 +246,8 @@ impl ImageCreator<'_> {
     /// Writes everything between header and guest data, in the order of the drawing above.
     async fn write_tables(&self) -> IoResult<()> {
         let layout = self.layout;
-        let mut stream = SequentialWriter { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
+        let mut stream =
+            SequentialWriter { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
         // In memory as a whole: the refcount table has at most 8 MiB, the L1 table 32.
         let blocks = (0..layout.refcount_blocks).map(|block| layout.refcount_block_offset(block));
         stream.put(&self.table(blocks, layout.refcount_table_clusters)).await?;

@@ -52,7 +52,9 @@ impl L1Entry {
     pub fn decode(raw: u64, shape: EntryFormat) -> Result<Self, InvalidImage> {
         let offset = raw & OFFSET;
         if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
-            return Err(InvalidImage::new(format!("L1 entry {raw:#x} does not point to the start of a cluster")));
+            return Err(InvalidImage::new(format!(
+                "L1 entry {raw:#x} does not point to the start of a cluster"
+            )));
         }
         // Without a table there is nothing to own; `writable_l2_table` would skip the allocation of
         // the table.
@@ -151,7 +153,12 @@ impl EntryFormat {
         if allocated != 0 && host.is_none() {
             return wrong("has allocated subclusters but no cluster");
         }
-        Ok(ClusterMapping::Standard(StandardCluster { host, copied: copied && host.is_some(), allocated, zero }))
+        Ok(ClusterMapping::Standard(StandardCluster {
+            host,
+            copied: copied && host.is_some(),
+            allocated,
+            zero,
+        }))
     }
 
     /// Checks that a cluster in an external data file lies at its guest offset. QEMU reads no
@@ -162,7 +169,9 @@ impl EntryFormat {
     pub fn check_place(self, cluster: ClusterMapping, offset: u64) -> Result<(), InvalidImage> {
         let own = offset >> self.cluster_bits << self.cluster_bits;
         match cluster {
-            ClusterMapping::Standard(StandardCluster { host: Some(host), .. }) if self.data_file && host != own => {
+            ClusterMapping::Standard(StandardCluster { host: Some(host), .. })
+                if self.data_file && host != own =>
+            {
                 Err(InvalidImage::new(format!(
                     "the guest cluster at {own:#x} is mapped to {host:#x} of the data file instead of the same offset"
                 )))
@@ -204,7 +213,9 @@ impl EntryFormat {
         let bits = self.compressed_offset_bits();
         let field = raw & ((1 << bits) - 1);
         if self.data_file {
-            return Err(InvalidImage::new(format!("L2 entry {raw:#x} is compressed, with an external data file")));
+            return Err(InvalidImage::new(format!(
+                "L2 entry {raw:#x} is compressed, with an external data file"
+            )));
         }
         if field >> 56 != 0 {
             return Err(InvalidImage::new(format!("L2 entry {raw:#x} points past the largest offset")));
@@ -218,7 +229,8 @@ impl EntryFormat {
 mod tests {
     use super::*;
 
-    const PLAIN: EntryFormat = EntryFormat { cluster_bits: 16, extended: false, data_file: false, version: 3 };
+    const PLAIN: EntryFormat =
+        EntryFormat { cluster_bits: 16, extended: false, data_file: false, version: 3 };
     const EXTENDED: EntryFormat = EntryFormat { extended: true, ..PLAIN };
 
     fn standard(host: Option<u64>, allocated: u32, zero: u32) -> ClusterMapping {
@@ -261,7 +273,12 @@ mod tests {
         let shape = EntryFormat { version: 2, ..PLAIN };
         assert_eq!(
             shape.decode(0x5_0001, 0),
-            Ok(ClusterMapping::Standard(StandardCluster { host: Some(0x5_0000), copied: false, allocated: 1, zero: 0 }))
+            Ok(ClusterMapping::Standard(StandardCluster {
+                host: Some(0x5_0000),
+                copied: false,
+                allocated: 1,
+                zero: 0
+            }))
         );
     }
 }

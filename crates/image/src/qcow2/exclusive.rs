@@ -3,7 +3,10 @@
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 
-use super::{Qcow2Image, bitmap::BitmapError, gate::ExclusiveGuard, header::Qcow2Header, l1::L1, refcounts::FreedContent};
+use super::{
+    Qcow2Image, bitmap::BitmapError, gate::ExclusiveGuard, header::Qcow2Header, l1::L1,
+    refcounts::FreedContent,
+};
 use reactor::error::{Error, Result};
 use storage::RangeGuard;
 
@@ -100,7 +103,10 @@ impl Qcow2Image {
         // The file may contain clusters that were freed since it grew.
         let clusters = self.clusters_of(offset, length);
         if by < 0 {
-            return self.refcounts.free_clusters(&self.file, &self.overlap, clusters, FreedContent::Metadata).await;
+            return self
+                .refcounts
+                .free_clusters(&self.file, &self.overlap, clusters, FreedContent::Metadata)
+                .await;
         }
         self.refcounts.increment(&self.file, clusters).await
     }

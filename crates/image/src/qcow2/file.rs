@@ -9,9 +9,9 @@ use std::sync::{
 };
 
 use super::{
-    InvalidImage, metadata_io,
+    InvalidImage,
     header::{Qcow2Header, incompatible},
-    header_change,
+    header_change, metadata_io,
 };
 use reactor::{
     buffer::{IoBuffer, Segments},
@@ -22,8 +22,8 @@ use storage::{Durability, RangeLocks, ResizeError, Storage};
 // A file grows by this fraction of its size, within the two bounds below, so that it rarely has
 // to.
 const GROWTH_PART: u64 = 8;
-const LEAST_GROWTH: u64 = 1 << 20;
-const MOST_GROWTH: u64 = 64 << 20;
+const MIN_GROWTH: u64 = 1 << 20;
+const MAX_GROWTH: u64 = 64 << 20;
 
 // Unit of header writes: sectors that did not change are not written.
 const SECTOR: usize = 512;
@@ -214,8 +214,8 @@ impl ImageFile {
             // A block device may have been extended from outside.
             return if self.storage.refresh_size().await? >= end { Ok(()) } else { Err(Error::NO_SPACE) };
         }
-        let more = (end / GROWTH_PART).clamp(LEAST_GROWTH, MOST_GROWTH);
-        let wanted = (end + more).next_multiple_of(LEAST_GROWTH);
+        let more = (end / GROWTH_PART).clamp(MIN_GROWTH, MAX_GROWTH);
+        let wanted = (end + more).next_multiple_of(MIN_GROWTH);
         match self.storage.resize(wanted).await {
             // A nearly full file system may still have space for the required minimum.
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {

@@ -23,7 +23,7 @@ use super::{
     CacheSettings, L2CacheSize, Qcow2Components, Qcow2Image,
     check::{self, Repair},
     header::{EncryptionMethod, Qcow2Header, autoclear},
-    luks::{self, SectorCipher, CipherKind},
+    luks::{self, CipherKind, SectorCipher},
     read_header,
     snapshot::NewSnapshot,
 };
@@ -35,15 +35,15 @@ use crate::{Image, RawImage};
 // Larger images only take more time.
 const LARGEST: usize = 4 << 20;
 // Size limit of other files of the image.
-const LARGEST_OTHER: u64 = 64 << 20;
+const MAX_OTHER: u64 = 64 << 20;
 // Size limit of a resize.
-const LARGEST_DISK: u64 = 16 << 20;
+const MAX_DISK: u64 = 16 << 20;
 // Limit of queries and reads of an image: a disk of 2⁶⁰ bytes would take forever.
-const MOST_QUESTIONS: usize = 500;
+const MAX_QUESTIONS: usize = 500;
 // Encoded size of a `FuzzRequest`.
 const REQUEST_BYTES: usize = 6;
 // Limit of requests to an image.
-const MOST_REQUESTS: usize = 32;
+const MAX_REQUESTS: usize = 32;
 
 /// Checks and repairs an image.
 pub fn check(data: &[u8]) {
@@ -100,7 +100,7 @@ pub fn open(data: &[u8]) {
 /// precede it.
 pub fn lookup(data: &[u8]) {
     let Some((&count, rest)) = data.split_last() else { return };
-    let count = usize::from(count) % MOST_REQUESTS;
+    let count = usize::from(count) % MAX_REQUESTS;
     let Some(end) = rest.len().checked_sub(count * REQUEST_BYTES) else { return };
     let (content, requests) = rest.split_at(end);
     let requests: Vec<FuzzRequest> = requests.chunks_exact(REQUEST_BYTES).map(FuzzRequest::decode).collect();
@@ -162,7 +162,7 @@ impl FuzzRequest {
             5 | 6 => drop(image.write_zeroes(offset, length, zeroes(self.kind == 5)).await),
             7 => drop(image.discard(offset, length).await),
             8 => drop(image.flush().await),
-            9 => drop(image.resize((offset % LARGEST_DISK).next_multiple_of(512)).await),
+            9 => drop(image.resize((offset % MAX_DISK).next_multiple_of(512)).await),
             10 | 11 => self.write_compressed(image, offset).await,
             12 => drop(image.create_snapshot(NewSnapshot { name: "new", date_s: 1, date_ns: 2 }).await),
             13 => drop(image.apply_snapshot("1").await),
@@ -209,11 +209,13 @@ async fn is_consistent(storage: &Storage) -> bool {
 /// Opens the image with the files that its header names and with the smallest caches.
 async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Components {
     let other = |bytes: u64| {
-        let bytes = bytes.min(LARGEST_OTHER).next_multiple_of(512);
+        let bytes = bytes.min(MAX_OTHER).next_multiple_of(512);
         Storage::memory(bytes)
     };
     let backing = match &header.backing {
-        Some(_) => Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&[0xba; 40_000]).await).read_only()))),
+        Some(_) => Some(Box::new(Image::Raw(
+            RawImage::new(Storage::with_content(&[0xba; 40_000]).await).read_only(),
+        ))),
         None => None,
     };
     let key: [u8; 64] = std::array::from_fn(|index| index as u8);
@@ -221,7 +223,8 @@ async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Co
         storage: Storage::with_content(content).await,
         backing,
         data: header.has_data_file().then(|| other(header.size_bytes)),
-        cipher: (header.crypt == EncryptionMethod::Luks).then(|| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+        cipher: (header.crypt == EncryptionMethod::Luks)
+            .then(|| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
         read_only,
         caches: CacheSettings {
             l2: Some(L2CacheSize::Bytes(0)),
@@ -236,7 +239,7 @@ async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Co
 async fn verify(image: &Qcow2Image) {
     let size = image.size_bytes();
     let mut at = 0;
-    for _ in 0..MOST_QUESTIONS {
+    for _ in 0..MAX_QUESTIONS {
         if at >= size {
             return;
         }
@@ -263,7 +266,7 @@ async fn look_at_bitmaps(image: &Qcow2Image) {
         let Ok(view) = image.view_bitmap(&entry.name()).await else { continue };
         let size = image.size_bytes();
         let mut at = 0;
-        for _ in 0..MOST_QUESTIONS {
+        for _ in 0..MAX_QUESTIONS {
             let Some(length) = size.checked_sub(at).filter(|length| *length > 0) else { break };
             let Ok(runs) = view.marked(at, length).await else { break };
             let sum: u64 = runs.iter().map(|run| run.length).sum();

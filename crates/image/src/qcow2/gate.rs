@@ -34,7 +34,7 @@ use event_listener::Event;
 use storage::RangeLocks;
 
 // 8 KiB of memory for each set of counters.
-const MOST_SLOTS: usize = 64;
+const MAX_SLOTS: usize = 64;
 /// Bit of the state: generation that new requests are counted in.
 const GENERATION: usize = 1;
 /// Bit of the state: new requests wait.
@@ -78,8 +78,8 @@ pub(super) struct ExclusiveGuard<'a> {
 /// for the main thread. Further threads share slots.
 pub(super) fn slots() -> usize {
     static SLOTS: LazyLock<usize> = LazyLock::new(|| {
-        let processors = available_parallelism().map_or(MOST_SLOTS, usize::from);
-        (processors + 1).min(MOST_SLOTS)
+        let processors = available_parallelism().map_or(MAX_SLOTS, usize::from);
+        (processors + 1).min(MAX_SLOTS)
     });
     *SLOTS
 }

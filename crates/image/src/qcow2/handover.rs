@@ -11,8 +11,9 @@
 use std::sync::atomic::Ordering::Release;
 
 use super::{
-    OpenFailure, Qcow2Image, metadata_io,
+    OpenFailure, Qcow2Image,
     header::{Qcow2Header, autoclear, incompatible},
+    metadata_io,
     open::{ResidentTables, check_openable},
     read_header,
 };
@@ -53,7 +54,8 @@ impl Qcow2Image {
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
         let first = metadata_io::read(storage, 0, header.cluster_bytes() as usize).await?;
         self.file.reset_cached_header(header.clone(), &first);
-        let ResidentTables { l1, refcounts, places } = ResidentTables::read(&self.file, &header, self.shape).await?;
+        let ResidentTables { l1, refcounts, places } =
+            ResidentTables::read(&self.file, &header, self.shape).await?;
         self.overlap.replace(&places);
         self.overlap.check_apart(&places)?;
         self.refcounts.replace(&header, refcounts);

@@ -20,20 +20,20 @@ pub const EXTENDED_CLUSTER_BITS: u32 = 14;
 /// Exclusive bound of offsets in the file.
 pub const OFFSET_LIMIT: u64 = 1 << 56;
 /// Size limit of an L1 table in bytes, as in QEMU.
-pub const LARGEST_L1: u64 = 32 << 20;
+pub const MAX_L1: u64 = 32 << 20;
 /// Size limit of a refcount table in bytes, as in QEMU.
-pub const LARGEST_REFCOUNT_TABLE: u64 = 8 << 20;
+pub const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
 /// Limit of internal snapshots, as in QEMU.
-pub const MOST_SNAPSHOTS: u32 = 65_536;
+pub const MAX_SNAPSHOTS: u32 = 65_536;
 /// Limit of bitmaps, as in QEMU.
-pub const MOST_BITMAPS: u32 = 65_535;
+pub const MAX_BITMAPS: u32 = 65_535;
 /// Size limit of the bitmap directory in bytes: [`MOST_BITMAPS`] entries with names of 1023 bytes.
-pub const LARGEST_BITMAP_DIRECTORY: u64 = MOST_BITMAPS as u64 * (24 + 1023 + 1);
+pub const MAX_BITMAP_DIRECTORY: u64 = MAX_BITMAPS as u64 * (24 + 1023 + 1);
 /// Size limit of a LUKS header in bytes, generous: eight key slots with the longest keys of LUKS
 /// need less than 4 MiB.
-pub const LARGEST_LUKS: u64 = 64 << 20;
+pub const MAX_LUKS: u64 = 64 << 20;
 /// Length limit of a backing file's name, in bytes.
-pub const LONGEST_BACKING_NAME: usize = 1023;
+pub const MAX_BACKING_NAME: usize = 1023;
 
 /// Bits of [`Qcow2Header::incompatible`].
 pub mod incompatible {
@@ -190,11 +190,15 @@ impl Qcow2Header {
         }
         let version = fields.u32(4)?;
         if !matches!(version, 2 | 3) {
-            return Err(InvalidImage::new(format!("version {version} of qcow2 is not supported; 2 and 3 are")));
+            return Err(InvalidImage::new(format!(
+                "version {version} of qcow2 is not supported; 2 and 3 are"
+            )));
         }
         let cluster_bits = fields.u32(20)?;
         if !CLUSTER_BITS.contains(&cluster_bits) {
-            return Err(InvalidImage::new(format!("clusters of 2^{cluster_bits} bytes; 2^9 to 2^21 is valid")));
+            return Err(InvalidImage::new(format!(
+                "clusters of 2^{cluster_bits} bytes; 2^9 to 2^21 is valid"
+            )));
         }
         let later = version >= 3;
         // Version 2 has neither feature bits nor a length field: 16-bit refcounts, no features.
@@ -204,7 +208,9 @@ impl Qcow2Header {
             return Err(InvalidImage::new(format!("a header of {length} bytes")));
         }
         if bytes.len() < length {
-            return Err(InvalidImage::new(format!("the file ends inside the header, which has {length} bytes")));
+            return Err(InvalidImage::new(format!(
+                "the file ends inside the header, which has {length} bytes"
+            )));
         }
         let mut header = Self {
             version,
@@ -409,7 +415,7 @@ impl Qcow2Header {
             self.backing = None;
             return Ok(());
         }
-        if length > LONGEST_BACKING_NAME {
+        if length > MAX_BACKING_NAME {
             return Err(InvalidImage::new(format!(
                 "the backing file's name has {length} bytes; the maximum is 1023"
             )));
@@ -484,9 +490,9 @@ impl Qcow2Header {
             return Err(InvalidImage::new("a raw external data file and a backing file exclude each other"));
         }
         let l1_bytes = u64::from(self.l1_entries) * 8;
-        if l1_bytes > LARGEST_L1 {
+        if l1_bytes > MAX_L1 {
             return Err(InvalidImage::new(format!(
-                "an L1 table of {l1_bytes} bytes; the maximum is {LARGEST_L1}"
+                "an L1 table of {l1_bytes} bytes; the maximum is {MAX_L1}"
             )));
         }
         table("the L1 table", self.l1_offset, l1_bytes)?;
@@ -497,9 +503,9 @@ impl Qcow2Header {
             )));
         }
         let refcount_bytes = u64::from(self.refcount_table_clusters) << self.cluster_bits;
-        if refcount_bytes > LARGEST_REFCOUNT_TABLE.max(cluster) {
+        if refcount_bytes > MAX_REFCOUNT_TABLE.max(cluster) {
             return Err(InvalidImage::new(format!(
-                "a refcount table of {refcount_bytes} bytes; the maximum is {LARGEST_REFCOUNT_TABLE}"
+                "a refcount table of {refcount_bytes} bytes; the maximum is {MAX_REFCOUNT_TABLE}"
             )));
         }
         if refcount_bytes == 0 {
@@ -513,20 +519,25 @@ impl Qcow2Header {
         }
         if self.crypt == EncryptionMethod::Luks {
             let Some(place) = self.encryption else {
-                return Err(InvalidImage::new("it is encrypted with LUKS, but does not locate its LUKS header"));
+                return Err(InvalidImage::new(
+                    "it is encrypted with LUKS, but does not locate its LUKS header",
+                ));
             };
             table("the LUKS header", place.offset, place.length)?;
-            if place.length > LARGEST_LUKS {
+            if place.length > MAX_LUKS {
                 let length = place.length;
                 return Err(InvalidImage::new(format!(
-                    "a LUKS header of {length} bytes; the maximum is {LARGEST_LUKS}"
+                    "a LUKS header of {length} bytes; the maximum is {MAX_LUKS}"
                 )));
             }
         }
         self.check_bitmaps(table)
     }
 
-    fn check_bitmaps(&self, table: impl Fn(&str, u64, u64) -> Result<(), InvalidImage>) -> Result<(), InvalidImage> {
+    fn check_bitmaps(
+        &self,
+        table: impl Fn(&str, u64, u64) -> Result<(), InvalidImage>,
+    ) -> Result<(), InvalidImage> {
         // Without the autoclear bit the extension may be stale and must be ignored.
         if self.autoclear & autoclear::BITMAPS == 0 {
             return Ok(());
@@ -534,7 +545,7 @@ impl Qcow2Header {
         let Some(BitmapsExtension { count, directory }) = self.bitmaps else {
             return Err(InvalidImage::new("bitmaps are marked consistent, but there are none"));
         };
-        if !(1..=MOST_BITMAPS).contains(&count) || directory.length > LARGEST_BITMAP_DIRECTORY {
+        if !(1..=MAX_BITMAPS).contains(&count) || directory.length > MAX_BITMAP_DIRECTORY {
             return Err(InvalidImage::new(format!(
                 "{count} bitmaps in a directory of {} bytes",
                 directory.length
@@ -576,7 +587,8 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
 
 /// Reserved bytes after the compression type; empty if the header is too short to contain them.
 pub(super) fn compression_padding(bytes: &[u8], version: u32) -> &[u8] {
-    let has_type = version >= 3 && HeaderFields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
+    let has_type =
+        version >= 3 && HeaderFields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
     if has_type { bytes.get(V3_LENGTH + 1..OWN_LENGTH).unwrap_or_default() } else { &[] }
 }
 
@@ -687,7 +699,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn header_round_trips() {
         let zstd = Qcow2Header {
             compression: CompressionType::Zstd,
             incompatible: incompatible::COMPRESSION | incompatible::EXTENDED_L2,

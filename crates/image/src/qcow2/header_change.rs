@@ -82,7 +82,10 @@ mod tests {
     #[test]
     fn changed_backing_name_moves_extensions() {
         let (old, bytes) = old_header();
-        let new = Qcow2Header { backing: Some(BackingReference { name: "other".into(), format: None }), ..old.clone() };
+        let new = Qcow2Header {
+            backing: Some(BackingReference { name: "other".into(), format: None }),
+            ..old.clone()
+        };
         let after = changed(&bytes, &old, &new).expect("valid");
         assert_eq!(after, new.encode().expect("valid"));
     }

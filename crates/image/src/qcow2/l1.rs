@@ -11,7 +11,7 @@ use std::sync::atomic::{
 
 use super::{
     InvalidImage, big_endian,
-    entry::{L1Entry, EntryFormat},
+    entry::{EntryFormat, L1Entry},
 };
 
 #[derive(Debug)]
@@ -34,7 +34,12 @@ pub(super) fn padded(mut table: Vec<u8>) -> Vec<u8> {
 
 impl L1 {
     /// Decodes the table and checks that each L2 table lies inside the file.
-    pub(super) fn parse(offset: u64, bytes: &[u8], shape: EntryFormat, file_bytes: u64) -> Result<Self, InvalidImage> {
+    pub(super) fn parse(
+        offset: u64,
+        bytes: &[u8],
+        shape: EntryFormat,
+        file_bytes: u64,
+    ) -> Result<Self, InvalidImage> {
         let mut words = Vec::with_capacity(bytes.len() / 8);
         for (index, word) in big_endian::words(bytes).enumerate() {
             let entry = L1Entry::decode(word, shape)?;

@@ -24,13 +24,13 @@
 //! (docs/interop/qcow2.rst, "Full disk encryption header pointer") was verified with images made
 //! by QEMU.
 
+mod anti_forensic;
 mod cipher;
 mod header;
-mod anti_forensic;
 mod unlock;
 
 pub use self::{
-    cipher::{SectorCipher, CipherKind, IvKind, ChainingMode, SECTOR_BYTES},
-    header::{HEADER_BYTES, LuksHash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, check_slots},
+    cipher::{ChainingMode, CipherKind, IvKind, SECTOR_BYTES, SectorCipher},
+    header::{HEADER_BYTES, KeySlot, LuksHash, LuksHeader, MAX_ITERATIONS, SLOTS, check_slots},
     unlock::{LuksOptions, NewLuks, UnlockError, create, read_header, unlock},
 };

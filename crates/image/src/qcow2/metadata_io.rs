@@ -79,9 +79,9 @@ pub(super) fn to_io_error(error: ResizeError) -> Error {
         ResizeError::Failed(error) => error,
         ResizeError::ReadOnly
         | ResizeError::Part { .. }
-        | ResizeError::Remote { .. }
-        | ResizeError::Snapshots => Error::NOT_PERMITTED,
-        ResizeError::Device { .. } | ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
+        | ResizeError::NbdExport { .. }
+        | ResizeError::SnapshotsWithoutSize => Error::NOT_PERMITTED,
+        ResizeError::BlockDevice { .. } | ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
             Error::NO_SPACE
         }
     }

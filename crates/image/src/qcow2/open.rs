@@ -15,7 +15,6 @@ use super::{
     InvalidImage, Qcow2Image,
     big_endian::words,
     bitmap::Recording,
-    metadata_io::{self, MetadataError, read_header},
     cache::L2Cache,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache},
     check::{self, Repair},
@@ -25,6 +24,7 @@ use super::{
     header::{CompressionType, EncryptionMethod, Qcow2Header, autoclear, incompatible},
     l1::L1,
     luks::SectorCipher,
+    metadata_io::{self, MetadataError, read_header},
     overlap::MetadataClusters,
     refcounts::{RefcountTable, Refcounts},
     snapshot,
@@ -352,7 +352,11 @@ impl ResidentTables {
         Self { l1: L1::empty(shape), refcounts: RefcountTable::default(), places: Vec::new() }
     }
 
-    pub(super) async fn read(file: &ImageFile, header: &Qcow2Header, shape: EntryFormat) -> Result<Self, OpenFailure> {
+    pub(super) async fn read(
+        file: &ImageFile,
+        header: &Qcow2Header,
+        shape: EntryFormat,
+    ) -> Result<Self, OpenFailure> {
         let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
         let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file.size_bytes())?;
         let refcounts = read_refcount_table(file, header).await?;

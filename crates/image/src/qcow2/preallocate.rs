@@ -65,7 +65,8 @@ impl Qcow2Image {
     /// Allocates host clusters for the first guest clusters from `guest` on; returns their number.
     async fn place(&self, guest: u64, end: u64, how: Option<Preallocation>) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let has_none = |cluster| matches!(cluster, ClusterMapping::Standard(StandardCluster { host: None, .. }));
+        let has_none =
+            |cluster| matches!(cluster, ClusterMapping::Standard(StandardCluster { host: None, .. }));
         let mut wanted = 0;
         while guest + wanted * cluster_bytes < end
             && has_none(self.cluster_at(guest + wanted * cluster_bytes).await?)
@@ -75,7 +76,8 @@ impl Qcow2Image {
         if wanted == 0 {
             return Ok(1);
         }
-        let AllocatedRun { offset: host, clusters, untouched } = self.allocate_for_write(guest, wanted).await?;
+        let AllocatedRun { offset: host, clusters, untouched } =
+            self.allocate_for_write(guest, wanted).await?;
         let placed = async {
             // Zeroes first: once linked, the clusters are visible to the guest.
             if let Some(how) = how {
@@ -138,7 +140,7 @@ mod tests {
     use crate::{
         Image, RawImage,
         qcow2::{
-            Qcow2Components, GuestMapping,
+            GuestMapping, Qcow2Components,
             check::{Repair, check},
             create::{CreateOptions, create},
             header::BackingReference,
@@ -176,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_has_its_place_and_reads_as_zeroes() {
+    fn added_clusters_are_allocated_and_read_as_zeroes() {
         for options in kinds() {
             for how in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
                 let options = options.clone();

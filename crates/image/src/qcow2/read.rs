@@ -4,11 +4,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::{
     InvalidImage, Qcow2Image, compress,
-    lookup::{MappedRun, GuestMapping},
+    lookup::{GuestMapping, MappedRun},
     luks::SECTOR_BYTES,
 };
 use reactor::{
-    buffer::{IoBuffer, Segments, ReadTarget},
+    buffer::{IoBuffer, ReadTarget, Segments},
     error::{Error, Result},
 };
 
@@ -106,7 +106,8 @@ impl Qcow2Image {
         let length = target.len();
         let first = host & !(SECTOR - 1);
         let end = (host + length as u64).next_multiple_of(SECTOR);
-        let mut sectors = self.read_stored(first, ReadTarget::Anywhere((end - first) as usize)).await?.joined();
+        let mut sectors =
+            self.read_stored(first, ReadTarget::Anywhere((end - first) as usize)).await?.joined();
         cipher.decrypt(first / SECTOR, &mut sectors)?;
         sectors.advance((host - first) as usize);
         sectors.truncate(length);
@@ -152,7 +153,13 @@ impl Qcow2Image {
         self.backing.as_ref().map_or(0, |backing| backing.size_bytes().saturating_sub(offset))
     }
 
-    async fn read_compressed(&self, offset: u64, target: ReadTarget, host: u64, most: u64) -> Result<Segments> {
+    async fn read_compressed(
+        &self,
+        offset: u64,
+        target: ReadTarget,
+        host: u64,
+        most: u64,
+    ) -> Result<Segments> {
         let cluster_bytes = 1_usize << self.shape.cluster_bits;
         // The file may end inside the last sector of compressed data.
         let there = self.file.size_bytes().saturating_sub(host).min(most);

@@ -45,8 +45,9 @@ mod tests {
     fn entries_of_every_width_are_independent() {
         for order in 0..=6 {
             let mut block = vec![0; 512];
-            let value =
-                |index: u64| if index.is_multiple_of(3) { max_refcount(order) } else { index & max_refcount(order) };
+            let value = |index: u64| {
+                if index.is_multiple_of(3) { max_refcount(order) } else { index & max_refcount(order) }
+            };
             for index in 0..entry_count(512, order) {
                 put(&mut block, order, index as usize, value(index));
             }

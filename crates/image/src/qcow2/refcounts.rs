@@ -31,8 +31,8 @@ pub(super) use self::table::RefcountTable;
 use super::{
     file::ImageFile,
     header,
-    refcount_entries::{self, get, put},
     overlap::MetadataClusters,
+    refcount_entries::{self, get, put},
 };
 use reactor::error::{Error, Result};
 use storage::RangeLocks;
@@ -187,18 +187,34 @@ impl Refcounts {
     }
 
     /// Allocates 1 to `wanted` consecutive clusters.
-    pub(super) async fn allocate(&self, file: &ImageFile, metadata: &MetadataClusters, wanted: u64) -> Result<AllocatedRun> {
+    pub(super) async fn allocate(
+        &self,
+        file: &ImageFile,
+        metadata: &MetadataClusters,
+        wanted: u64,
+    ) -> Result<AllocatedRun> {
         let _turn = self.turn.exclusive(0..1).await;
         self.allocate_run(file, metadata, 1, wanted).await
     }
 
     /// Allocates exactly `wanted` consecutive clusters.
-    pub(super) async fn allocate_all(&self, file: &ImageFile, metadata: &MetadataClusters, wanted: u64) -> Result<AllocatedRun> {
+    pub(super) async fn allocate_all(
+        &self,
+        file: &ImageFile,
+        metadata: &MetadataClusters,
+        wanted: u64,
+    ) -> Result<AllocatedRun> {
         let _turn = self.turn.exclusive(0..1).await;
         self.allocate_run(file, metadata, wanted, wanted).await
     }
 
-    async fn allocate_run(&self, file: &ImageFile, metadata: &MetadataClusters, least: u64, most: u64) -> Result<AllocatedRun> {
+    async fn allocate_run(
+        &self,
+        file: &ImageFile,
+        metadata: &MetadataClusters,
+        least: u64,
+        most: u64,
+    ) -> Result<AllocatedRun> {
         let mut start = self.lock().first_free;
         loop {
             let run = self.find(file, start, least, most).await?;
@@ -315,7 +331,13 @@ impl Refcounts {
 
     /// Creates a refcount block in the free cluster `at` and returns true. If the table is too
     /// short it is grown instead, the cluster stays free and the result is false.
-    async fn add_block(&self, file: &ImageFile, metadata: &MetadataClusters, block: usize, at: u64) -> Result<bool> {
+    async fn add_block(
+        &self,
+        file: &ImageFile,
+        metadata: &MetadataClusters,
+        block: usize,
+        at: u64,
+    ) -> Result<bool> {
         if block >= self.lock().table.entries() {
             self.grow_table(file, metadata, block).await?;
             return Ok(false);
@@ -366,7 +388,7 @@ impl Refcounts {
             }
             table_clusters += 1;
         };
-        if table_clusters << self.cluster_bits > header::LARGEST_REFCOUNT_TABLE.max(cluster_bytes) {
+        if table_clusters << self.cluster_bits > header::MAX_REFCOUNT_TABLE.max(cluster_bytes) {
             return Err(Error::NO_SPACE);
         }
         let end = first + table_clusters + blocks;
@@ -478,7 +500,11 @@ impl Refcounts {
 
     /// Frees blocks whose only reference, if any, is to themselves. No other metadata may be dirty
     /// or change meanwhile.
-    pub(super) async fn drop_empty_blocks(&self, file: &ImageFile, metadata: &MetadataClusters) -> Result<()> {
+    pub(super) async fn drop_empty_blocks(
+        &self,
+        file: &ImageFile,
+        metadata: &MetadataClusters,
+    ) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
         let blocks: Vec<_> = self.lock().table.blocks().collect();
         let mut dropped = Vec::new();
@@ -576,7 +602,12 @@ impl Refcounts {
 
     /// Allocates `length` bytes for compressed data, which may share a cluster with other
     /// compressed data.
-    pub(super) async fn allocate_bytes(&self, file: &ImageFile, metadata: &MetadataClusters, length: u64) -> Result<u64> {
+    pub(super) async fn allocate_bytes(
+        &self,
+        file: &ImageFile,
+        metadata: &MetadataClusters,
+        length: u64,
+    ) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         let cluster_bytes = 1_u64 << self.cluster_bits;
         let end = self.lock().compressed_end;

@@ -5,9 +5,10 @@
 //! table. Bitmaps are resized with the disk.
 
 use super::{
-    Qcow2Image, metadata_io,
-    header::{LARGEST_L1, autoclear},
+    Qcow2Image,
+    header::{MAX_L1, autoclear},
     l1::{L1, padded},
+    metadata_io,
 };
 use reactor::error::Result;
 use storage::{Durability, ResizeError, ZeroOptions};
@@ -25,7 +26,7 @@ impl Qcow2Image {
             return Err(ResizeError::Unaligned { multiple: 512 });
         }
         let header = self.file.header();
-        let mut largest = (LARGEST_L1 / 8) << (header.cluster_bits + header.l2_bits());
+        let mut largest = (MAX_L1 / 8) << (header.cluster_bits + header.l2_bits());
         if header.bitmaps.is_some() {
             largest = largest.min(self.largest_with_bitmaps().await?).max(header.size_bytes);
         }
@@ -33,7 +34,7 @@ impl Qcow2Image {
             return Err(ResizeError::TooLarge { largest });
         }
         if header.snapshots > 0 && header.version < 3 {
-            return Err(ResizeError::Snapshots);
+            return Err(ResizeError::SnapshotsWithoutSize);
         }
         let _quiet = self.quiesce().await?;
         // Read under exclusive access: another resize may have completed meanwhile.

@@ -17,11 +17,11 @@ mod tests;
 
 pub use change::NewSnapshot;
 pub(super) use table::too_many;
-pub use table::{LARGEST_TABLE, InternalSnapshot, SnapshotTable, encode, read};
+pub use table::{InternalSnapshot, MAX_TABLE, SnapshotTable, encode, read};
 
 use super::{
     InvalidImage, MetadataError,
-    header::{Qcow2Header, MOST_SNAPSHOTS},
+    header::{MAX_SNAPSHOTS, Qcow2Header},
 };
 use reactor::error::Error;
 use storage::Storage;
@@ -39,7 +39,7 @@ pub enum SnapshotError {
     #[error("an image with an external data file has no internal snapshots (use a backing file)")]
     DataFile,
     /// The limit of snapshots is reached.
-    #[error("it has {MOST_SNAPSHOTS} snapshots, which is the maximum (delete some)")]
+    #[error("it has {MAX_SNAPSHOTS} snapshots, which is the maximum (delete some)")]
     TooMany,
     /// A refcount has its maximum, or is 0 for a cluster in use.
     #[error(

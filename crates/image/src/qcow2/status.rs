@@ -3,7 +3,7 @@
 
 use super::{
     Qcow2Image,
-    lookup::{MappedRun, GuestMapping},
+    lookup::{GuestMapping, MappedRun},
 };
 use reactor::error::{Error, Result};
 use storage::{Extent, MAX_EXTENTS, push_extent};
@@ -32,7 +32,9 @@ impl Qcow2Image {
     async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: MappedRun) -> Result<u64> {
         let length = piece.length;
         let extent = match piece.what {
-            GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => Extent { length, hole: false, zero: false },
+            GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => {
+                Extent { length, hole: false, zero: false }
+            }
             GuestMapping::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
             GuestMapping::Unallocated => {
                 let there = self.backing_bytes(at).min(length);

@@ -7,13 +7,13 @@ use proptest::prelude::*;
 use super::{
     CacheSettings, L2CacheSize, Qcow2Components, Qcow2Image,
     big_endian::{u64_at, words},
-    metadata_io,
     check::{Repair, check},
     create::{CreateOptions, Preallocation, create},
     header::{BackingReference, Qcow2Header, incompatible},
+    metadata_io,
 };
 use reactor::{
-    buffer::{IoBuffer, Segments, ReadTarget},
+    buffer::{IoBuffer, ReadTarget, Segments},
     error::Error,
     guest::{GuestMemory, Region},
     sim,
@@ -44,7 +44,8 @@ fn kinds() -> impl Strategy<Value = ImageVariant> {
                 cluster_bytes: 1 << bits,
                 refcount_bits: if old { 16 } else { 1 << order },
                 extended_l2: extended,
-                backing: backing.then(|| BackingReference { name: "base".into(), format: Some("raw".into()) }),
+                backing: backing
+                    .then(|| BackingReference { name: "base".into(), format: Some("raw".into()) }),
                 ..CreateOptions::default()
             };
             let small = CacheSettings {
@@ -223,7 +224,8 @@ fn a_read_that_fails_ends_when_nothing_writes_to_its_memory_any_more() {
         let base = Storage::memory(cluster).with_faults(vec!["kind=read".parse().expect("valid")]);
         let slow = Storage::with_content(&content).await.delayed("read=5ms".parse().expect("valid"));
         let backing = Some(Box::new(Image::Raw(RawImage::new(base).read_only())));
-        let image = Qcow2Image::open(Qcow2Components { backing, ..Qcow2Components::of(slow) }).await.expect("valid");
+        let image =
+            Qcow2Image::open(Qcow2Components { backing, ..Qcow2Components::of(slow) }).await.expect("valid");
         let memory = guest(2 * cluster as usize);
         let place = |at, length| memory.range(at, length).expect("inside");
         let target = ReadTarget::Segments(place(0, 2 * cluster as usize).into());
@@ -330,7 +332,9 @@ fn a_long_sparse_file_is_closed_at_once() {
         let content = written().await;
         let storage = Storage::memory(1 << 47);
         storage.write(0, IoBuffer::copy_of(&content).into(), Durability::Cached).await.expect("memory");
-        let image = Qcow2Image::open(Qcow2Components { storage, ..parts_of(&content).await }).await.expect("an image");
+        let image = Qcow2Image::open(Qcow2Components { storage, ..parts_of(&content).await })
+            .await
+            .expect("an image");
         assert_eq!(image.close().await, Ok(()));
     });
 }
@@ -420,8 +424,9 @@ fn failed_header_write_keeps_the_old_header() {
     for count in ["count=1", "probability=1"] {
         sim::run(1, async move {
             let content = written().await;
-            let image =
-                Qcow2Image::open(failing(&content, &format!("kind=flush,{count}")).await).await.expect("valid");
+            let image = Qcow2Image::open(failing(&content, &format!("kind=flush,{count}")).await)
+                .await
+                .expect("valid");
             let changed = image.update_header(|header| header.size_bytes -= 512).await;
             assert_eq!(changed, Err(Error::IO));
             assert_eq!(image.header().size_bytes, SIZE as u64);
@@ -465,8 +470,9 @@ fn shrink_frees_refcounts() {
         let used = async |image: &Qcow2Image| {
             let header = image.header();
             let length = header.refcount_table_clusters as usize * 512;
-            let table =
-                metadata_io::read(image.storage(), header.refcount_table_offset, length).await.expect("memory");
+            let table = metadata_io::read(image.storage(), header.refcount_table_offset, length)
+                .await
+                .expect("memory");
             words(&table).filter(|block| *block != 0).count()
         };
         assert!(used(&image).await >= SIZE / 512 / 64);
@@ -485,7 +491,9 @@ fn unused_cache_slices_are_dropped_on_request() {
     sim::run(1, async {
         let content = written().await;
         let never = CacheSettings { clean_interval: Duration::ZERO, ..CacheSettings::default() };
-        let image = Qcow2Image::open(Qcow2Components { caches: never, ..parts_of(&content).await }).await.expect("valid");
+        let image = Qcow2Image::open(Qcow2Components { caches: never, ..parts_of(&content).await })
+            .await
+            .expect("valid");
         let pass = async |seconds| {
             image.read(0, 512).await.expect("reads");
             reactor::sleep_until(reactor::now() + Duration::from_secs(seconds)).await;

@@ -22,7 +22,7 @@ use super::{
     writeback::UnreferencedRange,
 };
 use reactor::{
-    buffer::{IoBuffer, Segments, ReadTarget},
+    buffer::{IoBuffer, ReadTarget, Segments},
     error::{Error, Result},
 };
 use storage::Durability;
@@ -54,7 +54,8 @@ impl Qcow2Image {
     /// if no cluster is free and the file cannot grow.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let image = self.clone();
-        let write = reactor::spawn_detached(async move { image.write_to_end(offset, data, durability).await });
+        let write =
+            reactor::spawn_detached(async move { image.write_to_end(offset, data, durability).await });
         write.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
@@ -211,7 +212,10 @@ impl Qcow2Image {
         let cluster_bytes = 1_u64 << shape.cluster_bits;
         let first = offset & !(cluster_bytes - 1);
         let old = self.cluster_at(first).await?;
-        if let ClusterMapping::Standard(StandardCluster { host: Some(host), copied: true, allocated, .. }) = old {
+        if let ClusterMapping::Standard(StandardCluster {
+            host: Some(host), copied: true, allocated, ..
+        }) = old
+        {
             let bits = shape.subcluster_bits();
             let start = ((offset - first) >> bits) as u32;
             // Allocated subclusters may be written in place concurrently, so they must not be
@@ -249,13 +253,23 @@ impl Qcow2Image {
             is_copied |= has_data(&next);
             wanted += 1;
         }
-        let AllocatedRun { offset: host, clusters, untouched } = self.allocate_for_write(first, wanted).await?;
+        let AllocatedRun { offset: host, clusters, untouched } =
+            self.allocate_for_write(first, wanted).await?;
         let end = end.min(first + clusters * cluster_bytes);
         let whole = !shape.extended || is_copied || clusters > 1;
         // Without a copy, only the touched subclusters are written and become allocated.
         let grain = if whole { cluster_bytes } else { 1 << shape.subcluster_bits() };
         let (from, to) = self.completed(offset, end, grain);
-        Ok(Some(ClusterAllocation { guest: first, host, clusters, kept: self.data.is_some(), untouched, from, to, whole }))
+        Ok(Some(ClusterAllocation {
+            guest: first,
+            host,
+            clusters,
+            kept: self.data.is_some(),
+            untouched,
+            from,
+            to,
+            whole,
+        }))
     }
 
     pub(super) async fn allocate_for_write(&self, guest: u64, clusters: u64) -> Result<AllocatedRun> {
@@ -290,7 +304,12 @@ impl Qcow2Image {
     }
 
     /// Present content of a range for copying, or `None` if it need not be written.
-    async fn read_old_content(&self, plan: &ClusterAllocation, from: u64, to: u64) -> Result<Option<Segments>> {
+    async fn read_old_content(
+        &self,
+        plan: &ClusterAllocation,
+        from: u64,
+        to: u64,
+    ) -> Result<Option<Segments>> {
         if from >= to {
             return Ok(None);
         }
@@ -333,7 +352,9 @@ impl Qcow2Image {
                 )
             };
             let (allocated, zero) = match old {
-                ClusterMapping::Standard(StandardCluster { allocated, zero, .. }) if !plan.whole => (allocated, zero),
+                ClusterMapping::Standard(StandardCluster { allocated, zero, .. }) if !plan.whole => {
+                    (allocated, zero)
+                }
                 _ => (0, 0),
             };
             ClusterMapping::Standard(StandardCluster {
@@ -445,7 +466,11 @@ impl Qcow2Image {
         self.l1.load().set(index, L1Entry { offset: found.offset, copied: true });
         pending.new_table(index);
         if old.offset != 0 {
-            pending.add_unreferenced(UnreferencedRange { offset: old.offset, length: cluster_bytes, held: FreedContent::Metadata });
+            pending.add_unreferenced(UnreferencedRange {
+                offset: old.offset,
+                length: cluster_bytes,
+                held: FreedContent::Metadata,
+            });
         }
         Ok(())
     }

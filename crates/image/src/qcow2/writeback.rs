@@ -34,7 +34,7 @@ use reactor::error::{Error, Result};
 
 // Limit of clusters or runs that wait to be freed; beyond it metadata is written so that they can
 // be.
-const MOST_FREED: usize = 4096;
+const MAX_FREED: usize = 4096;
 
 /// A range of the file that is no longer referenced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl PendingMetadata {
 
     /// True if more than [`MOST_FREED`] ranges wait to be freed: metadata should then be written.
     pub(super) fn has_many_unreferenced(&self) -> bool {
-        self.freed.len() + self.unused.len() > MOST_FREED
+        self.freed.len() + self.unused.len() > MAX_FREED
     }
 
     /// True if the mapping of guest data in memory differs from the file.

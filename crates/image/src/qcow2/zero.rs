@@ -210,22 +210,30 @@ impl Qcow2Image {
         let zero = self.shape.all();
         match what {
             ClusterChange::Unallocated => ClusterMapping::Standard(StandardCluster::UNALLOCATED),
-            ClusterChange::OwnZero => ClusterMapping::Standard(StandardCluster { host: None, copied: false, allocated: 0, zero }),
+            ClusterChange::OwnZero => {
+                ClusterMapping::Standard(StandardCluster { host: None, copied: false, allocated: 0, zero })
+            }
             ClusterChange::Zero { unmap } => {
-                if old == ClusterMapping::Standard(StandardCluster::UNALLOCATED) && self.backing_bytes(guest) == 0 {
+                if old == ClusterMapping::Standard(StandardCluster::UNALLOCATED)
+                    && self.backing_bytes(guest) == 0
+                {
                     return old;
                 }
-                let kept = match old {
-                    // A host cluster that a snapshot shares cannot be kept; in a data file the
-                    // offset is fixed anyway.
-                    ClusterMapping::Standard(StandardCluster { host: Some(host), copied: true, .. })
-                        if !unmap || self.data.is_some() =>
-                    {
-                        Some(host)
-                    }
-                    _ => None,
-                };
-                ClusterMapping::Standard(StandardCluster { host: kept, copied: kept.is_some(), allocated: 0, zero })
+                let kept =
+                    match old {
+                        // A host cluster that a snapshot shares cannot be kept; in a data file the
+                        // offset is fixed anyway.
+                        ClusterMapping::Standard(StandardCluster {
+                            host: Some(host), copied: true, ..
+                        }) if !unmap || self.data.is_some() => Some(host),
+                        _ => None,
+                    };
+                ClusterMapping::Standard(StandardCluster {
+                    host: kept,
+                    copied: kept.is_some(),
+                    allocated: 0,
+                    zero,
+                })
             }
         }
     }

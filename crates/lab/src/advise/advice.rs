@@ -4,7 +4,7 @@ use console::{
     figures,
     table::{ColumnAlignment, TextTable, columns},
 };
-use policy::throttle::{RateLimit, NodeShare, ReservationUnit};
+use policy::throttle::{NodeShare, RateLimit, ReservationUnit};
 use serde::{Serialize, Serializer};
 
 use super::{confidence::ConfidenceInterval, trial::TrialFigures};
@@ -183,7 +183,12 @@ impl Advice {
     pub(super) fn text(&self, with_config: bool) -> String {
         let mut text = Vec::new();
         // Empty tables render to nothing, so every kind of advice uses the same sequence.
-        for table in [self.smallest(ReservationUnit::Iops), self.smallest(ReservationUnit::Bps), self.felt(), self.packed()] {
+        for table in [
+            self.smallest(ReservationUnit::Iops),
+            self.smallest(ReservationUnit::Bps),
+            self.felt(),
+            self.packed(),
+        ] {
             text.push(table.render(false));
         }
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
@@ -205,8 +210,10 @@ impl Advice {
             ReservationUnit::Iops => ("IOPS-TOTAL", |line| &line.smallest_iops),
             ReservationUnit::Bps => ("BPS-TOTAL", |line| &line.smallest_bps),
         };
-        let mut table =
-            TextTable::new(columns(&["SMALLEST FOR"], &["REQUESTS", name, "BETWEEN", "BURST", "WITHOUT BURST"]));
+        let mut table = TextTable::new(columns(
+            &["SMALLEST FOR"],
+            &["REQUESTS", name, "BETWEEN", "BURST", "WITHOUT BURST"],
+        ));
         for line in &self.tenants {
             if let Some(smallest) = of(line) {
                 let mut row = vec![shown(line), line.requests.to_string()];
@@ -221,8 +228,9 @@ impl Advice {
         let percentile = self.keep.to_uppercase();
         let wait = format!("WAIT {percentile}");
         let numbers = ["IOPS", "BYTES/S", "P50", &percentile, "WAIT P50", &wait, "WAITED"];
-        let mut table =
-            TextTable::new(columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", ColumnAlignment::Left)]));
+        let mut table = TextTable::new(
+            columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", ColumnAlignment::Left)]),
+        );
         for line in &self.tenants {
             let set = match (&line.joins, &line.set) {
                 (Some(joins), _) => joins.shown(),

@@ -111,7 +111,11 @@ pub(super) fn measure_rates(
     rates: &[f64],
     wait_s: f64,
 ) -> Vec<RateHistogram> {
-    let lane = |&rate: &f64| RateHistogram { level: UnboundedBucket::new(rate, unit), counts: vec![0; STEPS], over: 0 };
+    let lane = |&rate: &f64| RateHistogram {
+        level: UnboundedBucket::new(rate, unit),
+        counts: vec![0; STEPS],
+        over: 0,
+    };
     let mut lanes: Vec<RateHistogram> = rates.iter().map(lane).collect();
     let mut before = 0;
     for (at_ns, units) in demand {

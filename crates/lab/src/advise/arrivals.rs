@@ -15,15 +15,15 @@ use std::{
 };
 
 use console::figures;
-use recording::{RecordedOutcome, RequestOp, TraceRecord, RecordSource};
+use recording::{RecordSource, RecordedOutcome, RequestOp, TraceRecord};
 
 use crate::{
     latencies::{self, Latencies},
-    simulate::MOST_DISKS,
+    simulate::MAX_DISKS,
 };
 
 /// Some 70 million requests: a vector may need twice its size while it grows.
-const MOST_BYTES: usize = 400 << 20;
+const MAX_BYTES: usize = 400 << 20;
 const BATCH: usize = 4096;
 /// Peaks are measured in slots of 2 to this power in nanoseconds, about an eighth of a second.
 const SLOT_BITS: u32 = 27;
@@ -86,8 +86,8 @@ impl TraceArrivals {
             let filled = source.fill(&mut records, BATCH);
             let disks = source.disks();
             for record in &records {
-                if record.disk.index() >= MOST_DISKS {
-                    anyhow::bail!("there are more than {MOST_DISKS} disks (split the trace)");
+                if record.disk.index() >= MAX_DISKS {
+                    anyhow::bail!("there are more than {MAX_DISKS} disks (split the trace)");
                 }
                 arrivals.push(record, &disks[record.disk.index()]);
             }
@@ -103,7 +103,7 @@ impl TraceArrivals {
                 Err(error) if arrivals.requests == 0 => return Err(error),
                 Err(error) => arrivals.partial = Some(format!("{error:#}")),
                 Ok(()) if stop.load(Ordering::Relaxed) => arrivals.partial = Some("interrupted".to_owned()),
-                Ok(()) if arrivals.bytes > MOST_BYTES => {
+                Ok(()) if arrivals.bytes > MAX_BYTES => {
                     arrivals.partial = Some(format!(
                         "memory has no place for more than the first {} requests (split the trace)",
                         figures::count(arrivals.requests as f64)
@@ -144,7 +144,8 @@ impl TraceArrivals {
 
     /// Requests of these disks by time, each with its disk; at equal times in the order of `disks`.
     pub(super) fn merged(&self, disks: &[usize]) -> MergedArrivals<'_> {
-        let mut together = MergedArrivals { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
+        let mut together =
+            MergedArrivals { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
         for (place, &disk) in disks.iter().enumerate() {
             let mut iter = self.streams[disk].iter();
             if let Some(arrival) = iter.next() {
@@ -152,7 +153,11 @@ impl TraceArrivals {
                 together.sources.push((disk, iter, arrival));
             } else {
                 // A placeholder that is never read: the heap has no entry for it.
-                together.sources.push((disk, iter, TraceArrival { at_ns: 0, op: RequestOp::Flush, length: 0 }));
+                together.sources.push((
+                    disk,
+                    iter,
+                    TraceArrival { at_ns: 0, op: RequestOp::Flush, length: 0 },
+                ));
             }
         }
         together

@@ -20,9 +20,9 @@ const HOUR_NS: u64 = 3_600_000_000_000;
 /// Traces shorter than this are divided into tenths.
 const HOURS: u64 = 10;
 const TENTHS: u64 = 10;
-const MOST_BLOCKS: u64 = 1000;
+const MAX_BLOCKS: u64 = 1000;
 /// Minimum number of blocks to draw from.
-const LEAST_BLOCKS: usize = 6;
+const MIN_BLOCKS: usize = 6;
 const DRAWS: usize = 1000;
 /// A fixed seed: the same trace always gives the same interval.
 const SEED: u64 = 0x5EED;
@@ -46,7 +46,7 @@ pub(super) struct TraceBlocks {
 impl TraceBlocks {
     pub(super) fn new(length_ns: u64) -> Self {
         let block_ns = match length_ns / HOUR_NS {
-            HOURS.. => HOUR_NS.max(length_ns.div_ceil(MOST_BLOCKS)),
+            HOURS.. => HOUR_NS.max(length_ns.div_ceil(MAX_BLOCKS)),
             _ => length_ns / TENTHS + 1,
         };
         Self { block_ns, count: (length_ns / block_ns + 1) as usize }
@@ -99,7 +99,8 @@ pub(super) fn limit_interval(
     // Geometric steps: the relative error of the interval is the same at both ends.
     let step = (WIDEST / NARROWEST).powf(1.0 / (SCALES - 1) as f64);
     let scales: Vec<f64> = (0..SCALES).map(|index| NARROWEST * step.powi(index as i32)).collect();
-    let mut lanes: Vec<LimitBuckets> = scales.iter().map(|&times| LimitBuckets::scaled(limit, unit, times)).collect();
+    let mut lanes: Vec<LimitBuckets> =
+        scales.iter().map(|&times| LimitBuckets::scaled(limit, unit, times)).collect();
     let mut parts = vec![BlockHistogram::default(); blocks.count];
     let mut before = 0;
     for (at_ns, units) in demand {
@@ -129,7 +130,7 @@ pub(super) fn limit_interval(
             terms.target.min_requests()
         ));
     }
-    if parts.len() < LEAST_BLOCKS {
+    if parts.len() < MIN_BLOCKS {
         let name = blocks.name();
         return Err(format!(
             "too short to say: only {} of its {} {name} have requests",
@@ -174,12 +175,16 @@ pub(super) type LateRequests = Vec<(Vec<u32>, Vec<u32>)>;
 
 /// Range of the limit that keeps the target, from limits tried with their judged requests: the
 /// largest if `is_highest`, else the smallest. `None` with too few blocks.
-pub(super) fn interval_of_tried(tried: &[(f64, LateRequests)], is_highest: bool, target: &LatencyTarget) -> Option<(f64, f64)> {
+pub(super) fn interval_of_tried(
+    tried: &[(f64, LateRequests)],
+    is_highest: bool,
+    target: &LatencyTarget,
+) -> Option<(f64, f64)> {
     let blocks = tried.first()?.1.first()?.0.len();
     // Blocks without judged requests carry no information about the target.
     let any = |block: &usize| tried.iter().any(|(_, judged)| judged.iter().any(|(_, all)| all[*block] > 0));
     let blocks: Vec<usize> = (0..blocks).filter(any).collect();
-    if blocks.len() < LEAST_BLOCKS {
+    if blocks.len() < MIN_BLOCKS {
         return None;
     }
     let mut random = fastrand::Rng::with_seed(SEED);

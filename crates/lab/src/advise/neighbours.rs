@@ -22,18 +22,18 @@
 
 mod group;
 
-use policy::throttle::{RateLimit, LimitKind, Limits, NodeShare, ReservationUnit};
+use policy::throttle::{LimitKind, Limits, NodeShare, RateLimit, ReservationUnit};
 use simulator::{device::SimulatedDevices, world::WorldSpec};
 
 use super::{
     arrivals::TraceArrival,
     confidence::{ConfidenceInterval, LateRequests, interval_of_tried},
+    tenant_limits::{AdviseSearch, TenantLimits, amount, limits_of},
     tenants::TenantWorld,
-    tenant_limits::{TenantLimits, AdviseSearch, amount, limits_of},
-    trial::{TrialResult, SimulatedTrial},
+    trial::{SimulatedTrial, TrialResult},
 };
 
-const MOST_SEARCHED: u64 = 2_000_000;
+const MAX_SEARCHED: u64 = 2_000_000;
 /// Lower bound of the level, as a share of the device.
 const LOWEST: f64 = 1e-3;
 /// Levels closer than this factor count as equal.
@@ -58,7 +58,7 @@ pub(super) struct NeighbourPlan {
 pub(super) struct NeighbourAdvice {
     pub(super) plan: NeighbourPlan,
     /// Simulated results, in the order of the neighbours.
-    pub(super) felt: Vec<TrialResult>,
+    pub(super) results: Vec<TrialResult>,
     pub(super) is_kept: bool,
     /// The shortest time of a target that all could keep, of all plans tried; set if the target is
     /// missed.
@@ -114,11 +114,11 @@ const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0]
 /// The unit in which a tenant uses more of its device or groups; seconds of the whole for one unit,
 /// and for all units.
 pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit, f64, f64) {
-    let of = &search.house.tenants[tenant];
-    let place = search.house.world.disks[search.house.disks[of.disks[0]]].place;
+    let of = &search.tenants.tenants[tenant];
+    let place = search.tenants.world.disks[search.tenants.disks[of.disks[0]]].place;
     // Comparing full and minimal lengths shows whether operations or bytes dominate the service
     // time.
-    let world = &search.house.world;
+    let world = &search.tenants.world;
     let worked_s = |with_length: bool| {
         let mut devices = SimulatedDevices::default();
         devices.follow(&world.stations, &world.budgets);
@@ -132,9 +132,9 @@ pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit
     let (whole, small) = (worked_s(true), worked_s(false));
     // Fixed costs dominate if minimal requests take more than half of the time.
     let of_device = (if small >= whole / 2.0 { ReservationUnit::Iops } else { ReservationUnit::Bps }, whole);
-    let groups = search.house.limited_around(tenant).map(|group| &world.groups[group].hold.limits);
-    let of_groups =
-        groups.flat_map(|limits| LimitKind::ALL.map(|kind| seconds_of_limit(search, &of.disks, limits, kind)));
+    let groups = search.tenants.limited_around(tenant).map(|group| &world.groups[group].hold.limits);
+    let of_groups = groups
+        .flat_map(|limits| LimitKind::ALL.map(|kind| seconds_of_limit(search, &of.disks, limits, kind)));
     let (unit, whole) = std::iter::once(of_device)
         .chain(of_groups)
         .max_by(|one, other| one.1.total_cmp(&other.1))
@@ -144,7 +144,12 @@ pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit
 }
 
 /// Seconds in which a limit admits as much as these disks request.
-fn seconds_of_limit(search: &AdviseSearch<'_>, disks: &[usize], limits: &Limits, kind: LimitKind) -> (ReservationUnit, f64) {
+fn seconds_of_limit(
+    search: &AdviseSearch<'_>,
+    disks: &[usize],
+    limits: &Limits,
+    kind: LimitKind,
+) -> (ReservationUnit, f64) {
     let unit = if kind.counts_bytes() { ReservationUnit::Bps } else { ReservationUnit::Iops };
     let arrivals = disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter());
     let applies = |arrival: &TraceArrival| {
@@ -170,18 +175,18 @@ impl<'a> Neighbours<'a> {
     ) -> Self {
         let load = |&tenant: &usize| {
             let (unit, unit_s, work_s) = cost(&search, tenant);
-            let units = amount(search.arrivals, &search.house.tenants[tenant].disks, unit).units as f64;
+            let units = amount(search.arrivals, &search.tenants.tenants[tenant].disks, unit).units as f64;
             let smallest = needs[tenant].as_ref().and_then(|need| need.smallest[unit.index()]);
             // Without a known steady rate no limit is capped.
             let steady = smallest.map_or(f64::INFINITY, |smallest| smallest.steady as f64);
             TenantLoad { unit, unit_s, steady, units, work_s }
         };
-        let room = search.house.world_of(&search.house.bare, tenants);
+        let room = search.tenants.world_of(&search.tenants.bare, tenants);
         let disks: Vec<usize> =
-            tenants.iter().flat_map(|&tenant| search.house.tenants[tenant].disks.iter().copied()).collect();
+            tenants.iter().flat_map(|&tenant| search.tenants.tenants[tenant].disks.iter().copied()).collect();
         let kept = tenants
             .iter()
-            .map(|&tenant| search.house.tenants[tenant].has_target && needs[tenant].is_some())
+            .map(|&tenant| search.tenants.tenants[tenant].has_target && needs[tenant].is_some())
             .collect::<Vec<_>>();
         let mut shared = Self {
             search,
@@ -190,7 +195,7 @@ impl<'a> Neighbours<'a> {
             kept,
             room,
             disks,
-            common: search.house.common_group(tenants),
+            common: search.tenants.common_group(tenants),
             blocks: Vec::new(),
             allowed: Vec::new(),
             tried: Vec::new(),
@@ -202,7 +207,7 @@ impl<'a> Neighbours<'a> {
 
     /// Selects the blocks with the most late requests; all blocks of a short trace.
     fn choose_blocks(&mut self, before: &[TrialResult]) {
-        let judge = &self.search.judge;
+        let judge = &self.search.criterion;
         let mut requests = vec![0_u64; judge.blocks.count];
         for (_, arrival) in self.search.arrivals.merged(&self.disks) {
             requests[judge.blocks.of(arrival.at_ns)] += 1;
@@ -213,12 +218,12 @@ impl<'a> Neighbours<'a> {
         };
         let mut order: Vec<usize> = (0..requests.len()).collect();
         order.sort_by_key(|&block| std::cmp::Reverse(over(block)));
-        let all = requests.iter().sum::<u64>() <= MOST_SEARCHED;
+        let all = requests.iter().sum::<u64>() <= MAX_SEARCHED;
         self.blocks = vec![false; requests.len()];
         let mut sum = 0;
         for block in order {
             // At least one block is searched, even if it alone exceeds the bound.
-            if all || sum == 0 || over(block) > 0 && sum + requests[block] <= MOST_SEARCHED {
+            if all || sum == 0 || over(block) > 0 && sum + requests[block] <= MAX_SEARCHED {
                 sum += requests[block];
                 self.blocks[block] = true;
             }
@@ -238,14 +243,15 @@ impl<'a> Neighbours<'a> {
     }
 
     fn limited(&self, level: f64) -> Vec<Option<Limits>> {
-        let is_for_some = self.search.house.tenants.iter().any(|tenant| !tenant.has_target);
+        let is_for_some = self.search.tenants.tenants.iter().any(|tenant| !tenant.has_target);
         let limit = |(load, &is_kept): (&TenantLoad, &bool)| {
             let rate = level / load.unit_s;
             // A tenant with a target is spared only if other tenants have none.
             let spared = is_for_some && is_kept || rate >= load.steady || !rate.is_finite();
             (!spared).then(|| {
                 let mut by_unit = [None; 2];
-                by_unit[load.unit.index()] = Some(RateLimit { rate: (rate as u64).max(1), ..RateLimit::NONE });
+                by_unit[load.unit.index()] =
+                    Some(RateLimit { rate: (rate as u64).max(1), ..RateLimit::NONE });
                 limits_of(by_unit)
             })
         };
@@ -261,15 +267,15 @@ impl<'a> Neighbours<'a> {
         let world = self.world(plan);
         let TenantWorld { disks, tenant_of, .. } = &self.room;
         let trial = SimulatedTrial { world: &world, disks, tenants: tenant_of, count: self.tenants.len() };
-        let blocks = self.search.judge.blocks;
+        let blocks = self.search.criterion.blocks;
         let arrivals = self.search.arrivals.merged(&self.disks);
         // Skipped blocks leave gaps in time, in which queues drain as in reality.
         let arrivals = arrivals.filter(|(_, arrival)| everything || self.blocks[blocks.of(arrival.at_ns)]);
-        trial.run(arrivals, &self.search.judge, self.search.stop)
+        trial.run(arrivals, &self.search.criterion, self.search.stop)
     }
 
     fn world(&self, plan: &NeighbourPlan) -> WorldSpec {
-        let house = self.search.house;
+        let house = self.search.tenants;
         let mut world = house.bare.clone();
         for (&tenant, limits) in self.tenants.iter().zip(&plan.limits) {
             if let Some(limits) = limits {
@@ -301,7 +307,7 @@ impl<'a> Neighbours<'a> {
     fn worst_ns(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> u64 {
         let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked
-            .map(|(_, felt)| if felt.abandoned { u64::MAX } else { felt.judged_ns(&self.search.judge) })
+            .map(|(_, felt)| if felt.abandoned { u64::MAX } else { felt.judged_ns(&self.search.criterion) })
             .max()
             .unwrap_or(0)
     }
@@ -338,7 +344,7 @@ impl<'a> Neighbours<'a> {
             tried.level.map(|level| (level, judged)).filter(|(_, judged)| !judged.is_empty())
         });
         let tried: Vec<_> = tried.collect();
-        let found = interval_of_tried(&tried, is_highest, &self.search.judge.target);
+        let found = interval_of_tried(&tried, is_highest, &self.search.criterion.target);
         Ok(found.map(|(low, high)| ConfidenceInterval::around(low / level, high / level)))
     }
 
@@ -391,7 +397,7 @@ impl<'a> Neighbours<'a> {
         let could_ns = (!is_kept)
             .then(|| self.tried.iter().map(|tried| tried.worst_ns).filter(|&ns| ns < u64::MAX).min())
             .flatten();
-        Ok(NeighbourAdvice { plan, felt, is_kept, could_ns, interval })
+        Ok(NeighbourAdvice { plan, results: felt, is_kept, could_ns, interval })
     }
 
     /// Searches the level, with true for the highest that suffices and false for the lowest. `None`
@@ -457,7 +463,7 @@ impl<'a> Neighbours<'a> {
         loop {
             let plan = plan(self, step);
             let felt = self.run(&plan, true)?;
-            let target = self.search.judge.target;
+            let target = self.search.criterion.target;
             let holds = |place: usize| !self.kept[place] || felt[place].holds(&target);
             let places = 0..self.tenants.len();
             let is_kept = places.clone().all(holds);
@@ -489,7 +495,7 @@ impl<'a> Neighbours<'a> {
     }
 
     fn keeps_all(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> bool {
-        let target = self.search.judge.target;
+        let target = self.search.criterion.target;
         let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked.all(|(_, felt)| felt.holds(&target))
     }

@@ -10,21 +10,21 @@ use std::{cmp::Reverse, collections::HashMap};
 
 use policy::device_model::DeviceRates;
 use simulator::{
-    device::{SimulatedDevices, DevicePlacement, StationSpec},
+    device::{DevicePlacement, SimulatedDevices, StationSpec},
     world::WorldSpec,
 };
 
 use super::{
     tenant_limits::AdviseSearch,
-    trial::{TrialResult, SimulatedTrial},
+    trial::{SimulatedTrial, TrialResult},
 };
 
 /// Bound on identical devices.
-const MOST_DEVICES: usize = 1000;
+const MAX_DEVICES: usize = 1000;
 /// Number of disks above which the exhaustive search is skipped.
-const MOST_IN_ALL_WAYS: usize = 64;
+const MAX_IN_ALL_WAYS: usize = 64;
 /// Requests simulated in an exhaustive search before it is abandoned.
-const MOST_TRIED: u64 = 5_000_000;
+const MAX_TRIED: u64 = 5_000_000;
 /// Thresholds of utilization, tried in this order.
 const THRESHOLDS: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
 
@@ -40,7 +40,7 @@ pub(super) enum AvailableDevices {
 impl AvailableDevices {
     fn most(&self) -> usize {
         match self {
-            Self::Any(_) => MOST_DEVICES,
+            Self::Any(_) => MAX_DEVICES,
             Self::These(these) => these.len(),
         }
     }
@@ -59,7 +59,7 @@ pub(super) struct DeviceAssignment {
     /// Index of the device; of identical devices, their running number.
     pub(super) device: usize,
     pub(super) tenants: Vec<usize>,
-    pub(super) felt: Vec<TrialResult>,
+    pub(super) results: Vec<TrialResult>,
     /// Utilization in the busiest part of the trace.
     pub(super) busiest: f64,
 }
@@ -78,8 +78,8 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
     let packer = Packer::new(search, devices);
     let mut packing = Packing { devices: Vec::new(), left_over: Vec::new(), at_least: packer.at_least() };
     let mut order = Vec::new();
-    for tenant in 0..search.house.tenants.len() {
-        if search.house.tenants[tenant]
+    for tenant in 0..search.tenants.tenants.len() {
+        if search.tenants.tenants[tenant]
             .disks
             .iter()
             .all(|&disk| search.arrivals.streams[disk].iter().next().is_none())
@@ -108,9 +108,10 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
     // Fewer devices, evenly loaded; exhaustively if the disks are few.
     // Any further result must use fewer devices than the first fit, if that succeeded.
     let most = best.as_ref().map_or(devices.most().min(order.len()), |bins| used(bins).saturating_sub(1));
-    for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MOST_DEVICES }) {
+    for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MAX_DEVICES }) {
         let bins = packer.spread(&order, count);
-        let bins = if packer.all_keep_target(&bins)? { Some(bins) } else { packer.exhaustive(&order, count)? };
+        let bins =
+            if packer.all_keep_target(&bins)? { Some(bins) } else { packer.exhaustive(&order, count)? };
         if bins.is_some() {
             best = bins;
             break;
@@ -125,7 +126,7 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
         tenants.sort_unstable();
         let felt = packer.run(device, &tenants)?;
         let busiest = packer.busiest(device, &tenants);
-        packing.devices.push(DeviceAssignment { device, tenants, felt, busiest });
+        packing.devices.push(DeviceAssignment { device, tenants, results: felt, busiest });
     }
     Ok(packing)
 }
@@ -144,19 +145,19 @@ struct Packer<'a> {
 
 impl<'a> Packer<'a> {
     fn new(search: &'a AdviseSearch<'a>, devices: &'a AvailableDevices) -> Self {
-        let blocks = search.judge.blocks;
+        let blocks = search.criterion.blocks;
         let work = |(station, rates): DeviceModel| {
             let of_tenant = |tenant: usize| {
                 let mut work = vec![0.0; blocks.count];
                 let mut worked = ServiceTime::new(station, rates);
                 // Work is attributed to the arrival's block, although a backlog may be served
                 // later.
-                for (_, arrival) in search.arrivals.merged(&search.house.tenants[tenant].disks) {
+                for (_, arrival) in search.arrivals.merged(&search.tenants.tenants[tenant].disks) {
                     work[blocks.of(arrival.at_ns)] += worked.add(arrival.op, arrival.length);
                 }
                 work
             };
-            (0..search.house.tenants.len()).map(of_tenant).collect()
+            (0..search.tenants.tenants.len()).map(of_tenant).collect()
         };
         let kinds = match devices {
             AvailableDevices::Any(_) => 1,
@@ -183,7 +184,7 @@ impl<'a> Packer<'a> {
     }
 
     fn load(&self, device: usize, tenants: &[usize]) -> Vec<f64> {
-        let mut sum = vec![0.0; self.search.judge.blocks.count];
+        let mut sum = vec![0.0; self.search.criterion.blocks.count];
         for &tenant in tenants {
             sum.iter_mut().zip(self.of(device, tenant)).for_each(|(sum, work)| *sum += work);
         }
@@ -219,7 +220,7 @@ impl<'a> Packer<'a> {
                     if bins.len() == self.devices.most() {
                         return None;
                     }
-                    bins.push((Vec::new(), vec![0.0; self.search.judge.blocks.count]));
+                    bins.push((Vec::new(), vec![0.0; self.search.criterion.blocks.count]));
                     let device = bins.len() - 1;
                     if fits(device, &bins[device].1) || self.work.len() == 1 {
                         break device;
@@ -253,10 +254,10 @@ impl<'a> Packer<'a> {
     /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a
     /// device faster, so an infeasible set has no feasible superset.
     fn exhaustive(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
-        if order.len() > MOST_IN_ALL_WAYS {
+        if order.len() > MAX_IN_ALL_WAYS {
             return Ok(None);
         }
-        let mut ways = ExhaustiveSearch { packer: self, order, left: MOST_TRIED, known: HashMap::new() };
+        let mut ways = ExhaustiveSearch { packer: self, order, left: MAX_TRIED, known: HashMap::new() };
         let mut bins = vec![0; count];
         let found = ways.place_next(0, &mut bins)?;
         let places = |bin: &u64| {
@@ -276,19 +277,23 @@ impl<'a> Packer<'a> {
     }
 
     fn holds(&self, device: usize, tenants: &[usize]) -> anyhow::Result<bool> {
-        Ok(self.run(device, tenants)?.iter().all(|felt| felt.holds(&self.search.judge.target)))
+        Ok(self.run(device, tenants)?.iter().all(|felt| felt.holds(&self.search.criterion.target)))
     }
 
     fn run(&self, device: usize, tenants: &[usize]) -> anyhow::Result<Vec<TrialResult>> {
-        let house = self.search.house;
+        let house = self.search.tenants;
         let mut room = house.world_of(&house.bare, tenants);
         let place = room.world.add_device(self.devices.at(self.kind(device)));
         room.world.disks.iter_mut().for_each(|disk| disk.place = place);
         let disks: Vec<usize> =
             tenants.iter().flat_map(|&tenant| house.tenants[tenant].disks.iter().copied()).collect();
-        let trial =
-            SimulatedTrial { world: &room.world, disks: &room.disks, tenants: &room.tenant_of, count: tenants.len() };
-        trial.run(self.search.arrivals.merged(&disks), &self.search.judge, self.search.stop)
+        let trial = SimulatedTrial {
+            world: &room.world,
+            disks: &room.disks,
+            tenants: &room.tenant_of,
+            count: tenants.len(),
+        };
+        trial.run(self.search.arrivals.merged(&disks), &self.search.criterion, self.search.stop)
     }
 }
 
@@ -332,7 +337,7 @@ impl ExhaustiveSearch<'_> {
         }
         let members = (0..self.order.len()).filter(|place| set >> place & 1 == 1);
         let tenants: Vec<usize> = members.map(|place| self.order[place]).collect();
-        let house = self.packer.search.house;
+        let house = self.packer.search.tenants;
         let disks = tenants.iter().flat_map(|&tenant| &house.tenants[tenant].disks);
         let requests: u64 = disks.map(|&disk| self.packer.search.arrivals.streams[disk].requests).sum();
         // Out of budget counts as infeasible: the search then returns without a result.

@@ -15,11 +15,11 @@
 //!
 //! Pure: no I/O, no clock, and the same requests give the same limit.
 
-use policy::throttle::{RateLimit, MAX_VALUE, ReservationUnit};
+use policy::throttle::{MAX_VALUE, RateLimit, ReservationUnit};
 
 use super::{
-    arrivals::{TraceArrival, SLOT_NS},
-    arrival_curve::{RateHistogram, NO_BURST_S, demand, measure_rates, late_requests},
+    arrival_curve::{NO_BURST_S, RateHistogram, demand, late_requests, measure_rates},
+    arrivals::{SLOT_NS, TraceArrival},
     target::LatencyTarget,
 };
 
@@ -80,7 +80,8 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     terms: &SearchTerms,
 ) -> Option<SmallestLimits> {
     let allowed = terms.target.allowed_late(amount.requests);
-    let mut points = MeasuredRates { allowed, terms: *terms, steady: f64::INFINITY, below: 0.0, best: Vec::new() };
+    let mut points =
+        MeasuredRates { allowed, terms: *terms, steady: f64::INFINITY, below: 0.0, best: Vec::new() };
     let mut look = |rates: &[f64]| {
         points.add(&measure_rates(demand(arrivals(), unit), unit, rates, terms.wait_s));
         points.next()
@@ -106,7 +107,8 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
         }
     }
     // Verified in whole numbers and with both buckets of a long burst.
-    let holds = |limit: RateLimit| late_requests(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
+    let holds =
+        |limit: RateLimit| late_requests(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
     let grown = |limit: RateLimit| {
         // At least one more, or small rates would never grow by rounding.
         let grow = |rate: u64| whole(rate as f64 * 1.01).max(rate + 1);

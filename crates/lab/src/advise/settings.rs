@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, anyhow};
 use block::layer::throttle::DiskSettings;
-use policy::throttle::{Limits, LimitPart, LimitSetting, NodeShare};
+use policy::throttle::{LimitPart, LimitSetting, Limits, NodeShare};
 use settings::exact_size;
 use toml_edit::{DocumentMut, Item, Table, TableLike, Value, value};
 
@@ -70,8 +70,9 @@ impl AdvisedChange {
         }
         // Settings of the old file that the advice drops must be reset explicitly in a running
         // daemon.
-        let ends =
-            |setting: &&LimitSetting| is_set(&self.before.limits, **setting) && !is_set(&self.limits, **setting);
+        let ends = |setting: &&LimitSetting| {
+            is_set(&self.before.limits, **setting) && !is_set(&self.limits, **setting)
+        };
         for setting in LimitSetting::ALL.iter().filter(ends) {
             let _ = write!(line, " --{} {}", setting.name(), self.limits.get(*setting));
         }
@@ -136,7 +137,9 @@ pub(super) fn config(before: Option<&str>, changes: &[AdvisedChange]) -> anyhow:
         let table = table.ok_or_else(|| anyhow!("[{kind}.{}] is no table", change.name))?;
         // Old limits that are not in the advice are removed.
         for setting in LimitSetting::ALL {
-            if change.limits.get(setting) == 0 || matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength)) {
+            if change.limits.get(setting) == 0
+                || matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength))
+            {
                 table.remove(setting.name());
             }
         }
@@ -170,12 +173,13 @@ fn set(table: &mut dyn TableLike, name: &str, mut new: Value) {
 mod tests {
     use std::path::Path;
 
-    use policy::throttle::{RateLimit, LimitKind};
+    use policy::throttle::{LimitKind, RateLimit};
 
     use super::*;
 
     fn change(name: &str, kind: LimitKind, limit: RateLimit) -> AdvisedChange {
-        let mut change = AdvisedChange { name: name.to_owned(), size_bytes: 5 << 20, ..AdvisedChange::default() };
+        let mut change =
+            AdvisedChange { name: name.to_owned(), size_bytes: 5 << 20, ..AdvisedChange::default() };
         *change.limits.limit_mut(kind) = limit;
         change
     }
@@ -191,7 +195,8 @@ mod tests {
         assert_eq!(line("-f"), format!("weir throttle {options} -- -f"));
         let bytes = change("vm1", LimitKind::BpsTotal, RateLimit { rate: 3 << 20, ..RateLimit::NONE });
         assert_eq!(bytes.command(), "weir throttle vm1 --bps-total 3M");
-        let group = AdvisedChange { is_new: true, is_group: true, ..change("shared", LimitKind::IopsTotal, BURST) };
+        let group =
+            AdvisedChange { is_new: true, is_group: true, ..change("shared", LimitKind::IopsTotal, BURST) };
         assert_eq!(group.command(), format!("weir group add shared {options}"));
         let member = AdvisedChange {
             group: Some("shared".into()),
@@ -205,9 +210,11 @@ mod tests {
             ..member.clone()
         };
         assert_eq!(weighed.command(), "weir throttle vm2 --weight 500 --group shared");
-        let mut held = DiskSettings { share: NodeShare::new(50).unwrap().with_reservation(0, 9), ..weighed.before };
+        let mut held =
+            DiskSettings { share: NodeShare::new(50).unwrap().with_reservation(0, 9), ..weighed.before };
         *held.limits.limit_mut(LimitKind::IopsRead) = BURST;
-        let promised = AdvisedChange { share: NodeShare::default(), is_weighed: false, before: held, ..weighed };
+        let promised =
+            AdvisedChange { share: NodeShare::default(), is_weighed: false, before: held, ..weighed };
         assert_eq!(
             promised.command(),
             "weir throttle vm2 --weight 100 --bps-reservation 0 --iops-read 0 --iops-read-max 0 \
@@ -218,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_one_that_a_daemon_takes() {
+    fn advised_file_passes_check_config() {
         let names = ["vm1", "8,0", "a \"b\" c", "/dev/sda"];
         let changes = names.map(|name| change(name, LimitKind::IopsTotal, BURST));
         let text = config(None, &changes).unwrap();
@@ -231,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn the_operators_file_keeps_what_is_not_about_limits() {
+    fn other_keys_of_the_config_file_are_preserved() {
         let before = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 5 # once\nbps-total = \"1M\"\n\
                       iops-total-max = 50\niops-total-max-length = 9\n[group.gold]\nweight = 7\n";
         let mut gold = change("gold", LimitKind::BpsTotal, RateLimit { rate: 1 << 20, ..RateLimit::NONE });

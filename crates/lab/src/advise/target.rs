@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn one_of_a_hundred_may_take_longer_and_none_of_ninety_nine() {
+    fn p99_allows_one_late_request_in_a_hundred() {
         let target = LatencyTarget::new(99.0, 0);
         assert_eq!(
             [1, 99, 100, 199, 200, 1000].map(|requests| target.allowed_late(requests)),

@@ -3,15 +3,15 @@
 
 use std::sync::atomic::AtomicBool;
 
-use policy::throttle::{RateLimit, LimitKind, Limits, ReservationUnit};
+use policy::throttle::{LimitKind, Limits, RateLimit, ReservationUnit};
 
 use super::{
-    arrivals::{TraceArrival, TraceArrivals},
-    confidence::{self, TraceBlocks, ConfidenceInterval},
     arrival_curve::demand,
-    tenants::{Tenants, TenantWorld},
-    search::{RequestVolume, SmallestLimits, SearchTerms, smallest, valid_rate},
-    trial::{TrialResult, TrialCriterion, SimulatedTrial},
+    arrivals::{TraceArrival, TraceArrivals},
+    confidence::{self, ConfidenceInterval, TraceBlocks},
+    search::{RequestVolume, SearchTerms, SmallestLimits, smallest, valid_rate},
+    tenants::{TenantWorld, Tenants},
+    trial::{SimulatedTrial, TrialCriterion, TrialResult},
 };
 
 /// Steps in which insufficient limits are raised: by 1 %, doubling each time.
@@ -82,23 +82,27 @@ pub(super) fn merged_arrivals<'a>(
 /// Common input of all searches.
 #[derive(Clone, Copy)]
 pub(super) struct AdviseSearch<'a> {
-    pub(super) house: &'a Tenants,
+    pub(super) tenants: &'a Tenants,
     pub(super) arrivals: &'a TraceArrivals,
-    pub(super) judge: TrialCriterion,
+    pub(super) criterion: TrialCriterion,
     pub(super) over_s: f64,
     pub(super) stop: &'a AtomicBool,
 }
 
 impl AdviseSearch<'_> {
     /// The smallest limits of a tenant; `None` if it has no request that is ever limited.
-    pub(super) fn limits_alone(&self, tenant: usize, units: &[ReservationUnit]) -> anyhow::Result<Option<TenantLimits>> {
-        let disks = &self.house.tenants[tenant].disks;
+    pub(super) fn limits_alone(
+        &self,
+        tenant: usize,
+        units: &[ReservationUnit],
+    ) -> anyhow::Result<Option<TenantLimits>> {
+        let disks = &self.tenants.tenants[tenant].disks;
         let requests = amount(self.arrivals, disks, ReservationUnit::Iops).requests;
         if requests == 0 {
             return Ok(None);
         }
-        let room = self.house.world_of(&self.house.bare, &[tenant]);
-        let target = self.judge.target;
+        let room = self.tenants.world_of(&self.tenants.bare, &[tenant]);
+        let target = self.criterion.target;
         let mut need = TenantLimits {
             smallest: [None; 2],
             certainty: [None, None],
@@ -107,11 +111,11 @@ impl AdviseSearch<'_> {
         };
         // Further search is pointless: no limit improves the latency of a tenant that is alone.
         if !need.felt.holds(&target) {
-            need.impossible_ns = Some(need.felt.judged_ns(&self.judge));
+            need.impossible_ns = Some(need.felt.judged_ns(&self.criterion));
             return Ok(Some(need));
         }
         // Waits may use only the time that the device leaves of the target.
-        let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.judge));
+        let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.criterion));
         let terms = SearchTerms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
         for &unit in units {
             let found = smallest(
@@ -132,7 +136,7 @@ impl AdviseSearch<'_> {
         }
         // Waits in the simulation at the target's percentile: together with the device they just
         // meet it.
-        let wait_s = if self.judge.whole {
+        let wait_s = if self.criterion.whole {
             felt.waited.value_at_quantile(target.share()) as f64 / 1e9
         } else {
             terms.wait_s
@@ -143,22 +147,28 @@ impl AdviseSearch<'_> {
             let demand = demand(merged_arrivals(self.arrivals, disks), unit);
             let terms = SearchTerms { wait_s, ..terms };
             need.certainty[unit.index()] =
-                Some(confidence::limit_interval(demand, unit, limit, &terms, self.judge.blocks));
+                Some(confidence::limit_interval(demand, unit, limit, &terms, self.criterion.blocks));
         }
         Ok(Some(need))
     }
 
     /// The smallest factor on the limits that suffices in a simulation, and its result.
-    fn fit_to_simulation(&self, room: &TenantWorld, tenant: usize, need: &TenantLimits) -> anyhow::Result<(f64, TrialResult)> {
+    fn fit_to_simulation(
+        &self,
+        room: &TenantWorld,
+        tenant: usize,
+        need: &TenantLimits,
+    ) -> anyhow::Result<(f64, TrialResult)> {
         let limits = |times: f64| {
-            ReservationUnit::ALL.map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
+            ReservationUnit::ALL
+                .map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
         };
         let trial = |times: f64| self.simulate_alone(room, tenant, limits(times));
-        let holds = |felt: &TrialResult| felt.holds(&self.judge.target);
+        let holds = |felt: &TrialResult| felt.holds(&self.criterion.target);
         let (mut low, mut high) = (1.0, 1.0);
         let mut felt = trial(1.0)?;
         if holds(&felt) {
-            if !self.judge.whole {
+            if !self.criterion.whole {
                 return Ok((1.0, felt));
             }
             // The device's time at a percentile and the wait at a percentile do not add up, so the
@@ -187,9 +197,14 @@ impl AdviseSearch<'_> {
         Ok((high, felt))
     }
 
-    fn simulate_alone(&self, room: &TenantWorld, tenant: usize, limits: [Option<RateLimit>; 2]) -> anyhow::Result<TrialResult> {
+    fn simulate_alone(
+        &self,
+        room: &TenantWorld,
+        tenant: usize,
+        limits: [Option<RateLimit>; 2],
+    ) -> anyhow::Result<TrialResult> {
         let TenantWorld { world, disks, tenant_of } = room;
-        let of = &self.house.tenants[tenant];
+        let of = &self.tenants.tenants[tenant];
         let mut world = world.clone();
         // The room has only this tenant's disks, so a lone disk has index 0.
         let hold = match of.group {
@@ -202,9 +217,9 @@ impl AdviseSearch<'_> {
             // One stream is ordered already.
             [only] => {
                 let arrivals = self.arrivals.streams[only].iter().map(|arrival| (only, arrival));
-                trial.run(arrivals, &self.judge, self.stop)?
+                trial.run(arrivals, &self.criterion, self.stop)?
             }
-            _ => trial.run(self.arrivals.merged(&of.disks), &self.judge, self.stop)?,
+            _ => trial.run(self.arrivals.merged(&of.disks), &self.criterion, self.stop)?,
         };
         Ok(felt.into_iter().next().expect("there is one tenant"))
     }

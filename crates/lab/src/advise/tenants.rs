@@ -26,7 +26,7 @@ use simulator::{
 };
 
 use super::{arguments::AdviseArgs, arrivals::TraceArrivals};
-use crate::simulate::{DiskResolver, SimulationSetup, DefaultDiskSettings, device_of};
+use crate::simulate::{DefaultDiskSettings, DiskResolver, SimulationSetup, device_of};
 
 #[derive(Debug)]
 pub(super) struct Tenants {
@@ -91,8 +91,14 @@ impl Tenants {
             Some(path) => SimulationSetup::of_config(path, device)?,
             None => {
                 let disk = settings::ThrottleConfig::default();
-                let terms = DefaultDiskSettings { group: None, disk, prefetch: prefetch::PrefetchConfig::off() };
-                SimulationSetup::of_terms(&terms, UNKNOWN_SIZE, (devices.delay.as_ref(), devices.rate.as_ref()), device)
+                let terms =
+                    DefaultDiskSettings { group: None, disk, prefetch: prefetch::PrefetchConfig::off() };
+                SimulationSetup::of_terms(
+                    &terms,
+                    UNKNOWN_SIZE,
+                    (devices.delay.as_ref(), devices.rate.as_ref()),
+                    device,
+                )
             }
         };
         let names = arrivals.streams.iter().map(|stream| stream.name.as_str());
@@ -101,7 +107,10 @@ impl Tenants {
         Ok(house)
     }
 
-    pub(super) fn of_setup<'a>(setup: &SimulationSetup, names: impl Iterator<Item = &'a str>) -> anyhow::Result<Self> {
+    pub(super) fn of_setup<'a>(
+        setup: &SimulationSetup,
+        names: impl Iterator<Item = &'a str>,
+    ) -> anyhow::Result<Self> {
         let mut world = setup.world.clone();
         let mut known = DiskResolver::new(setup);
         for name in names {
@@ -294,7 +303,8 @@ impl Tenants {
         for (disk, &tenant) in self.tenant_of.iter().enumerate().filter(|(_, tenant)| **tenant != usize::MAX)
         {
             let DevicePlacement { station, budget } = self.world.disks[disk].place;
-            let devices = station.map(SharedResource::Station).into_iter().chain(budget.map(SharedResource::Budget));
+            let devices =
+                station.map(SharedResource::Station).into_iter().chain(budget.map(SharedResource::Budget));
             for common in devices.chain(self.limited_around(tenant).map(SharedResource::Group)) {
                 // The first tenant at a resource represents it; later ones join its set.
                 let other = set_of[*first.entry(common).or_insert(tenant)];

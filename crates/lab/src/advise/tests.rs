@@ -5,23 +5,23 @@ mod coverage;
 use std::sync::atomic::AtomicBool;
 
 use console::figures;
-use policy::throttle::{RateLimit, NodeShare, ReservationUnit};
+use policy::throttle::{NodeShare, RateLimit, ReservationUnit};
 use recording::{DiskId, RequestOp, TraceRecord};
 use simulator::{engine::SimulationEngine, request::SimulatedRequest, world::UNKNOWN_SIZE};
 
 use super::{
     advice::{Advice, TenantAdvice},
     advise,
-    arrivals::{TraceArrival, TraceArrivals},
-    confidence::{TraceBlocks, ConfidenceInterval},
     arrival_curve::{LimitBuckets, demand},
-    tenants::Tenants,
+    arrivals::{TraceArrival, TraceArrivals},
+    confidence::{ConfidenceInterval, TraceBlocks},
     interval_text,
-    tenant_limits::{AdviseSearch, amount, limits_of},
     packing::{AvailableDevices, pack},
-    search::{SmallestLimits, SearchTerms, capacity, smallest},
+    search::{SearchTerms, SmallestLimits, capacity, smallest},
     target::LatencyTarget,
-    trial::{TrialCriterion, SimulatedTrial},
+    tenant_limits::{AdviseSearch, amount, limits_of},
+    tenants::Tenants,
+    trial::{SimulatedTrial, TrialCriterion},
 };
 use crate::{latencies::Percentiles, simulate::SimulationSetup};
 
@@ -83,7 +83,11 @@ fn waits_computed_from_arrivals_are_those_of_the_policy() {
         let arrivals = bursty(seed, 400);
         let mut random = fastrand::Rng::with_seed(1000 + seed);
         for unit in ReservationUnit::ALL {
-            let rate = if unit == ReservationUnit::Iops { random.u64(20..800) } else { random.u64(200_000..40_000_000) };
+            let rate = if unit == ReservationUnit::Iops {
+                random.u64(20..800)
+            } else {
+                random.u64(200_000..40_000_000)
+            };
             for limit in [
                 RateLimit { rate, ..RateLimit::NONE },
                 RateLimit { rate, burst_rate: rate * 2, burst_length_s: 1 },
@@ -117,22 +121,32 @@ fn terms(target: LatencyTarget, over_s: f64) -> SearchTerms {
 
 /// Every limit of a grid is simulated with the policy's own decisions.
 #[test]
-fn no_limit_of_a_grid_does_with_less_than_what_was_found() {
+fn no_lower_limit_of_a_grid_keeps_the_target() {
     for seed in 0..12 {
         let arrivals = bursty(seed, 300);
         let target = LatencyTarget::new(99.0, [0, 10 * MS, 100 * MS][seed as usize % 3]);
         let terms = terms(target, 20.0);
-        let found =
-            smallest(|| arrivals.streams[0].iter(), ReservationUnit::Iops, &amount(&arrivals, &[0], ReservationUnit::Iops), &terms)
-                .unwrap();
+        let found = smallest(
+            || arrivals.streams[0].iter(),
+            ReservationUnit::Iops,
+            &amount(&arrivals, &[0], ReservationUnit::Iops),
+            &terms,
+        )
+        .unwrap();
         let allowed = target.allowed_late(300) as usize;
         let holds = |limit: RateLimit| {
-            waits(&arrivals, limit, ReservationUnit::Iops).iter().filter(|&&wait| wait > target.time_ns).count()
+            waits(&arrivals, limit, ReservationUnit::Iops)
+                .iter()
+                .filter(|&&wait| wait > target.time_ns)
+                .count()
                 <= allowed
         };
         assert!(holds(found.limit), "seed {seed}: {found:?}");
         assert!(holds(RateLimit { rate: found.steady, ..RateLimit::NONE }), "seed {seed}: {found:?}");
-        assert!(!holds(RateLimit { rate: found.steady * 97 / 100 - 1, ..RateLimit::NONE }), "seed {seed}: {found:?}");
+        assert!(
+            !holds(RateLimit { rate: found.steady * 97 / 100 - 1, ..RateLimit::NONE }),
+            "seed {seed}: {found:?}"
+        );
         let mut least = f64::INFINITY;
         let busiest = amount(&arrivals, &[0], ReservationUnit::Iops).busiest.ceil() as u64;
         for step in 0..60 {
@@ -164,7 +178,7 @@ fn advised(arrivals: &TraceArrivals, device: Option<&str>, whom: &[&str], target
     let mut house = house(arrivals, device);
     house.restrict_target(&whom.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
     let (stop, judge) = (AtomicBool::new(false), judge(target, device.is_some(), arrivals));
-    let search = AdviseSearch { house: &house, arrivals, judge, over_s: 60.0, stop: &stop };
+    let search = AdviseSearch { tenants: &house, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     advise(&search, None, &|_| ()).unwrap()
 }
 
@@ -173,7 +187,11 @@ fn line<'a>(advice: &'a Advice, name: &str) -> &'a TenantAdvice {
 }
 
 /// Latencies of all disks with a limit on one of them, as `weir simulate` computes them.
-fn simulated(arrivals: &TraceArrivals, device: &str, limits: &[(usize, &figures::SettingValues)]) -> Vec<Percentiles> {
+fn simulated(
+    arrivals: &TraceArrivals,
+    device: &str,
+    limits: &[(usize, &figures::SettingValues)],
+) -> Vec<Percentiles> {
     let mut world = house(arrivals, Some(device)).world;
     for (disk, set) in limits {
         for (name, value) in *set {
@@ -246,8 +264,15 @@ fn limits_that_cause_a_miss_are_remarked() {
         let mut house = house(&arrivals, Some(DEVICE));
         house.restrict_target(&["a".to_owned()]).unwrap();
         house.world.disks[0].hold.limits = limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]);
-        let (stop, judge) = (AtomicBool::new(false), judge(LatencyTarget::new(99.0, 20 * MS), true, &arrivals));
-        let search = AdviseSearch { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        let (stop, judge) =
+            (AtomicBool::new(false), judge(LatencyTarget::new(99.0, 20 * MS), true, &arrivals));
+        let search = AdviseSearch {
+            tenants: &house,
+            arrivals: &arrivals,
+            criterion: judge,
+            over_s: 60.0,
+            stop: &stop,
+        };
         let advice = advise(&search, None, &|_| ()).unwrap();
         (advice.kept, advice.remarks.iter().any(|remark| remark.starts_with("a: its own limits, of the ")))
     };
@@ -304,7 +329,7 @@ fn weighed(arrivals: &TraceArrivals, rate: u64, weights: &[u32], target: Latency
 
 /// Every group of a grid is simulated: its size, and the weight of the quiet disk.
 #[test]
-fn no_group_of_a_grid_is_larger_than_the_one_whose_weights_are_advised() {
+fn no_larger_group_of_a_grid_keeps_the_target() {
     let mut advised_weights = 0;
     for seed in 20..24 {
         let (arrivals, target) = (busy_neighbour(seed, 30), LatencyTarget::new(99.0, 120 * MS));
@@ -362,8 +387,9 @@ fn odd_traces_are_advised_upon_as_far_as_they_go() {
 
     let mut jumping = TraceArrivals::default();
     (0..2000).for_each(|number| push(&mut jumping, number * MS, 0, RequestOp::Read, 4096));
-    (0..2000)
-        .for_each(|number| push(&mut jumping, (u64::MAX >> 1) + number * MS, 0, RequestOp::Read, u64::MAX >> 2));
+    (0..2000).for_each(|number| {
+        push(&mut jumping, (u64::MAX >> 1) + number * MS, 0, RequestOp::Read, u64::MAX >> 2)
+    });
     let advice = advised(&jumping, None, &[], target);
     assert!(advice.remarks[0].contains("only 2 of its"), "{:?}", advice.remarks);
     let advice = advised(&jumping, Some(DEVICE), &[], LatencyTarget::new(99.0, 0));
@@ -408,15 +434,22 @@ fn no_way_to_put_disks_onto_fewer_devices_keeps_the_target() {
         let target = LatencyTarget::new(99.0, 8 * MS);
         let house = house(&arrivals, None);
         let (stop, judge) = (AtomicBool::new(false), judge(target, true, &arrivals));
-        let search = AdviseSearch { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        let search = AdviseSearch {
+            tenants: &house,
+            arrivals: &arrivals,
+            criterion: judge,
+            over_s: 60.0,
+            stop: &stop,
+        };
         let device = "read=2ms,parallel=1";
-        let supply = AvailableDevices::Any(crate::simulate::device_of(&device.parse().unwrap(), None).unwrap());
+        let supply =
+            AvailableDevices::Any(crate::simulate::device_of(&device.parse().unwrap(), None).unwrap());
         let packing = pack(&search, &supply).unwrap();
         assert!(packing.left_over.is_empty(), "seed {seed}");
         let mut all: Vec<usize> = packing.devices.iter().flat_map(|packed| packed.tenants.clone()).collect();
         all.sort_unstable();
         assert_eq!(all, [0, 1, 2, 3, 4]);
-        assert!(packing.devices.iter().all(|packed| packed.felt.iter().all(|felt| felt.holds(&target))));
+        assert!(packing.devices.iter().all(|packed| packed.results.iter().all(|felt| felt.holds(&target))));
         let count = packing.devices.len();
         assert!(count >= packing.at_least);
         assert!(
@@ -432,7 +465,8 @@ fn an_interval_without_an_upper_end_says_so() {
     let house = house(&arrivals, None);
     let judge = judge(LatencyTarget::new(99.0, 10 * MS), true, &arrivals);
     let stop = AtomicBool::new(false);
-    let search = AdviseSearch { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+    let search =
+        AdviseSearch { tenants: &house, arrivals: &arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     let limits = limits_of([Some(RateLimit { rate: 1000, ..RateLimit::NONE }), None]);
     let said = |low, high| interval_text(&search, "b", &limits, ConfidenceInterval { low, high });
     let this = "b: iops-total 1000 is for this trace";
@@ -459,7 +493,13 @@ fn a_limit_of_a_spared_disk_is_explained_without_a_device() {
         let mut house = house(&arrivals, device);
         house.restrict_target(&whom.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
         let judge = judge(LatencyTarget::new(99.0, 10 * MS), house.has_device, &arrivals);
-        let search = AdviseSearch { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        let search = AdviseSearch {
+            tenants: &house,
+            arrivals: &arrivals,
+            criterion: judge,
+            over_s: 60.0,
+            stop: &stop,
+        };
         let advice = advise(&search, None, &|_| ()).unwrap();
         advice.remarks.into_iter().find(|remark| remark.contains("without a device"))
     };
@@ -485,7 +525,13 @@ fn a_member_is_spared_in_its_group_as_it_is() {
         let mut house = grouped(&arrivals, rate, device);
         house.restrict_target(&[whom.to_owned()]).unwrap();
         let (stop, judge) = (AtomicBool::new(false), judge(target, device.is_some(), &arrivals));
-        let search = AdviseSearch { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        let search = AdviseSearch {
+            tenants: &house,
+            arrivals: &arrivals,
+            criterion: judge,
+            over_s: 60.0,
+            stop: &stop,
+        };
         advise(&search, None, &|_| ()).unwrap()
     };
     // Without a device they compete for the group's limit.
@@ -513,14 +559,17 @@ fn a_member_is_spared_in_its_group_as_it_is() {
     // The group itself is advised upon as before.
     let advice = of(1000, None, "all", target);
     assert_eq!((advice.tenants.len(), advice.tenants[0].kind), (1, "group"));
-    let error = grouped(&arrivals, 1000, None).restrict_target(&["all".to_owned(), "a".to_owned()]).unwrap_err();
+    let error =
+        grouped(&arrivals, 1000, None).restrict_target(&["all".to_owned(), "a".to_owned()]).unwrap_err();
     assert!(error.starts_with("all: so is a disk in it"), "{error}");
 }
 
 #[test]
 fn throttled_recording_is_remarked() {
     let mut arrivals = busy_neighbour(20, 5);
-    let said = |arrivals: &TraceArrivals| advised(arrivals, None, &[], LatencyTarget::new(99.0, MS)).remarks.join("\n");
+    let said = |arrivals: &TraceArrivals| {
+        advised(arrivals, None, &[], LatencyTarget::new(99.0, MS)).remarks.join("\n")
+    };
     // Occasional throttling of a burst is no reason for a remark.
     arrivals.streams[0].throttled = arrivals.streams[0].requests / 20;
     assert!(!said(&arrivals).contains("limits throttled"), "{}", said(&arrivals));

@@ -14,7 +14,7 @@ use super::{arrivals::TraceArrival, confidence::TraceBlocks, target::LatencyTarg
 use crate::latencies::{self, Latencies};
 
 /// Some 240 MB. A trial with more waiting requests is abandoned.
-const MOST_WAITING: usize = 2_000_000;
+const MAX_WAITING: usize = 2_000_000;
 const BATCH: usize = 4096;
 
 /// Criterion for late requests.
@@ -125,7 +125,8 @@ impl SimulatedTrial<'_> {
         stop: &AtomicBool,
     ) -> anyhow::Result<Vec<TrialResult>> {
         let mut engine = SimulationEngine::new(self.world, true)?;
-        let mut felt: Vec<TrialResult> = (0..self.count).map(|_| TrialResult::new(judge.blocks.count)).collect();
+        let mut felt: Vec<TrialResult> =
+            (0..self.count).map(|_| TrialResult::new(judge.blocks.count)).collect();
         let mut pending = 0;
         for (disk, TraceArrival { at_ns, op, length }) in arrivals {
             engine.arrive(SimulatedRequest { at_ns, disk: self.disks[disk], op, offset: 0, length }, stop);
@@ -136,7 +137,7 @@ impl SimulatedTrial<'_> {
                 self.note(&mut engine, judge, &mut felt);
                 // Under a limit far too low the queue grows without bound; the target is missed
                 // anyway.
-                if engine.waiting() > MOST_WAITING {
+                if engine.waiting() > MAX_WAITING {
                     felt.iter_mut().for_each(|felt| felt.abandoned = true);
                     return Ok(felt);
                 }

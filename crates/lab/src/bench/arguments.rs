@@ -6,11 +6,11 @@ use std::path::Path;
 use anyhow::bail;
 use clap::{Arg, ArgGroup, Args, ValueEnum};
 use policy::{
-    prefetch::{PrefetchMode, PrefetchConfig},
+    prefetch::{PrefetchConfig, PrefetchMode},
     time::Duration,
 };
 use settings::{
-    DiskConfig, ImageDescription, ConfigKey, Origin, ConfigWithOrigins, ConfigError,
+    ConfigError, ConfigKey, ConfigWithOrigins, DiskConfig, ImageDescription, Origin,
     arguments::{ConfigKeyArgs, OptionSelection},
 };
 use storage::{CacheMode, ImageFormat, delay::DelayOptions, rate::RateOptions};

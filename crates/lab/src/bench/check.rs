@@ -2,25 +2,25 @@
 
 use anyhow::{Context as _, bail};
 use policy::{
-    prefetch::{PrefetchMode, PrefetchConfig},
+    prefetch::{PrefetchConfig, PrefetchMode},
     time::Duration,
 };
 
 use super::target::BenchTarget;
 use crate::{
     bench::arguments::{Aio, BenchArgs},
-    load::{OpenLoop, FlushSpec, LoadJob, LoadSpec, Locality, OffsetPattern},
+    load::{FlushSpec, LoadJob, LoadSpec, Locality, OffsetPattern, OpenLoop},
 };
 
 /// About the maximum that a system call moves.
 const LARGEST_REQUEST: u64 = 1 << 30;
 /// Bound on the bytes of all requests in flight.
-const MOST_IN_FLIGHT: u64 = 4 << 30;
+const MAX_IN_FLIGHT: u64 = 4 << 30;
 /// Bound on requests in flight: each is a task with its memory.
-const MOST_TASKS: u64 = 1 << 20;
+const MAX_TASKS: u64 = 1 << 20;
 const COUNT: u64 = 75_000;
 /// Bound on the run time: a count is stored for each second.
-const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
+const MAX_RUNTIME: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Checks that need no image.
 pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
@@ -53,14 +53,14 @@ fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
     }
     // Saturating: the product of valid options can exceed 64 bits.
     let in_flight = u64::from(depth).saturating_mul(readers.into()).saturating_mul(jobs.into());
-    if in_flight > MOST_TASKS {
+    if in_flight > MAX_TASKS {
         bail!(
-            "-d {depth}: with {readers} readers of each of {jobs} jobs more than {MOST_TASKS} requests would be in flight (choose one of them smaller)"
+            "-d {depth}: with {readers} readers of each of {jobs} jobs more than {MAX_TASKS} requests would be in flight (choose one of them smaller)"
         );
     }
-    if buffer_size.saturating_mul(in_flight) > MOST_IN_FLIGHT {
+    if buffer_size.saturating_mul(in_flight) > MAX_IN_FLIGHT {
         bail!(
-            "-d {depth}: with requests of {buffer_size} bytes more than {MOST_IN_FLIGHT} bytes would be in flight (choose one of them smaller)"
+            "-d {depth}: with requests of {buffer_size} bytes more than {MAX_IN_FLIGHT} bytes would be in flight (choose one of them smaller)"
         );
     }
     // Zipf and hot spots imply random offsets.
@@ -80,7 +80,7 @@ fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
 fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
     let times = [("--runtime", arguments.runtime), ("--ramp-time", arguments.ramp_time)];
     for (option, time) in times {
-        if time.is_some_and(|time| time > LONGEST) {
+        if time.is_some_and(|time| time > MAX_RUNTIME) {
             bail!("{option}: is longer than a week");
         }
     }
@@ -99,7 +99,10 @@ fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
         ("-U", arguments.force_share),
         ("--delay", arguments.delay.is_some()),
         ("--rate", arguments.rate.is_some()),
-        ("--prefetch", disk.prefetch != PrefetchConfig { mode: PrefetchMode::Off, ..PrefetchConfig::default() }),
+        (
+            "--prefetch",
+            disk.prefetch != PrefetchConfig { mode: PrefetchMode::Off, ..PrefetchConfig::default() },
+        ),
     ];
     if let Some((option, _)) = said.iter().find(|(_, said)| *said) {
         bail!("{option}: is for images, and what a server does with its own is its choice (leave it away)");
@@ -216,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_belongs_together_is_known_to_the_command_line() {
+    fn invalid_option_combinations_are_rejected_by_clap() {
         let lines = "a --flush-interval 64; a --pattern 3; a -w --no-drain; a -w -U; a --seed 3; \
              a --run 3; a --rwmixread 50; a -w --rwmixread 101; a --zipf 0; a --zipf inf; \
              a --zipf 1 --hot 90/10; a --zipf 1 --random; a --hot 90/10 --backward; a --hot 90; \

@@ -2,18 +2,20 @@
 //! requests is omitted.
 
 use console::figures;
-use simulator::over_time::OverTime;
+use simulator::over_time::TimeSeries;
 
 use crate::{
     latencies::{self, Counts, Latencies, percentile_names, percentiles},
     load::{LoadOutcome, SecondCounts},
-    result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, ResultTable, MeasureUnit},
+    result::{
+        Better, Chart, ChartAxis, ChartSeries, Findings, Lines, Measure, MeasureUnit, ResultTable, SamplesAre,
+    },
 };
 
 /// Minimum number of complete seconds for a sample each; with fewer, the whole run is one sample.
 const FEWEST_SECONDS: usize = 3;
 /// Largest number of points of a line over time.
-const MOST_POINTS: usize = 256;
+const MAX_POINTS: usize = 256;
 
 struct DirectionFindings<'a> {
     name: &'static str,
@@ -21,7 +23,7 @@ struct DirectionFindings<'a> {
     part: fn(&SecondCounts) -> u64,
     part_ns: fn(&SecondCounts) -> u64,
     took: fn(&SecondCounts) -> &Counts,
-    over_time: &'a OverTime,
+    over_time: &'a TimeSeries,
 }
 
 pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
@@ -108,7 +110,7 @@ fn table(outcome: &LoadOutcome, directions: &[DirectionFindings<'_>]) -> ResultT
 fn over_time(directions: &[DirectionFindings<'_>]) -> Option<Chart> {
     let line = |direction: &DirectionFindings<'_>| {
         // Coarse enough for a legible chart, fine enough to show a drift.
-        let points = direction.over_time.steady(direction.over_time, MOST_POINTS).rates();
+        let points = direction.over_time.joined_for_rates(direction.over_time, MAX_POINTS).rates();
         ChartSeries { name: direction.name.to_owned(), points }
     };
     let series: Vec<_> = directions.iter().map(line).filter(|series| series.points.len() > 1).collect();
@@ -146,7 +148,10 @@ mod tests {
         (1..=1000).for_each(|number| measured.reads.record(number * 1000).unwrap());
         let reads_took = (1..=200).map(|number| (number * 1000, 1)).collect();
         measured.seconds =
-            vec![SecondCounts { reads: 200, reads_ns: 200_000, reads_took, ..SecondCounts::default() }; seconds];
+            vec![
+                SecondCounts { reads: 200, reads_ns: 200_000, reads_took, ..SecondCounts::default() };
+                seconds
+            ];
         (0..800).for_each(|number| measured.reads_over_time.note(number * 5_000_000, 1));
         LoadOutcome { elapsed: Duration::from_secs(4), measured, ..LoadOutcome::default() }
     }

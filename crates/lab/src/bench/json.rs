@@ -14,7 +14,7 @@ use crate::{
     bench::arguments::BenchArgs,
     latencies,
     latencies::{Latencies, Percentiles},
-    load::{LoadJob, Measured, LoadOutcome, SecondCounts},
+    load::{LoadJob, LoadOutcome, Measured, SecondCounts},
 };
 
 const PERCENTILES: [f64; 17] =
@@ -226,7 +226,8 @@ mod tests {
     fn told() -> Value {
         let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
         let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
-        let own = weir_json(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
+        let own =
+            weir_json(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
         report(&arguments, &job, &outcome, &own)
     }
 

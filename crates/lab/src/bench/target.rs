@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_uri_is_an_image() {
+    fn text_without_a_uri_scheme_is_an_image() {
         for text in [
             "vm1.raw",
             "memory:1G",

@@ -7,7 +7,7 @@ use policy::time::Duration;
 
 use crate::{
     latencies::{Latencies, percentiles},
-    load::{OpenLoop, FlushSpec, LoadJob, Locality, LoadOutcome, OffsetPattern, Spacing},
+    load::{FlushSpec, LoadJob, LoadOutcome, Locality, OffsetPattern, OpenLoop, Spacing},
 };
 
 const SECONDS_SHOWN: usize = 60;

@@ -14,7 +14,7 @@ use async_channel::{Receiver, Sender};
 use block::disk::Disk;
 use console::NO_RING;
 use export::{
-    nbd::client::{NbdClient, NbdEndpoint, HandshakeOptions, connect},
+    nbd::client::{HandshakeOptions, NbdClient, NbdEndpoint, connect},
     vhost_user_blk,
 };
 use policy::time::Duration;
@@ -54,7 +54,9 @@ impl LoadSource {
     async fn open(self) -> anyhow::Result<LoadTarget> {
         match self {
             Self::Disk(disk) => Ok(disk.into()),
-            Self::Nbd { server, wanted } => Ok(LoadTarget::Nbd(Rc::new(Self::client(&server, &wanted).await?))),
+            Self::Nbd { server, wanted } => {
+                Ok(LoadTarget::Nbd(Rc::new(Self::client(&server, &wanted).await?)))
+            }
             Self::VhostUser(queues) => {
                 let queue = queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
                 let queue = queue.context("a job has no queue")?;
@@ -78,7 +80,8 @@ pub(crate) async fn run_jobs(
     let mut workers = Vec::new();
     if count == 1 {
         // On this reactor: a daemon's worker also serves all its requests on one thread.
-        let alone = jobs.into_iter().map(|job| open_and_run(job, source.clone(), tell.clone(), opened.clone()));
+        let alone =
+            jobs.into_iter().map(|job| open_and_run(job, source.clone(), tell.clone(), opened.clone()));
         alone.for_each(reactor::spawn);
     } else {
         for (number, job) in jobs.into_iter().enumerate() {
@@ -181,7 +184,12 @@ fn measured(result: Result<LoadOutcome, FailedLoad>, target: &LoadTarget) -> Job
 }
 
 /// Flushes after writes, except on a server that left requests unanswered.
-async fn flush_and_disconnect(mut ran: JobResult, target: LoadTarget, writes: bool, stop: &LoadStop) -> JobResult {
+async fn flush_and_disconnect(
+    mut ran: JobResult,
+    target: LoadTarget,
+    writes: bool,
+    stop: &LoadStop,
+) -> JobResult {
     if ran.outcome.unanswered > 0 {
         return ran;
     }

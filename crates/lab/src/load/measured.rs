@@ -4,7 +4,7 @@
 use std::fmt;
 
 use policy::time::{Duration, Instant};
-use simulator::over_time::OverTime;
+use simulator::over_time::TimeSeries;
 
 use crate::latencies::{self, Counts, Latencies};
 
@@ -43,8 +43,8 @@ pub(crate) struct Measured {
     /// Complete seconds only.
     pub(crate) seconds: Vec<SecondCounts>,
     /// Completions over time, for a chart.
-    pub(crate) reads_over_time: OverTime,
-    pub(crate) writes_over_time: OverTime,
+    pub(crate) reads_over_time: TimeSeries,
+    pub(crate) writes_over_time: TimeSeries,
     /// Delay between due time and submission; empty for a closed loop.
     pub(crate) late: Latencies,
     pub(crate) behind: Duration,
@@ -64,7 +64,7 @@ pub(crate) struct SecondCounts {
 impl Default for Measured {
     fn default() -> Self {
         let [reads, writes, flushes, late] = [(); 4].map(|()| latencies::new());
-        let [reads_over_time, writes_over_time] = [(); 2].map(|()| OverTime::sums());
+        let [reads_over_time, writes_over_time] = [(); 2].map(|()| TimeSeries::sums());
         Self {
             reads,
             writes,
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn each_second_counts_what_was_answered_in_it() {
+    fn each_second_counts_its_completions() {
         let mut recorder = LoadRecorder::new(at(1000));
         for answered in [900, 1099, 1100, 1999, 2000, 4500] {
             recorder.answered(RequestKind::Read, at(answered - 100), at(answered));
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_several_measured_is_added() {
+    fn results_of_jobs_are_summed() {
         let one = |kinds: &[RequestKind], seconds| {
             let mut recorder = LoadRecorder::new(at(0));
             for &kind in kinds {
@@ -207,7 +207,7 @@ mod tests {
         let mut sum = one(&[RequestKind::Read, RequestKind::Flush], 1);
         sum.add(&one(&[RequestKind::Read, RequestKind::Write], 2));
         assert_eq!((sum.reads.len(), sum.writes.len(), sum.flushes.len()), (2, 3, 1));
-        let drawn = |series: &OverTime| series.points().map(|(_, count)| count).sum::<u64>();
+        let drawn = |series: &TimeSeries| series.points().map(|(_, count)| count).sum::<u64>();
         assert_eq!((drawn(&sum.reads_over_time), drawn(&sum.writes_over_time)), (2, 3));
         let [first, second] = sum.seconds.as_slice() else { panic!("{:?}", sum.seconds) };
         assert_eq!((first.reads, first.writes), (2, 1));

@@ -164,7 +164,8 @@ mod tests {
 
     fn course(locality: Locality, part: JobPart) -> OffsetGenerator {
         let last = (BLOCKS - 1) * 4096;
-        let places = OffsetPattern { offset: 0, step_bytes: 4096, last, backward: false, random: Some(5), run: 1 };
+        let places =
+            OffsetPattern { offset: 0, step_bytes: 4096, last, backward: false, random: Some(5), run: 1 };
         OffsetGenerator::new(places, 4096, locality, part)
     }
 
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn ninety_percent_go_to_the_first_ten_and_none_is_left_out() {
+    fn hot_spot_gets_its_share_and_every_block_is_used() {
         let hot = Locality::Hot { requests: 90, places: 10 };
         let drawn = blocks(&course(hot, JobPart::WHOLE), 100_000);
         let hits = drawn.iter().filter(|&&block| block < 26).count();
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_hot_is_so_for_every_part_though_each_draws_its_own() {
+    fn jobs_share_hot_blocks_but_not_their_sequence() {
         let hottest = |number| {
             let drawn = blocks(&course(Locality::Zipf(1.2), JobPart { number, of: 2 }), 10_000);
             let count = |block| drawn.iter().filter(|&&other| other == block).count();
@@ -197,8 +198,14 @@ mod tests {
     #[test]
     fn a_disk_of_one_block_has_one_place() {
         for locality in [Locality::Even, Locality::Zipf(1.0), Locality::Hot { requests: 50, places: 99 }] {
-            let places =
-                OffsetPattern { offset: 0, step_bytes: 4096, last: 0, backward: false, random: Some(1), run: 1 };
+            let places = OffsetPattern {
+                offset: 0,
+                step_bytes: 4096,
+                last: 0,
+                backward: false,
+                random: Some(1),
+                run: 1,
+            };
             let course = OffsetGenerator::new(places, 4096, locality, JobPart::WHOLE);
             assert_eq!(blocks(&course, 10), [0; 10]);
         }

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn fixed_ones_come_at_equal_distances_and_parts_in_between() {
+    fn fixed_arrivals_are_equidistant_and_jobs_interleave() {
         assert_eq!(drawn(Spacing::Fixed, JobPart::WHOLE, 3), [0, 1_000_000, 2_000_000]);
         assert_eq!(drawn(Spacing::Fixed, JobPart { number: 1, of: 2 }, 2), [500_000, 1_500_000]);
     }

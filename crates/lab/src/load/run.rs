@@ -27,9 +27,9 @@ use reactor::{
 
 use super::{
     FailedLoad, LoadJob, LoadOutcome, LoadTarget,
+    measured::{LoadRecorder, RequestKind, SentRequest},
+    offsets::{LoadReader, OffsetGenerator},
     open_loop::ArrivalSchedule,
-    measured::{RequestKind, LoadRecorder, SentRequest},
-    offsets::{OffsetGenerator, LoadReader},
 };
 
 enum NextAction {
@@ -116,7 +116,8 @@ impl RunningJob {
         let seed = load.places.random.unwrap_or_default();
         // Offsets are drawn by the course, not by the tasks: their order does not depend on
         // completions.
-        let course = OffsetGenerator::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
+        let course =
+            OffsetGenerator::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
         let began = now();
         let from = began + job.ramp;
         let schedule = |arrivals| RefCell::new(ArrivalSchedule::new(arrivals, began, seed, job.part));
@@ -279,7 +280,14 @@ impl RunningJob {
         self.target.write(offset, IoBuffer::view_of(&self.content, self.first..self.first + length)).await
     }
 
-    fn answer(&self, reader: &LoadReader, request: SentRequest, began: Instant, at: Instant, result: Result<()>) {
+    fn answer(
+        &self,
+        reader: &LoadReader,
+        request: SentRequest,
+        began: Instant,
+        at: Instant,
+        result: Result<()>,
+    ) {
         if result.is_ok() {
             self.answered.set(self.answered.get() + 1);
             self.job.answered.set(self.answered.get());

@@ -10,7 +10,14 @@ use storage::OpenOptions;
 use super::*;
 
 fn places() -> OffsetPattern {
-    OffsetPattern { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, backward: false, random: None, run: 1 }
+    OffsetPattern {
+        offset: 0,
+        step_bytes: 4096,
+        last: (1 << 20) - 4096,
+        backward: false,
+        random: None,
+        run: 1,
+    }
 }
 
 fn load(count: u64, depth: u32) -> LoadSpec {
@@ -31,7 +38,7 @@ fn put_on(job: impl Into<LoadJob>, rules: &'static [&str]) -> Result<LoadOutcome
 }
 
 #[test]
-fn as_many_requests_are_in_flight_as_were_asked_for() {
+fn queue_depth_is_reached() {
     for depth in [1, 8, 64] {
         let outcome = put_on(load(640, depth), &[]).unwrap();
         assert_eq!(outcome.elapsed, Duration::from_millis(640 / u64::from(depth)), "depth {depth}");
@@ -39,7 +46,7 @@ fn as_many_requests_are_in_flight_as_were_asked_for() {
 }
 
 #[test]
-fn a_flush_comes_after_every_so_many_writes_and_nothing_is_in_flight_with_it() {
+fn draining_flush_follows_each_interval_of_writes() {
     let flush = Some(FlushSpec { interval: 64, drain: true });
     let outcome = put_on(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
     // Ten times: 64 writes take 2 ms at depth 32, and the flush 10 ms.
@@ -54,7 +61,7 @@ fn without_draining_writes_go_on_during_a_flush() {
 }
 
 #[test]
-fn the_first_failure_ends_it_also_while_others_wait_for_a_flush() {
+fn first_failure_ends_the_load_during_a_flush() {
     let flush = Some(FlushSpec { interval: 64, drain: true });
     let load = LoadSpec { write: Some(7), flush, ..load(640, 32) };
     for rule in ["kind=flush,error=EIO", "kind=write,offset=128K-129K,error=EIO"] {
@@ -81,12 +88,15 @@ fn places_follow_each_other_as_if_the_end_were_the_beginning() {
 }
 
 #[test]
-fn random_places_are_everywhere_and_the_same_for_one_seed() {
+fn random_offsets_cover_the_disk_and_repeat_for_a_seed() {
     let written = |seed| {
         sim::run(1, async move {
             let disk = disk("memory:1M", &[]);
-            let load =
-                LoadSpec { write: Some(7), places: OffsetPattern { random: Some(seed), ..places() }, ..load(256, 16) };
+            let load = LoadSpec {
+                write: Some(7),
+                places: OffsetPattern { random: Some(seed), ..places() },
+                ..load(256, 16)
+            };
             run_job(load, Arc::clone(&disk)).await.unwrap();
             let read = disk.image().read(0, 1 << 20).await.unwrap();
             let mut all = vec![0; 1 << 20];
@@ -113,7 +123,7 @@ fn blocks(load: LoadSpec) -> Vec<usize> {
 }
 
 #[test]
-fn readers_begin_at_equal_distances_and_the_slowest_is_told() {
+fn readers_start_equidistant_and_the_slowest_is_reported() {
     let load = LoadSpec { readers: 4, ..load(20, 1) };
     let expect: Vec<usize> = (0..4).flat_map(|reader| (0..5).map(move |block| reader * 63 + block)).collect();
     assert_eq!(blocks(load.clone()), expect);
@@ -121,14 +131,15 @@ fn readers_begin_at_equal_distances_and_the_slowest_is_told() {
 }
 
 #[test]
-fn backward_comes_the_end_after_the_beginning() {
+fn backward_wraps_from_the_start_to_the_end() {
     let load = LoadSpec { places: OffsetPattern { offset: 8192, backward: true, ..places() }, ..load(5, 1) };
     assert_eq!(blocks(load), [0, 1, 2, 254, 255]);
 }
 
 #[test]
-fn a_run_goes_on_from_each_random_place() {
-    let written = blocks(LoadSpec { places: OffsetPattern { random: Some(1), run: 4, ..places() }, ..load(12, 1) });
+fn sequential_run_follows_each_random_offset() {
+    let written =
+        blocks(LoadSpec { places: OffsetPattern { random: Some(1), run: 4, ..places() }, ..load(12, 1) });
     assert!((9..=12).contains(&written.len()), "{written:?}");
     let follow = written.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
     assert!(follow >= 8, "{written:?}");
@@ -149,7 +160,10 @@ fn latencies_are_those_of_the_disk() {
 fn read_percentage_does_not_change_offsets() {
     let mixed = |percent| {
         let places = OffsetPattern { random: Some(3), ..places() };
-        let job = LoadJob { read_percent: percent, ..LoadSpec { write: Some(7), places, ..load(10_000, 16) }.into() };
+        let job = LoadJob {
+            read_percent: percent,
+            ..LoadSpec { write: Some(7), places, ..load(10_000, 16) }.into()
+        };
         put_on(job, &[]).unwrap().measured
     };
     let measured = mixed(70);
@@ -167,7 +181,7 @@ fn a_flush_counts_writes_alone() {
 }
 
 #[test]
-fn time_ends_it_and_what_was_warming_up_does_not_count() {
+fn runtime_ends_the_load_and_warm_up_is_excluded() {
     let job = LoadJob {
         ramp: Duration::from_millis(2500),
         runtime: Some(Duration::from_millis(3500)),
@@ -186,7 +200,7 @@ fn slowly() -> Option<OpenLoop> {
 }
 
 #[test]
-fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
+fn open_loop_requests_wait_at_full_queue_depth() {
     let outcome = put_on(LoadJob { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
@@ -201,7 +215,7 @@ fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
 }
 
 #[test]
-fn how_far_behind_a_schedule_it_was_at_the_end_is_told() {
+fn final_lag_behind_the_schedule_is_reported() {
     let arrivals = Some(OpenLoop { per_second: 2000.0, spacing: Spacing::Fixed });
     let runtime = Some(Duration::from_secs(1));
     let outcome = put_on(LoadJob { arrivals, runtime, ..load(u64::MAX, 1).into() }, &[]).unwrap();
@@ -225,7 +239,7 @@ fn stop_does_not_wait_for_the_next_arrival() {
 }
 
 #[test]
-fn what_was_measured_before_a_failure_is_kept() {
+fn samples_before_a_failure_are_kept() {
     let failed = sim::run(1, async {
         run_job(load(640, 1), disk("memory:1M", &["kind=read,offset=128K-129K,error=EIO"])).await.unwrap_err()
     });

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_come_up_as_often_as_they_should() {
+    fn rank_frequencies_match_the_distribution() {
         const DRAWS: u32 = 200_000;
         for theta in [0.2, 0.99, 1.0, 1.2, 3.0] {
             let zipf = Zipf::new(1000, theta, 1);

@@ -170,8 +170,11 @@ impl ProbedRange {
 
     /// Writes sequentially until the end or `time`; returns the bytes written.
     pub(super) async fn fill(&self, time: Duration, progress: impl Fn(u64)) -> anyhow::Result<u64> {
-        let load =
-            ProbeLoad { pattern: ProbePattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
+        let load = ProbeLoad {
+            pattern: ProbePattern::Sequential,
+            direction: Direction::Write,
+            block_bytes: self.noise.len(),
+        };
         let block = load.block_bytes as u64;
         let blocks = self.size_bytes / block;
         let end = now() + time;
@@ -281,10 +284,11 @@ mod tests {
 
     use super::*;
 
-    const LOAD: ProbeLoad = ProbeLoad { pattern: ProbePattern::Random, direction: Direction::Read, block_bytes: 4096 };
+    const LOAD: ProbeLoad =
+        ProbeLoad { pattern: ProbePattern::Random, direction: Direction::Read, block_bytes: 4096 };
 
     #[test]
-    fn the_median_counts_and_the_range_is_told() {
+    fn median_is_used_and_range_is_reported() {
         let figure = figure(LOAD, &marks(1, [100, 5, 90, 110, 95, 120, 100]));
         assert_eq!((figure.iops(), figure.bps()), (100, 409_600));
         assert!((figure.spread - 1.15).abs() < 1e-9);
@@ -315,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_measured_once_and_reads_come_first() {
+    fn each_pattern_is_measured_once_reads_first() {
         let all: Vec<_> = ProbeLoad::all().collect();
         assert_eq!(all.len(), 8);
         assert!(all[..4].iter().all(|load| load.direction == Direction::Read));
@@ -340,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_load_of_an_imitated_device_is_measured_as_what_it_is() {
+    fn simulated_device_is_measured_correctly() {
         for load in ProbeLoad::all() {
             let options = rate("bytes=100M,iops=2000");
             let figure = measured("memory:64M", options, (load, 64 << 20), Duration::from_secs(8)).unwrap();
@@ -353,7 +357,11 @@ mod tests {
     #[test]
     fn a_slow_device_is_measured_to_the_percent() {
         // 3 or 4 requests of 1 MiB in each window.
-        let load = ProbeLoad { pattern: ProbePattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
+        let load = ProbeLoad {
+            pattern: ProbePattern::Sequential,
+            direction: Direction::Write,
+            block_bytes: 1 << 20,
+        };
         let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
         let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();
         assert!((figure.bps() as f64 / 13_500_000.0 - 1.0).abs() < 0.01, "{figure:?}");

@@ -7,7 +7,7 @@ use policy::request::Direction;
 use serde_json::json;
 use settings::state::CapacityFigures;
 
-use super::load::{DEPTH, ProbeResult, ProbePattern};
+use super::load::{DEPTH, ProbePattern, ProbeResult};
 
 #[derive(Debug)]
 pub(super) struct ProbeReport {

@@ -20,7 +20,7 @@ use super::in_use::{self, ExclusiveDevice};
 
 /// Default size of the test file: larger than the caches of most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
-pub(super) const LEAST_SIZE: u64 = 8 << 20;
+pub(super) const MIN_SIZE: u64 = 8 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProbeOptions<'a> {
@@ -81,8 +81,8 @@ impl ProbeTarget {
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
         ensure!(
-            size_bytes >= LEAST_SIZE,
-            "{name}: {size_bytes} bytes are too few to be measured (make room, or give --size {LEAST_SIZE} or more)"
+            size_bytes >= MIN_SIZE,
+            "{name}: {size_bytes} bytes are too few to be measured (make room, or give --size {MIN_SIZE} or more)"
         );
         ensure!(
             size_bytes <= free,
@@ -93,7 +93,13 @@ impl ProbeTarget {
         // The unlinked file has no other name.
         let image = opened(wish.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
         let device_number = file.metadata()?.dev();
-        Ok(Self { image, size_bytes, kind: ProbeTargetKind::File, device_number, _held: ProbeTargetGuard::File { _file: file } })
+        Ok(Self {
+            image,
+            size_bytes,
+            kind: ProbeTargetKind::File,
+            device_number,
+            _held: ProbeTargetGuard::File { _file: file },
+        })
     }
 
     fn device(wish: ProbeOptions<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
@@ -106,8 +112,8 @@ impl ProbeTarget {
         let image = opened(wish.path, &format!("file:{text}"), !wish.write)?;
         let size_bytes = whole_blocks(image.size_bytes().min(wish.size_bytes.unwrap_or(u64::MAX)));
         ensure!(
-            size_bytes >= LEAST_SIZE,
-            "{name}: {size_bytes} bytes are too few to be measured (it takes {LEAST_SIZE} at least)"
+            size_bytes >= MIN_SIZE,
+            "{name}: {size_bytes} bytes are too few to be measured (it takes {MIN_SIZE} at least)"
         );
         Ok(Self {
             image,
@@ -141,7 +147,10 @@ mod tests {
     use super::*;
 
     fn refused(path: &Path, size_bytes: Option<u64>, write: bool) -> String {
-        format!("{:#}", ProbeTarget::open(ProbeOptions { path, size_bytes, write, force: false }).unwrap_err())
+        format!(
+            "{:#}",
+            ProbeTarget::open(ProbeOptions { path, size_bytes, write, force: false }).unwrap_err()
+        )
     }
 
     #[test]

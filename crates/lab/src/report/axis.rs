@@ -11,8 +11,8 @@ use super::quantity;
 use crate::result::{ChartAxis, MeasureUnit};
 
 /// Largest value of an axis; larger ones are drawn at its edge, so that differences stay finite.
-const MOST: f64 = 1e30;
-const LEAST: f64 = 1e-30;
+const MAX_VALUE: f64 = 1e30;
+const MIN_VALUE: f64 = 1e-30;
 /// Spans smaller than this, relative to the values, are rounding errors.
 const NO_SPAN: f64 = 1e-9;
 /// Decades; narrower logarithmic scales have linear ticks.
@@ -42,7 +42,12 @@ pub(super) struct AxisScale {
 
 impl AxisScale {
     /// Creates a scale with about `most` ticks. Values that it cannot represent are ignored.
-    pub(super) fn over(values: impl Iterator<Item = f64>, axis: &ChartAxis, ends: ScaleEnds, most: usize) -> Self {
+    pub(super) fn over(
+        values: impl Iterator<Item = f64>,
+        axis: &ChartAxis,
+        ends: ScaleEnds,
+        most: usize,
+    ) -> Self {
         let shown = values.filter_map(|value| representable(value, axis.logarithmic));
         let (low, high) = shown
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
@@ -56,7 +61,10 @@ impl AxisScale {
         scale.ticks = scale
             .named(axis.unit, most)
             .into_iter()
-            .map(|(value, label)| AxisTick { position: scale.along(transformed(value, axis.logarithmic)), label })
+            .map(|(value, label)| AxisTick {
+                position: scale.along(transformed(value, axis.logarithmic)),
+                label,
+            })
             .filter(|tick| (-1e-6..=1.0 + 1e-6).contains(&tick.position))
             .map(|tick| AxisTick { position: tick.position.clamp(0.0, 1.0), ..tick })
             .collect();
@@ -92,7 +100,7 @@ impl AxisScale {
             (self.low, self.high) = (self.low.min(0.0), self.high.max(0.0));
         }
         let magnitude = self.low.abs().max(self.high.abs());
-        if magnitude < LEAST {
+        if magnitude < MIN_VALUE {
             (self.low, self.high) = (0.0, quantity::scale(unit, 0.0).0);
         } else if self.high - self.low <= magnitude * NO_SPAN {
             (self.low, self.high) = (self.low - magnitude / 10.0, self.high + magnitude / 10.0);
@@ -131,7 +139,9 @@ impl AxisScale {
         // Up to `most` and a rounded step at each end; a single tick if steps vanish in rounding.
         let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
-        (0..count).map(|number| (value(number), quantity::with_digits(value(number), shown, digits))).collect()
+        (0..count)
+            .map(|number| (value(number), quantity::with_digits(value(number), shown, digits)))
+            .collect()
     }
 
     fn at_equal_factors(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
@@ -154,7 +164,8 @@ impl AxisScale {
 /// The value or its logarithm, within bounds; `None` if the scale cannot represent it.
 fn representable(value: f64, logarithmic: bool) -> Option<f64> {
     let exists = value.is_finite() && !(logarithmic && value <= 0.0);
-    let bounded = if logarithmic { value.clamp(LEAST, MOST) } else { value.clamp(-MOST, MOST) };
+    let bounded =
+        if logarithmic { value.clamp(MIN_VALUE, MAX_VALUE) } else { value.clamp(-MAX_VALUE, MAX_VALUE) };
     exists.then(|| transformed(bounded, logarithmic))
 }
 
@@ -208,15 +219,22 @@ mod tests {
         assert_eq!(sizes, ["64K", "128K", "256K", "512K", "1M", "2M"]);
         let narrow = labels(&[0.95, 1.05], MeasureUnit::Ratio, true, ScaleEnds::Values);
         assert_eq!(narrow, ["0.96×", "0.98×", "1×", "1.02×", "1.04×"]);
-        assert_eq!(labels(&[3e3, 4e5], MeasureUnit::Iops, true, ScaleEnds::Ticks), ["1K", "10K", "100K", "1M"]);
+        assert_eq!(
+            labels(&[3e3, 4e5], MeasureUnit::Iops, true, ScaleEnds::Ticks),
+            ["1K", "10K", "100K", "1M"]
+        );
     }
 
     #[test]
     fn nothing_and_a_single_value_have_a_scale() {
-        assert_eq!(labels(&[], MeasureUnit::Iops, false, ScaleEnds::Ticks).first().map(String::as_str), Some("0"));
+        assert_eq!(
+            labels(&[], MeasureUnit::Iops, false, ScaleEnds::Ticks).first().map(String::as_str),
+            Some("0")
+        );
         for ends in [ScaleEnds::Values, ScaleEnds::Ticks] {
             for logarithmic in [false, true] {
-                let scale = AxisScale::over([7.0; 3].into_iter(), &axis(MeasureUnit::Iops, logarithmic), ends, 6);
+                let scale =
+                    AxisScale::over([7.0; 3].into_iter(), &axis(MeasureUnit::Iops, logarithmic), ends, 6);
                 assert!((0.0..=1.0).contains(&scale.position(7.0).unwrap()), "{scale:?}");
                 assert!(!scale.ticks.is_empty(), "{scale:?}");
             }
@@ -225,7 +243,12 @@ mod tests {
 
     #[test]
     fn zero_is_not_on_a_logarithmic_scale() {
-        let scale = AxisScale::over([0.0, -5.0, 1.0, 10.0].into_iter(), &axis(MeasureUnit::Iops, true), ScaleEnds::Values, 6);
+        let scale = AxisScale::over(
+            [0.0, -5.0, 1.0, 10.0].into_iter(),
+            &axis(MeasureUnit::Iops, true),
+            ScaleEnds::Values,
+            6,
+        );
         assert_eq!((scale.position(0.0), scale.position(-5.0)), (None, None));
         assert_eq!((scale.position(1.0), scale.position(10.0)), (Some(0.0), Some(1.0)));
     }

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_told_from_words() {
+    fn numbers_are_distinguished_from_words() {
         for number in [
             "0",
             "-4.2%",
@@ -68,6 +68,9 @@ mod tests {
             rows: vec![row(["4", "12.3K", "none", "-"]), row(["8", "-", "2", ""]), vec!["16".to_owned()]],
             ..ResultTable::default()
         };
-        assert_eq!(sides(&table), [ColumnAlignment::Left, ColumnAlignment::Right, ColumnAlignment::Left, ColumnAlignment::Left]);
+        assert_eq!(
+            sides(&table),
+            [ColumnAlignment::Left, ColumnAlignment::Right, ColumnAlignment::Left, ColumnAlignment::Left]
+        );
     }
 }

@@ -11,14 +11,14 @@ use console::{CommandFailure, print, print_json};
 use serde_json::{Value, json};
 
 use super::{
-    differences::{Differences, DifferenceVerdict},
+    differences::{DifferenceVerdict, Differences},
     pictures,
     samples::{IntervalKind, estimated},
     text,
 };
 use crate::{
     report::arguments::ReportArgs,
-    result::{ResultHeader, OutputKind, MachineInfo, Measure, ResultFile, load, write},
+    result::{MachineInfo, Measure, OutputKind, ResultFile, ResultHeader, load, write},
     simulate::SimulationSetup,
     statistics::Estimate,
     trace::recording_charts::{self, DrawnRecording},
@@ -75,7 +75,8 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), CommandFailure> {
     let begun = ResultHeader::begin();
     let setup = arguments.config.as_deref().map(|path| SimulationSetup::of_config(path, None)).transpose()?;
     let limits = setup.as_ref().map(SimulationSetup::limits_by_disk);
-    let DrawnRecording { findings, began_s, seconds, partial } = recording_charts::draw(&paths, limits.as_ref())?;
+    let DrawnRecording { findings, began_s, seconds, partial } =
+        recording_charts::draw(&paths, limits.as_ref())?;
     // Time and duration of the recording; the machine that draws it is irrelevant.
     let header = ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..begun.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };
@@ -105,7 +106,11 @@ fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
     print(&text::result(result, &written, stdout().is_terminal()))
 }
 
-fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Result<(), CommandFailure> {
+fn compare(
+    arguments: &ReportArgs,
+    a: (&str, &ResultFile),
+    b: (&str, &ResultFile),
+) -> Result<(), CommandFailure> {
     let differences = Differences::between(a.1, b.1);
     if let Some(path) = &arguments.report {
         write(path, OutputKind::Page, &super::comparison(a, b)?)?;

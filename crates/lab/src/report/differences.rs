@@ -10,7 +10,7 @@ use super::{
     samples::{IntervalKind, estimated, independent},
 };
 use crate::{
-    result::{Better, ResultHeader, Measure, ResultFile, SamplesAre, ResultTable, MeasureUnit},
+    result::{Better, Measure, MeasureUnit, ResultFile, ResultHeader, ResultTable, SamplesAre},
     statistics::{Estimate, RankVerdict, compare},
 };
 
@@ -79,7 +79,10 @@ impl Differences {
             alone.map(|measure| measure.name.clone()).collect()
         };
         Self {
-            rows: list_a.iter().filter_map(|one| Some(DifferenceRow::new(one, counterpart(list_b, one)?))).collect(),
+            rows: list_a
+                .iter()
+                .filter_map(|one| Some(DifferenceRow::new(one, counterpart(list_b, one)?)))
+                .collect(),
             only_a: alone(list_a, list_b),
             only_b: alone(list_b, list_a),
             others: others(&a.header, &b.header),
@@ -96,8 +99,9 @@ impl Differences {
 
     /// Number of measures in which a difference may be due to chance.
     fn told_by_chance(&self) -> usize {
-        let is_measured =
-            |row: &&DifferenceRow| row.outcome != DifferenceVerdict::Unknown && row.samples_are != SamplesAre::Exact;
+        let is_measured = |row: &&DifferenceRow| {
+            row.outcome != DifferenceVerdict::Unknown && row.samples_are != SamplesAre::Exact
+        };
         self.rows.iter().filter(is_measured).count()
     }
 
@@ -106,7 +110,8 @@ impl Differences {
     }
 
     pub(super) fn conclusion(&self) -> String {
-        let (told, better, worse) = (self.told(), self.count(DifferenceVerdict::Better), self.count(DifferenceVerdict::Worse));
+        let (told, better, worse) =
+            (self.told(), self.count(DifferenceVerdict::Better), self.count(DifferenceVerdict::Worse));
         let measures = if told == 1 { "measure" } else { "measures" };
         let mut text = match better + worse {
             _ if self.rows.is_empty() => {
@@ -130,7 +135,9 @@ impl Differences {
                 ": single ones among them may be no real difference."
             };
         }
-        let is_within = |row: &DifferenceRow| row.samples_are == SamplesAre::Seconds && row.outcome != DifferenceVerdict::Unknown;
+        let is_within = |row: &DifferenceRow| {
+            row.samples_are == SamplesAre::Seconds && row.outcome != DifferenceVerdict::Unknown
+        };
         if self.rows.iter().any(is_within) {
             text += " Some compare single runs, in which variation between runs cannot be distinguished from a real difference.";
         }
@@ -172,7 +179,10 @@ impl Differences {
     pub(super) fn others_table(&self) -> ResultTable {
         let row = |other: &DifferingFact| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
         let note = Some("These differences alone may explain different measures.".to_owned());
-        ResultTable { note, ..ResultTable::new("Not the same", ["", "A", "B"], self.others.iter().map(row).collect()) }
+        ResultTable {
+            note,
+            ..ResultTable::new("Not the same", ["", "A", "B"], self.others.iter().map(row).collect())
+        }
     }
 }
 
@@ -222,8 +232,12 @@ fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, DifferenceVerdict
     let outcome = match (comparison.verdict, better) {
         (RankVerdict::Same, _) if !can_show_difference(a.len(), b.len()) => DifferenceVerdict::Unknown,
         (RankVerdict::Same, _) => DifferenceVerdict::Same,
-        (RankVerdict::Higher, Better::Higher) | (RankVerdict::Lower, Better::Lower) => DifferenceVerdict::Better,
-        (RankVerdict::Higher, Better::Lower) | (RankVerdict::Lower, Better::Higher) => DifferenceVerdict::Worse,
+        (RankVerdict::Higher, Better::Higher) | (RankVerdict::Lower, Better::Lower) => {
+            DifferenceVerdict::Better
+        }
+        (RankVerdict::Higher, Better::Lower) | (RankVerdict::Lower, Better::Higher) => {
+            DifferenceVerdict::Worse
+        }
     };
     (comparison.ratio, outcome)
 }
@@ -284,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_said_whether_the_difference_is_real() {
+    fn significance_of_a_difference_is_reported() {
         use DifferenceVerdict::{Better, Same, Unknown, Worse};
         let cases: [(&[(DifferenceVerdict, usize)], &str); 8] = [
             (&[], "No measure is in both results: there is nothing to compare."),
@@ -363,13 +377,18 @@ mod tests {
             let samples = (0..9).map(|step| middle * (1.0 + f64::from(step) / 1e3)).collect();
             Measure::new("it", unit, better, samples)
         };
-        for (better, outcome) in [(Better::Higher, DifferenceVerdict::Better), (Better::Lower, DifferenceVerdict::Worse)] {
+        for (better, outcome) in
+            [(Better::Higher, DifferenceVerdict::Better), (Better::Lower, DifferenceVerdict::Worse)]
+        {
             let [a, b] = [1.0, 2.0].map(|middle| measure(MeasureUnit::Iops, better, middle));
             assert_eq!(DifferenceRow::new(&a, &b).outcome, outcome);
             assert_ne!(DifferenceRow::new(&b, &a).outcome, outcome);
             assert_eq!(DifferenceRow::new(&a, &a).outcome, DifferenceVerdict::Same);
         }
         let seconds = measure(MeasureUnit::Seconds, Better::Lower, 1.0);
-        assert!(counterpart(&[seconds], &measure(MeasureUnit::Iops, Better::Lower, 1.0)).is_none(), "another unit");
+        assert!(
+            counterpart(&[seconds], &measure(MeasureUnit::Iops, Better::Lower, 1.0)).is_none(),
+            "another unit"
+        );
     }
 }

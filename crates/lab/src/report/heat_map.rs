@@ -14,8 +14,8 @@ use plotters::style::{
 };
 
 use super::{
-    drawing::{self, SvgDrawing, Drawn, LETTER_WIDTH, Sheet, letters},
-    palette::{BETTER, CELLS, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG, ColourPair, WORSE},
+    drawing::{self, Drawn, LETTER_WIDTH, Sheet, SvgDrawing, letters},
+    palette::{BETTER, CELLS, ColourPair, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG, WORSE},
     quantity,
 };
 use crate::result::{Better, HeatMap, MeasureUnit};
@@ -33,7 +33,7 @@ const LINES: usize = 2;
 const GAP: f64 = 2.0;
 const MARGIN: f64 = 8.0;
 /// Bound on the rows and columns drawn.
-const MOST: usize = 64;
+const MAX_COLUMNS: usize = 64;
 /// Ratios, and their inverses, from which the colour is one step stronger. Ratios nearer to 1 have
 /// no colour.
 const STEPS: [f64; 4] = [1.05, 1.3, 2.0, 4.0];
@@ -55,18 +55,18 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
         html += &drawing(map, band)?.inline();
     }
     html += "</div>";
-    if map.rows.len() > MOST || map.columns.len() > MOST {
+    if map.rows.len() > MAX_COLUMNS || map.columns.len() > MAX_COLUMNS {
         let (rows, columns) = (map.rows.len(), map.columns.len());
         let _ = write!(
             html,
-            "<p class=\"note\">At most {MOST} rows and columns are drawn, of {rows} and {columns}.</p>"
+            "<p class=\"note\">At most {MAX_COLUMNS} rows and columns are drawn, of {rows} and {columns}.</p>"
         );
     }
     Ok(html)
 }
 
 pub(super) fn alone(map: &HeatMap) -> anyhow::Result<String> {
-    Ok(drawing(map, 0..map.columns.len().min(MOST))?.alone(&[]))
+    Ok(drawing(map, 0..map.columns.len().min(MAX_COLUMNS))?.alone(&[]))
 }
 
 fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<SvgDrawing> {
@@ -76,7 +76,7 @@ fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<SvgDrawing> {
 
 /// Bands of columns of about the same width; one empty band if there are no columns.
 fn bands(map: &HeatMap) -> Vec<Range<usize>> {
-    let columns = map.columns.len().min(MOST);
+    let columns = map.columns.len().min(MAX_COLUMNS);
     let HeatMapLayout { name_width, cell_width, .. } = HeatMapLayout::of(map, 0..columns);
     // At least one column in a band, however wide its cells are.
     let most = (((BAND - name_width) / cell_width) as usize).max(1);
@@ -109,7 +109,7 @@ struct HeatMapLayout {
 
 impl HeatMapLayout {
     fn of(map: &HeatMap, columns: Range<usize>) -> Self {
-        let rows = map.rows.len().min(MOST);
+        let rows = map.rows.len().min(MAX_COLUMNS);
         let room = |letters: usize, (least, most): (f64, f64)| {
             (letters as f64 * LETTER_WIDTH + 2.0 * MARGIN).clamp(least, most)
         };
@@ -117,7 +117,7 @@ impl HeatMapLayout {
             names.map(|name| name.chars().count()).max().unwrap_or(0)
         };
         // Widths are determined over all columns, so that the bands are aligned.
-        let whole = map.columns.len().min(MOST);
+        let whole = map.columns.len().min(MAX_COLUMNS);
         let cells = (0..rows).flat_map(|row| (0..whole).filter_map(move |column| value(map, row, column)));
         let cells: Vec<String> = cells.map(|value| shown(value, map.unit)).collect();
         let most = fitting(NAME_WIDTHS.1);
@@ -328,14 +328,17 @@ mod tests {
     }
 
     #[test]
-    fn all_columns_are_drawn_each_band_as_wide_as_a_telephone() {
+    fn wide_maps_are_split_into_bands() {
         let mut wide = map(vec![vec![Some(1.5); 22]; 2]);
         wide.columns = (0..22).map(|number| format!("random read 4K ×{number}")).collect();
         wide.unit = MeasureUnit::Ratio;
         let bands = bands(&wide);
         assert_eq!(bands.iter().map(ExactSizeIterator::len).sum::<usize>(), 22);
         assert!(bands.windows(2).all(|pair| pair[0].end == pair[1].start), "{bands:?}");
-        assert!(bands.iter().all(|band| HeatMapLayout::of(&wide, band.clone()).size().0 <= BAND), "{bands:?}");
+        assert!(
+            bands.iter().all(|band| HeatMapLayout::of(&wide, band.clone()).size().0 <= BAND),
+            "{bands:?}"
+        );
         let svg = html(&wide).unwrap();
         assert_eq!((svg.matches("<svg").count(), svg.matches(">\n1.50\n<").count()), (bands.len(), 44));
     }

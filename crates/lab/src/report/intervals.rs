@@ -18,10 +18,10 @@ use plotters::{
 };
 
 use super::{
-    axis::{ScaleEnds, AxisScale},
-    differences::{DifferenceVerdict, DifferenceRow},
+    axis::{AxisScale, ScaleEnds},
+    differences::{DifferenceRow, DifferenceVerdict},
     drawing::{self, Drawn, LETTER_WIDTH, Sheet, letters, px},
-    palette::{GRID, GROUND, INK, LINES, ColourPair},
+    palette::{ColourPair, GRID, GROUND, INK, LINES},
 };
 use crate::result::{ChartAxis, MeasureUnit};
 
@@ -33,7 +33,7 @@ const NAMES: (f64, f64) = (80.0, 300.0);
 const RIGHT: f64 = 30.0;
 const TICKS: usize = 6;
 /// Bound on the rows drawn; rows that differ come first.
-const MOST: usize = 50;
+const MAX_ROWS: usize = 50;
 
 pub(super) fn html(rows: &[DifferenceRow]) -> anyhow::Result<Option<String>> {
     let rows = shown(rows);
@@ -60,10 +60,10 @@ fn shown(rows: &[DifferenceRow]) -> Vec<&DifferenceRow> {
         [ratio.low, ratio.median, ratio.high].iter().all(|value| value.is_finite() && *value > 0.0)
     };
     let mut shown: Vec<&DifferenceRow> = rows.iter().filter(drawable).collect();
-    if shown.len() > MOST {
+    if shown.len() > MAX_ROWS {
         // A stable sort: equal rows keep the order of the file.
         shown.sort_by_key(|row| !differs(row));
-        shown.truncate(MOST);
+        shown.truncate(MAX_ROWS);
     }
     shown
 }
@@ -131,18 +131,22 @@ mod tests {
     #[test]
     fn rows_without_ratio_are_not_drawn() {
         let infinite = row("new", (1.0, f64::INFINITY, f64::INFINITY), DifferenceVerdict::Same);
-        assert_eq!(html(&[infinite.clone(), row("gone", (0.0, 0.0, 0.0), DifferenceVerdict::Worse)]).unwrap(), None);
-        let svg = html(&[infinite, row("reads", (0.9, 0.95, 0.99), DifferenceVerdict::Worse)]).unwrap().unwrap();
+        assert_eq!(
+            html(&[infinite.clone(), row("gone", (0.0, 0.0, 0.0), DifferenceVerdict::Worse)]).unwrap(),
+            None
+        );
+        let svg =
+            html(&[infinite, row("reads", (0.9, 0.95, 0.99), DifferenceVerdict::Worse)]).unwrap().unwrap();
         assert!(svg.contains(">\nreads\n") && !svg.contains(">\nnew\n"), "{svg}");
         assert!(svg.contains(">\n1×\n"), "no difference is on the scale: {svg}");
     }
 
     #[test]
-    fn of_many_those_that_differ_are_drawn() {
-        let mut rows = vec![row("same", (0.9, 1.0, 1.1), DifferenceVerdict::Same); 2 * MOST];
+    fn differing_rows_are_drawn_first() {
+        let mut rows = vec![row("same", (0.9, 1.0, 1.1), DifferenceVerdict::Same); 2 * MAX_ROWS];
         rows.push(row("differs", (1.1, 1.2, 1.3), DifferenceVerdict::Better));
         let svg = html(&rows).unwrap().unwrap();
-        assert_eq!(svg.matches(">\nsame\n").count(), MOST - 1);
+        assert_eq!(svg.matches(">\nsame\n").count(), MAX_ROWS - 1);
         assert!(svg.contains(">\ndiffers\n"), "{svg}");
     }
 }

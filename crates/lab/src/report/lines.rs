@@ -14,14 +14,14 @@ use plotters::{
 };
 
 use super::{
-    axis::{ScaleEnds, AxisScale},
-    drawing::{self, SvgDrawing, Drawn, Sheet, letters, px},
+    axis::{AxisScale, ScaleEnds},
+    drawing::{self, Drawn, Sheet, SvgDrawing, letters, px},
     html::escape,
-    palette::{GRID, INK, LIMIT, LINES, ColourPair, code},
+    palette::{ColourPair, GRID, INK, LIMIT, LINES, code},
 };
 use crate::{
-    limit_lines::MOST_DRAWN,
-    result::{ChartAxis, Lines, ChartSeries},
+    limit_lines::MAX_DRAWN,
+    result::{ChartAxis, ChartSeries, Lines},
 };
 
 const WIDTH: f64 = 760.0;
@@ -73,7 +73,7 @@ fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &ChartSeries> {
     let mut names: Vec<&str> = Vec::new();
     lines.limits.iter().filter(move |limit| {
         let is_known = names.contains(&&*limit.name);
-        let is_drawn = is_known || names.len() < MOST_DRAWN;
+        let is_drawn = is_known || names.len() < MAX_DRAWN;
         if is_drawn && !is_known {
             names.push(&limit.name);
         }
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn more_lines_than_can_be_told_apart_are_not_drawn() {
+    fn number_of_lines_is_bounded() {
         let many =
             (0..11).map(|number| series(&format!("line {number}"), &[(0.0, 1.0), (1.0, 2.0)])).collect();
         let svg = html(&lines(many)).unwrap();

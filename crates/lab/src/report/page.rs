@@ -18,14 +18,14 @@ use super::{
 };
 use crate::{
     duration::duration,
-    result::{Chart, ResultHeader, Measure, ResultTable, MeasureUnit},
+    result::{Chart, Measure, MeasureUnit, ResultHeader, ResultTable},
 };
 
 const STYLE: &str = include_str!("page.css");
 /// Length from which a cell is broken into lines.
 const LONG: usize = 48;
 /// Maximum number of columns of a table: with more, it is wider than a phone.
-const MOST_COLUMNS: usize = 6;
+const MAX_COLUMNS: usize = 6;
 /// Longer lists of measures are collapsed.
 const MANY: usize = 40;
 
@@ -187,7 +187,7 @@ pub(super) fn measures(list: &[Measure]) -> ResultTable {
 /// name of its column, so that no sideways scrolling is needed.
 fn is_wide(shown: &ResultTable) -> bool {
     let is_long = |cell: &String| cell.contains('\n') || cell.chars().count() > LONG;
-    shown.columns.len() > MOST_COLUMNS || shown.rows.iter().flatten().any(is_long)
+    shown.columns.len() > MAX_COLUMNS || shown.rows.iter().flatten().any(is_long)
 }
 
 fn table(shown: &ResultTable) -> String {

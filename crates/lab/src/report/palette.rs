@@ -63,7 +63,8 @@ pub(super) const ON_FAINT: ColourPair = pair(0x10_1418, 0xF5_F7FA);
 pub(super) const ON_STRONG: ColourPair = pair(0xFE_FEFE, 0x0B_0E12);
 pub(super) const NO_CELL: ColourPair = pair(0xE9_EBED, 0x2A_2D33);
 
-const ALL: [&[ColourPair]; 4] = [&[GROUND, INK, GRID, LIMIT, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
+const ALL: [&[ColourPair]; 4] =
+    [&[GROUND, INK, GRID, LIMIT, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
 
 pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
@@ -173,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_told_apart_without_every_kind_of_cones() {
+    fn colours_differ_for_colour_blind_readers() {
         for of in MODES {
             for deficiency in &DEFICIENCIES {
                 for same_stroke in [&LINES[..SOLID], &LINES[SOLID..]] {

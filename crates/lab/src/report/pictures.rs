@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use super::{heat_map, lines, text::chart_title};
 use crate::result::{Chart, OutputKind, write};
 
-const LONGEST: usize = 64;
+const MAX_NAME: usize = 64;
 
 /// Writes each chart to a file named after its title; creates the directory if necessary.
 pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
@@ -44,14 +44,14 @@ fn plain(title: &str) -> String {
         |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { ' ' };
     let words: String = title.chars().map(letter).collect();
     let joined = words.split_whitespace().collect::<Vec<_>>().join("-");
-    let cut: String = joined.chars().take(LONGEST).collect();
+    let cut: String = joined.chars().take(MAX_NAME).collect();
     if cut.is_empty() { "chart".to_owned() } else { cut }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::{Lines, ChartSeries};
+    use crate::result::{ChartSeries, Lines};
 
     fn chart(title: &str) -> Chart {
         let series = ChartSeries { name: "a<b".to_owned(), points: vec![(1.0, 0.0), (2.0, 1.0)] };

@@ -67,11 +67,8 @@ pub(super) fn estimate(estimate: Estimate, unit: MeasureUnit) -> [String; 3] {
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
     let alone = low == median && high == median;
-    [median, low, high].map(
-        |value| {
-            if alone { with_digits(value, step, digits) } else { in_full(value, step, digits) }
-        },
-    )
+    [median, low, high]
+        .map(|value| if alone { with_digits(value, step, digits) } else { in_full(value, step, digits) })
 }
 
 fn in_full(value: f64, (factor, suffix): UnitStep, digits: usize) -> String {
@@ -117,8 +114,8 @@ mod tests {
 
     #[test]
     fn three_digits_and_a_unit() {
-        let iops =
-            [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0].map(|it| short(it, MeasureUnit::Iops));
+        let iops = [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0]
+            .map(|it| short(it, MeasureUnit::Iops));
         assert_eq!(iops, ["0", "0.4", "998", "1K", "12.3K", "123K", "1T", "-1.5K"]);
         let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|it| short(it, MeasureUnit::Nanoseconds));
         assert_eq!(times, ["0ns", "85us", "1.23ms", "4.1s", "90s"]);
@@ -130,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_of_an_interval_are_told_apart() {
+    fn interval_ends_have_enough_digits() {
         let told = |median, low, high| estimate(Estimate { median, low, high }, MeasureUnit::Iops);
         assert_eq!(told(1e4, 9970.0, 10_030.0), ["10.00K", "9.97K", "10.03K"]);
         assert_eq!(told(1e4, 5e3, 2e4), ["10.0K", "5.0K", "20.0K"]);
@@ -143,8 +140,14 @@ mod tests {
     #[test]
     fn no_number_is_too_long_to_show() {
         for value in [f64::MAX, f64::MIN, f64::MIN_POSITIVE, 5e-324, -1e-30, 123_456_789.123, 1e19] {
-            for unit in [MeasureUnit::Iops, MeasureUnit::Bytes, MeasureUnit::Nanoseconds, MeasureUnit::Seconds, MeasureUnit::Share, MeasureUnit::Ratio]
-            {
+            for unit in [
+                MeasureUnit::Iops,
+                MeasureUnit::Bytes,
+                MeasureUnit::Nanoseconds,
+                MeasureUnit::Seconds,
+                MeasureUnit::Share,
+                MeasureUnit::Ratio,
+            ] {
                 let text = short(value, unit);
                 assert!(text.len() <= 12, "{text}");
             }

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::{comparison, page};
 use crate::result::{
-    ChartAxis, Better, Chart, MeasuredDevice, Findings, ResultHeader, HeatMap, Lines, MachineInfo, Measure, ResultFile, ChartSeries,
-    ResultTable, MeasureUnit,
+    Better, Chart, ChartAxis, ChartSeries, Findings, HeatMap, Lines, MachineInfo, Measure, MeasureUnit,
+    MeasuredDevice, ResultFile, ResultHeader, ResultTable,
 };
 
 fn header(command: &[&str]) -> ResultHeader {
@@ -90,7 +90,7 @@ fn texts(page: &str) -> String {
 }
 
 #[test]
-fn a_page_says_what_the_file_does() {
+fn page_shows_the_contents_of_the_file() {
     let expect = "\
 weir tune on /dev/vda
 weir tune &#39;/srv/a b&#39; --budget 10m
@@ -140,7 +140,7 @@ weir
 }
 
 #[test]
-fn a_page_needs_nothing_else() {
+fn page_loads_no_other_resources() {
     let page = page(&small()).unwrap();
     for outside in ["<script", "<link", "<img", "src=", "url(", "@import", "http://", "https://"] {
         let page = page.replace("http://www.w3.org/2000/svg", "");
@@ -197,7 +197,11 @@ fn unit() -> impl Strategy<Value = MeasureUnit> {
 }
 
 fn axis() -> impl Strategy<Value = ChartAxis> {
-    (text(), unit(), any::<bool>()).prop_map(|(label, unit, logarithmic)| ChartAxis { label, unit, logarithmic })
+    (text(), unit(), any::<bool>()).prop_map(|(label, unit, logarithmic)| ChartAxis {
+        label,
+        unit,
+        logarithmic,
+    })
 }
 
 fn better() -> impl Strategy<Value = Better> {

@@ -19,7 +19,7 @@ use super::{FORMAT, ResultFile, VERSION};
 const LARGEST_BYTES: u64 = 64 << 20;
 const BEGINNING_BYTES: u64 = 1024;
 /// The kernel's limit on symbolic links in a path.
-const MOST_LINKS: u32 = 40;
+const MAX_LINKS: u32 = 40;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OutputKind {
@@ -80,7 +80,7 @@ impl OutputDestination {
 
 fn followed(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
-    for _ in 0..MOST_LINKS {
+    for _ in 0..MAX_LINKS {
         match fs::read_link(&path) {
             Ok(target) => path = directory(&path).join(target),
             Err(_) => return Ok(path),
@@ -124,7 +124,9 @@ pub(crate) fn write(path: &Path, kind: OutputKind, text: &str) -> anyhow::Result
                 file.write_all(text.as_bytes())?;
                 file.persist(path).map_err(|error| error.error)?;
             }
-            OutputDestination::WriteInto => fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?,
+            OutputDestination::WriteInto => {
+                fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?
+            }
         }
         anyhow::Ok(())
     };
@@ -171,7 +173,7 @@ fn parse(text: &[u8]) -> anyhow::Result<ResultFile> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::{Better, Findings, ResultHeader, Measure, MeasureUnit};
+    use crate::result::{Better, Findings, Measure, MeasureUnit, ResultHeader};
 
     fn result() -> ResultFile {
         let measure = Measure::new("read", MeasureUnit::Iops, Better::Higher, vec![0.1, 1e300, 3.0]);
@@ -182,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_read_again() {
+    fn result_file_round_trips() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a.json");
         save(&result(), &path).unwrap();
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_followed_and_what_is_no_file_is_written_into() {
+    fn links_are_followed_and_special_files_are_written_directly() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name| directory.path().join(name);
         std::os::unix::fs::symlink("a.json", path("link")).unwrap();

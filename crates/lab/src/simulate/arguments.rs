@@ -6,7 +6,7 @@ use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use policy::prefetch;
 use settings::{
-    DiskConfig, ConfigKey, MAX_WORKERS, Origin, ConfigWithOrigins, ThrottleConfig, ConfigError,
+    ConfigError, ConfigKey, ConfigWithOrigins, DiskConfig, MAX_WORKERS, Origin, ThrottleConfig,
     arguments::{ConfigKeyArgs, OptionSelection, describe_shared_group},
 };
 use storage::{delay::DelayOptions, rate::RateOptions};

@@ -23,7 +23,7 @@ use anyhow::anyhow;
 use console::{CommandFailure, figures, progress::ActivitySpinner};
 use policy::{
     cluster::ClusterGroupLimits,
-    throttle::{LimitKind, Limits, LimitPart, LimitSetting},
+    throttle::{LimitKind, LimitPart, LimitSetting, Limits},
 };
 pub(crate) use spec::ClusterSpec;
 use summary::ClusterSummary;
@@ -69,7 +69,10 @@ pub(super) fn simulate(
 }
 
 /// The group's limits, and remarks about them.
-fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(ClusterGroupLimits, Vec<String>), CommandFailure> {
+fn of_group(
+    mut limits: Limits,
+    spec: &ClusterSpec,
+) -> Result<(ClusterGroupLimits, Vec<String>), CommandFailure> {
     let wrong = |why: String| CommandFailure::Usage(anyhow!("--cluster: {why}"));
     for kind in [LimitKind::IopsWrite, LimitKind::BpsWrite] {
         if limits.limit(kind).rate > 0 {

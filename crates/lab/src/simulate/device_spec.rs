@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_equals_sign_is_a_path() {
+    fn spec_without_equals_sign_is_a_path() {
         for path in ["/dev/sda", ".", "/srv/a=b"] {
             assert_eq!(path.parse(), Ok(DeviceSpec::Probed(path.into())));
         }

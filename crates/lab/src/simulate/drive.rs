@@ -24,11 +24,11 @@ use std::{
 
 use anyhow::anyhow;
 use policy::prefetch;
-use recording::{TraceRecord, RecordSource};
+use recording::{RecordSource, TraceRecord};
 use simulator::{
-    backlog::{BacklogMemory, MOST_BYTES},
-    client::{ClosedLoopClient, ClientSpec},
-    engine::{SimulationEngine, WorldError, RowSink, STEPS},
+    backlog::{BacklogMemory, MAX_BYTES},
+    client::{ClientSpec, ClosedLoopClient},
+    engine::{RowSink, STEPS, SimulationEngine, WorldError},
     request::SimulatedRequest,
     tally::{QueueStatistics, RequestStatistics},
     world::{DiskSpec, UNKNOWN_SIZE, WorldSpec},
@@ -193,7 +193,11 @@ impl SimulationReader<'_> {
     }
 
     #[inline]
-    fn request(&mut self, source: &dyn RecordSource, record: &TraceRecord) -> anyhow::Result<SimulatedRequest> {
+    fn request(
+        &mut self,
+        source: &dyn RecordSource,
+        record: &TraceRecord,
+    ) -> anyhow::Result<SimulatedRequest> {
         let number = self.first + record.disk.index();
         // Numbers are assigned in order of appearance, so all names up to this one exist.
         while self.names.known.len() <= number {
@@ -223,7 +227,11 @@ impl SimulationReader<'_> {
         Ok(SimulatedRequest { at_ns, disk, op, offset, length })
     }
 
-    fn read_in_one(mut self, job: SimulationJob<'_>, clients: &[ClientSpec]) -> anyhow::Result<SimulationOutcome> {
+    fn read_in_one(
+        mut self,
+        job: SimulationJob<'_>,
+        clients: &[ClientSpec],
+    ) -> anyhow::Result<SimulationOutcome> {
         let SimulationJob { mut input, stop, tell, events, before, .. } = job;
         let follow = |world: &WorldSpec| {
             if let Some(events) = &events {
@@ -309,7 +317,7 @@ impl SimulationReader<'_> {
             let waiting: usize = pairs.iter().map(|pair| pair.after.waiting()).sum();
             return Some(format!(
                 "{waiting} requests waited for limits at once, and the {} of memory for them are used up (raise the limits, or split the trace)",
-                settings::exact_size(MOST_BYTES as u64)
+                settings::exact_size(MAX_BYTES as u64)
             ));
         }
         if stop.load(Ordering::Relaxed) && self.partial.is_none() {
@@ -402,7 +410,12 @@ impl EnginePair {
         Ok(())
     }
 
-    fn arrive(&mut self, world: &WorldSpec, request: SimulatedRequest, stop: &AtomicBool) -> Result<(), WorldError> {
+    fn arrive(
+        &mut self,
+        world: &WorldSpec,
+        request: SimulatedRequest,
+        stop: &AtomicBool,
+    ) -> Result<(), WorldError> {
         if request.disk >= self.after.disks() {
             self.add_disk(world, request, stop)?;
         }
@@ -419,7 +432,12 @@ impl EnginePair {
 
     /// Creates a disk at the time of its first request, independently of the time of reading.
     #[cold]
-    fn add_disk(&mut self, world: &WorldSpec, request: SimulatedRequest, stop: &AtomicBool) -> Result<(), WorldError> {
+    fn add_disk(
+        &mut self,
+        world: &WorldSpec,
+        request: SimulatedRequest,
+        stop: &AtomicBool,
+    ) -> Result<(), WorldError> {
         // All events before must have happened: a new disk changes the shares of its group.
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
             engine.run_until(request.at_ns, stop);

@@ -5,17 +5,19 @@ use simulator::{engine::DRAWN, tally::RequestStatistics};
 
 use super::{
     drive::SimulationOutcome,
-    output::{SimulationFigures, SummaryLine, SimulationSummary},
+    output::{SimulationFigures, SimulationSummary, SummaryLine},
     scenario_table::ScenarioTable,
     sweep_result::{JudgedDisks, SweepPoint, SweepResult},
 };
 use crate::{
     latencies::{self, Percentiles},
     limit_lines::{LimitRates, lines_of},
-    result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, ResultTable, MeasureUnit},
+    result::{
+        Better, Chart, ChartAxis, ChartSeries, Findings, Lines, Measure, MeasureUnit, ResultTable, SamplesAre,
+    },
 };
 
-const MOST_POINTS: usize = 512;
+const MAX_POINTS: usize = 512;
 
 fn exact(name: String, unit: MeasureUnit, better: Better, value: f64) -> Measure {
     Measure { samples_are: SamplesAre::Exact, ..Measure::new(name, unit, better, vec![value]) }
@@ -107,7 +109,8 @@ pub(super) fn of_sweep(swept: &SweepResult) -> Findings {
 }
 
 pub(super) fn of_story(story: &ScenarioTable) -> Findings {
-    let measure = |(name, value): &(String, f64)| exact(name.clone(), MeasureUnit::Count, Better::Higher, *value);
+    let measure =
+        |(name, value): &(String, f64)| exact(name.clone(), MeasureUnit::Count, Better::Higher, *value);
     Findings {
         measures: story.measures.iter().map(measure).collect(),
         tables: vec![story.table()],
@@ -161,9 +164,7 @@ fn table(summary: &SimulationSummary) -> ResultTable {
             rows.push(row);
         }
     }
-    let note = format!(
-        "Without {compared}: on the same modelled device. Times are exact within 1 %."
-    );
+    let note = format!("Without {compared}: on the same modelled device. Times are exact within 1 %.");
     ResultTable { note: Some(note), ..ResultTable::new(&format!("The effect of {compared}"), columns, rows) }
 }
 
@@ -181,9 +182,9 @@ fn charts(outcome: &SimulationOutcome, compared: &str) -> Vec<Chart> {
     for (disk, of) in world.disks.iter().zip(&outcome.disks).take(DRAWN) {
         let Some(drawn) = of.after.drawn.as_ref().filter(|_| of.after.requests > 0) else { continue };
         let series = |points: Vec<_>| ChartSeries { name: disk.name.clone(), points };
-        done.push(series(drawn.done.steady(&drawn.done, MOST_POINTS).rates()));
-        moved.push(series(drawn.done_bytes.steady(&drawn.done, MOST_POINTS).rates()));
-        let depths = drawn.waiting.within(MOST_POINTS);
+        done.push(series(drawn.done.joined_for_rates(&drawn.done, MAX_POINTS).rates()));
+        moved.push(series(drawn.done_bytes.joined_for_rates(&drawn.done, MAX_POINTS).rates()));
+        let depths = drawn.waiting.with_at_most(MAX_POINTS);
         waiting.push(series(depths.points().map(|(at, depth)| (at, depth as f64)).collect()));
         limits.add(Some(&disk.name), &disk.hold.limits);
         for group in world.groups_above(disk).map(|group| &world.groups[group]) {
@@ -205,7 +206,13 @@ fn charts(outcome: &SimulationOutcome, compared: &str) -> Vec<Chart> {
     // Charts over time precede the distributions of single disks.
     let first = [
         over_time("Requests done a second, with the limits", "IOPS", MeasureUnit::Iops, done, of_iops),
-        over_time("Bytes done a second, with the limits", "bytes/s", MeasureUnit::BytesPerSecond, moved, of_bps),
+        over_time(
+            "Bytes done a second, with the limits",
+            "bytes/s",
+            MeasureUnit::BytesPerSecond,
+            moved,
+            of_bps,
+        ),
         over_time(
             "Most requests that waited for limits",
             "waiting",
@@ -217,7 +224,12 @@ fn charts(outcome: &SimulationOutcome, compared: &str) -> Vec<Chart> {
     first.into_iter().flatten().chain(charts).collect()
 }
 
-fn distribution(name: &str, after: &RequestStatistics, before: Option<&RequestStatistics>, compared: &str) -> Option<Chart> {
+fn distribution(
+    name: &str,
+    after: &RequestStatistics,
+    before: Option<&RequestStatistics>,
+    compared: &str,
+) -> Option<Chart> {
     let line = |name: &str, tally: &RequestStatistics| {
         let points = latencies::distribution(&tally.latency);
         ChartSeries { name: name.to_owned(), points }

@@ -1,6 +1,6 @@
 //! Requests of a generated workload; the same seed gives the same requests.
 
-use recording::{DiskId, TraceRecord, RecordSource};
+use recording::{DiskId, RecordSource, TraceRecord};
 use simulator::request::RequestOp;
 
 use super::workload::{OpenWorkload, names};

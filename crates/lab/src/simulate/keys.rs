@@ -5,7 +5,7 @@
 use std::{fmt, ops::RangeInclusive, time::Duration};
 
 /// Keeps sums within 64 bits.
-const MOST_BYTES: u64 = 1 << 50;
+const MAX_BYTES: u64 = 1 << 50;
 
 /// The `key=value` pairs not taken yet, and the keys that are known.
 pub(super) struct SpecKeys<'a> {
@@ -60,7 +60,7 @@ impl<'a> SpecKeys<'a> {
     pub(super) fn bytes(&mut self, key: &str, default: u64) -> Result<u64, String> {
         let Some(text) = self.take(key) else { return Ok(default) };
         let bytes = settings::size(text).map_err(|rule| format!("{key}={text} {rule}"))?;
-        if bytes == 0 || bytes > MOST_BYTES {
+        if bytes == 0 || bytes > MAX_BYTES {
             return Err(format!("{key}={text} is not between 1 and 1024T"));
         }
         Ok(bytes)

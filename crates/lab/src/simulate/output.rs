@@ -97,7 +97,12 @@ impl SimulationFigures {
 }
 
 impl SummaryLine {
-    fn new(name: &str, after: &RequestStatistics, before: Option<&RequestStatistics>, queue: &QueueStatistics) -> Self {
+    fn new(
+        name: &str,
+        after: &RequestStatistics,
+        before: Option<&RequestStatistics>,
+        queue: &QueueStatistics,
+    ) -> Self {
         Self {
             name: name.to_owned(),
             before: before.map(SimulationFigures::of),
@@ -131,13 +136,15 @@ impl SimulationSummary {
     pub(crate) fn new(outcome: &SimulationOutcome, remarks: &[String]) -> Self {
         let SimulationOutcome { world, disks, groups, partial } = outcome;
         let is_limited = world.is_limited();
-        let reads_ahead = |disk: &SimulatedDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
+        let reads_ahead =
+            |disk: &SimulatedDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
         // Without limits or prefetching both runs are identical, and the comparison is omitted.
         let is_known =
             (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
         // Disks of the config file without requests are omitted.
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
-        let lines: Vec<_> = used.map(|(disk, named)| SummaryLine::of_disk(&named.name, disk, is_known)).collect();
+        let lines: Vec<_> =
+            used.map(|(disk, named)| SummaryLine::of_disk(&named.name, disk, is_known)).collect();
         let sum = |of: fn(&SimulatedDisk) -> Option<&RequestStatistics>| {
             let mut sum = RequestStatistics::default();
             disks.iter().filter_map(of).for_each(|tally| sum.add(tally));
@@ -165,7 +172,8 @@ impl SimulationSummary {
     /// Differences between the two runs of a comparison: one run has neither limits nor
     /// prefetching.
     pub(crate) fn compared(&self) -> &'static str {
-        let reads_ahead = |line: &SummaryLine| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
+        let reads_ahead =
+            |line: &SummaryLine| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
         match (self.is_limited, self.disks.iter().any(reads_ahead)) {
             (false, true) => "prefetch",
             (true, true) => "limits and prefetch",

@@ -3,12 +3,12 @@
 //! the result with the original's.
 
 use console::table::columns;
-use policy::throttle::{RateLimit, LimitKind, Limits};
+use policy::throttle::{LimitKind, Limits, RateLimit};
 use simulator::{
     client::ClientSpec,
-    engine::{WorldError, ResultRow},
+    engine::{ResultRow, WorldError},
     request::RequestOp,
-    world::{DiskSettings, DiskGroupSpec, WorldSpec},
+    world::{DiskGroupSpec, DiskSettings, WorldSpec},
 };
 
 use super::{
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_is_what_it_was_said_to_be() {
+    fn burst_scenario_matches_its_description() {
         let expected = [2000.0, 100.0, 2000.0 / 1.5, 100.0 / 1.5, 1000.0, 50.0];
         for ((name, simulated), expected) in measures(&Scenario::Burst).iter().zip(expected) {
             assert!((simulated / expected - 1.0).abs() < 0.02, "{name}: {simulated} instead of {expected}");

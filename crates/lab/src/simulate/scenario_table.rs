@@ -6,10 +6,10 @@ use policy::{
     throttle::{LimitKind, Limits},
 };
 use simulator::{
-    client::{ClosedLoopClient, ClientSpec},
+    client::{ClientSpec, ClosedLoopClient},
     device::DevicePlacement,
-    engine::{SimulationEngine, WorldError, ResultRow},
-    world::{DiskSpec, DiskSettings, UNKNOWN_SIZE, WorldSpec},
+    engine::{ResultRow, SimulationEngine, WorldError},
+    world::{DiskSettings, DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 
 use crate::result;

@@ -15,12 +15,12 @@ use anyhow::{Context as _, ensure};
 use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use policy::{
     device_model::DeviceRates,
-    throttle::{Limits, LimitSetting},
+    throttle::{LimitSetting, Limits},
 };
 use settings::{DesiredState, config, state::CapacityStore};
 use simulator::{
-    device::{DevicePlacement, ServiceTimeSpec, StationSpec, service_from_rates, server_count},
-    world::{DiskSpec, DiskGroupSpec, UNKNOWN_SIZE, WorldSpec},
+    device::{DevicePlacement, ServiceTimeSpec, StationSpec, server_count, service_from_rates},
+    world::{DiskGroupSpec, DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 use storage::{StorageSpec, delay::DelayOptions, rate::RateOptions};
 
@@ -28,11 +28,11 @@ use super::device_spec::DeviceSpec;
 use crate::{
     limit_lines::LimitRates,
     probe,
-    simulate::arguments::{SimulateArgs, DefaultDiskSettings},
+    simulate::arguments::{DefaultDiskSettings, SimulateArgs},
 };
 
 /// Bound on disks: each has tables of some 200 KiB.
-pub(crate) const MOST_DISKS: usize = 10_000;
+pub(crate) const MAX_DISKS: usize = 10_000;
 
 #[derive(Clone, Debug)]
 pub(crate) struct SimulationSetup {
@@ -68,7 +68,8 @@ impl SimulationSetup {
         match &arguments.config {
             Some(path) => Ok(Self::of_config(path, device)?),
             None => {
-                let terms = arguments.terms().map_err(|wrong| console::CommandFailure::Usage(wrong.into()))?;
+                let terms =
+                    arguments.terms().map_err(|wrong| console::CommandFailure::Usage(wrong.into()))?;
                 let size = arguments.devices.size.unwrap_or(UNKNOWN_SIZE);
                 let devices = (arguments.devices.delay.as_ref(), arguments.devices.rate.as_ref());
                 Ok(Self::of_terms(&terms, size, devices, device))
@@ -158,7 +159,11 @@ impl SimulationSetup {
         let mut world = WorldSpec::default();
         // All disks are in the one group of the command line.
         let group = terms.group.as_ref().map(|(name, settings)| {
-            world.groups.push(DiskGroupSpec { name: name.clone(), hold: settings.to_disk_settings(), parent: None });
+            world.groups.push(DiskGroupSpec {
+                name: name.clone(),
+                hold: settings.to_disk_settings(),
+                parent: None,
+            });
             0
         });
         let mut disk = DiskSpec {
@@ -202,7 +207,11 @@ impl SimulationSetup {
     pub(crate) fn parts(&self) -> usize {
         match &self.kind {
             SetupKind::Config { .. } => self.world.parts().into_iter().max().map_or(1, |last| last + 1),
-            SetupKind::Any(any) if any.disk.group.is_some() || any.disk.place != DevicePlacement::default() => 1,
+            SetupKind::Any(any)
+                if any.disk.group.is_some() || any.disk.place != DevicePlacement::default() =>
+            {
+                1
+            }
             SetupKind::Any(_) => usize::MAX,
         }
     }
@@ -218,7 +227,12 @@ impl SimulationSetup {
 
     /// A copy with another value of one limit: of the named disk or group, the only group, or all
     /// disks.
-    pub(crate) fn with_limit(&self, of: Option<&str>, setting: LimitSetting, value: u64) -> anyhow::Result<Self> {
+    pub(crate) fn with_limit(
+        &self,
+        of: Option<&str>,
+        setting: LimitSetting,
+        value: u64,
+    ) -> anyhow::Result<Self> {
         let mut setup = self.clone();
         // A swept value can contradict another limit, which is only detected here.
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
@@ -286,8 +300,8 @@ impl<'a> DiskResolver<'a> {
         let index = match &self.setup.kind {
             SetupKind::Any(any) => {
                 let AnyDisk { disk, station, budget } = &**any;
-                if world.disks.len() == MOST_DISKS {
-                    return Err(format!("there are more than {MOST_DISKS} disks (split the trace)"));
+                if world.disks.len() == MAX_DISKS {
+                    return Err(format!("there are more than {MAX_DISKS} disks (split the trace)"));
                 }
                 let mut place = disk.place;
                 let mut watched = disk.watched;
@@ -317,24 +331,26 @@ impl<'a> DiskResolver<'a> {
     }
 
     fn unknown(&self, name: &str, file: &str, disks: &[DiskSpec]) -> String {
-        const MOST_NAMED: usize = 5;
+        const MAX_NAMED: usize = 5;
         if let Some(taken) = &self.stand_in {
             let only = &disks[0].name;
             return format!(
                 "the disk {name:?} is the second of the trace, but {file} has only {only:?}, to which {taken:?} was mapped (add [disk.{name:?}])"
             );
         }
-        let mut names: Vec<_> =
-            disks.iter().take(MOST_NAMED).map(|disk| format!("{:?}", disk.name)).collect();
-        if disks.len() > MOST_NAMED {
-            names.push(format!("{} more", disks.len() - MOST_NAMED));
+        let mut names: Vec<_> = disks.iter().take(MAX_NAMED).map(|disk| format!("{:?}", disk.name)).collect();
+        if disks.len() > MAX_NAMED {
+            names.push(format!("{} more", disks.len() - MAX_NAMED));
         }
         format!("the disk {name:?} is not in {file}, which has {} (add [disk.{name:?}])", names.join(", "))
     }
 }
 
 /// Model of a device that was specified or probed; `state` is the directory of `weir probe`.
-pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Result<(StationSpec, DeviceRates)> {
+pub(crate) fn device_of(
+    spec: &DeviceSpec,
+    state: Option<&Path>,
+) -> anyhow::Result<(StationSpec, DeviceRates)> {
     Ok(match spec {
         DeviceSpec::Modelled { delay, rate } => (station_of(delay), budget_of(rate)),
         DeviceSpec::Probed(path) => (probed(path, &CapacityStore::new(state))?, DeviceRates::default()),
@@ -342,8 +358,9 @@ pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Resu
 }
 
 fn station_of(delay: &DelayOptions) -> StationSpec {
-    let fixed =
-        |time: std::time::Duration| ServiceTimeSpec::fixed(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    let fixed = |time: std::time::Duration| {
+        ServiceTimeSpec::fixed(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+    };
     StationSpec {
         read: fixed(delay.read),
         write: fixed(delay.write),

@@ -6,7 +6,7 @@ use policy::throttle::{LimitPart, LimitSetting};
 use settings::suggest;
 
 /// Bound on values: each is a simulation.
-const MOST_VALUES: u64 = 10_000;
+const MAX_VALUES: u64 = 10_000;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SweepValues {
@@ -45,8 +45,8 @@ impl FromStr for SweepValues {
             return Err(format!("begins with 0, which means no {name} limit (begin above 0)"));
         }
         let count = (to - from) / step + 1;
-        if count > MOST_VALUES {
-            return Err(format!("has {count} values; there may be {MOST_VALUES} (take larger steps)"));
+        if count > MAX_VALUES {
+            return Err(format!("has {count} values; there may be {MAX_VALUES} (take larger steps)"));
         }
         Ok(Self { setting, values: (0..count).map(|index| from + index * step).collect() })
     }

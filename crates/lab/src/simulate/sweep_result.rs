@@ -22,7 +22,7 @@ use super::{drive::SimulationOutcome, sweep::SweepValues};
 use crate::latencies::Percentiles;
 
 /// Maximum number of disks with a separate column.
-const MOST_COLUMNS: usize = 8;
+const MAX_COLUMNS: usize = 8;
 
 /// Target whose limit varies, and target whose requests are judged.
 #[derive(Clone, Copy, Debug)]
@@ -110,7 +110,11 @@ impl SweepPoint {
     ///
     /// # Errors
     /// Fails if the judged target has no requests.
-    pub(crate) fn new(value: u64, outcome: &SimulationOutcome, between: SweptNames<'_>) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        value: u64,
+        outcome: &SimulationOutcome,
+        between: SweptNames<'_>,
+    ) -> anyhow::Result<Self> {
         let world = &outcome.world;
         let is_of = |index: usize, name: Option<&str>| {
             let disk = &world.disks[index];
@@ -238,7 +242,7 @@ impl SweepResult {
     /// Names of the disks with a separate column.
     pub(crate) fn columns(&self) -> Vec<String> {
         let disks = self.points.first().map_or(&[][..], |point| &point.disks);
-        disks.iter().take(MOST_COLUMNS).map(|disk| disk.name.clone()).collect()
+        disks.iter().take(MAX_COLUMNS).map(|disk| disk.name.clone()).collect()
     }
 
     pub(crate) fn text(&self) -> String {
@@ -356,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_neighbour_is_kept_below_by_the_largest_limit_up_to_which_all_do() {
+    fn neighbours_target_is_kept_up_to_the_reported_limit() {
         let largest = |p99s| kept(JudgedDisks::Neighbours, p99s);
         assert_eq!(largest([50, 90, 300, 400]), BestLimit::Largest(Some(2)));
         assert_eq!(largest([50, 90, 300, 90]), BestLimit::Largest(Some(2)));
@@ -388,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_simulated_in_any_number_of_threads_alike() {
+    fn sweep_is_independent_of_the_number_of_threads() {
         let values: Vec<u64> = (0..100).collect();
         for threads in [1, 4] {
             assert_eq!(sweep(&values, threads, |value| Ok(Some(value * 2)), |_| ()).unwrap()[99], 198);

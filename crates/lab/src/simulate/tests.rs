@@ -148,7 +148,7 @@ fn a_disk_is_the_same_in_whichever_company() {
 }
 
 #[test]
-fn the_same_again_is_the_same_and_another_seed_is_not() {
+fn results_repeat_for_a_seed_and_differ_for_another() {
     let words = "--workload zipf:iops=3000,seconds=2,disks=3,read=60 --iops-total 1500 --seed";
     assert_eq!(told(&format!("{words} 1"), 2), told(&format!("{words} 1"), 2));
     assert_ne!(told(&format!("{words} 1"), 2), told(&format!("{words} 2"), 2));
@@ -165,7 +165,10 @@ fn larger_limits_never_increase_waits() {
         .iter()
         .map(|&value| {
             let setup = setup.with_limit(None, values.setting, value).unwrap();
-            let job = SimulationJob { before: false, ..SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON) };
+            let job = SimulationJob {
+                before: false,
+                ..SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON)
+            };
             let all = SweptNames { limited: None, judged: None };
             SweepPoint::new(value, &simulate(job).unwrap(), all).unwrap()
         })
@@ -178,7 +181,7 @@ fn larger_limits_never_increase_waits() {
 }
 
 #[test]
-fn without_limits_nobody_waits() {
+fn without_limits_no_request_waits() {
     let outcome = outcome("--workload random:iops=5000,seconds=2 --delay read=1ms,parallel=8", 1).unwrap();
     let summary = SimulationSummary::new(&outcome, &[]);
     let line = &summary.disks[0];
@@ -227,7 +230,7 @@ fn check_error(words: &str, expect: &str) {
 }
 
 #[test]
-fn what_does_not_apply_is_said_of_its_place() {
+fn inapplicable_options_are_named() {
     let files = Files::new();
     let dir = files.path().display().to_string();
     let config = files.with("weir.toml", "[disk.a]\nimage = \"null:1M\"\n[disk.b]\nimage = \"null:1M\"\n");
@@ -306,7 +309,7 @@ fn events(files: &Files, words: &str) -> (String, String) {
 }
 
 #[test]
-fn events_are_a_line_a_request_and_a_trace_again() {
+fn event_file_has_a_line_for_each_request_and_is_a_trace() {
     let files = Files::new();
     let trace = files.with(
         "a.csv",
@@ -337,7 +340,7 @@ fn events_are_a_line_a_request_and_a_trace_again() {
 }
 
 #[test]
-fn events_never_replace_what_is_read_and_keep_what_was_there_until_they_are_complete() {
+fn event_file_replaces_its_target_atomically_and_never_an_input() {
     let files = Files::new();
     let trace = files.with("a.csv", HEADER);
     let link = files.path().join("link.csv");
@@ -411,13 +414,16 @@ fn interruption_keeps_the_partial_result() {
 }
 
 #[test]
-fn a_sweep_of_what_is_not_there_is_an_error() {
+fn sweep_of_an_unknown_disk_fails() {
     let files = Files::new();
     let config = files.with("weir.toml", CONFIG);
     let error = |words: &str, of: Option<&str>, value| {
         let arguments = arguments(&format!("x {words} --sweep iops-total=1..2"));
         let setup = SimulationSetup::new(&arguments).unwrap();
-        format!("{:#}", setup.with_limit(of, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err())
+        format!(
+            "{:#}",
+            setup.with_limit(of, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err()
+        )
     };
     let config = format!("--config {config}");
     assert_eq!(

@@ -13,7 +13,7 @@ use simulator::{
     device::DevicePlacement,
     engine::WorldError,
     request::RequestOp,
-    world::{DiskSpec, DiskSettings, WorldSpec},
+    world::{DiskSettings, DiskSpec, WorldSpec},
 };
 
 use super::scenario_table::{ScenarioTable, disk, one_limit, run};

@@ -59,9 +59,9 @@ pub(crate) struct SequentialWorkload {
 }
 
 /// Bounds that keep sums within 64 bits.
-const MOST_DISKS: u64 = 1000;
-const MOST_IOPS: u64 = 100_000_000;
-const MOST_SECONDS: u64 = 1_000_000;
+const MAX_DISKS: u64 = 1000;
+const MAX_IOPS: u64 = 100_000_000;
+const MAX_SECONDS: u64 = 1_000_000;
 
 /// Generators, then scenarios.
 const GENERATORS: [&str; 8] =
@@ -82,7 +82,9 @@ impl FromStr for Workload {
             "zipf" => Self::Open(open(&mut keys, zipf)?),
             "hot-cold" => Self::Open(open(&mut keys, hot_cold)?),
             "sequential" => Self::Sequential(sequential(&mut keys)?),
-            "two-streams" => Self::Scenario(Scenario::TwoStreams { cache_bytes: keys.bytes("cache", 64 << 20)? }),
+            "two-streams" => {
+                Self::Scenario(Scenario::TwoStreams { cache_bytes: keys.bytes("cache", 64 << 20)? })
+            }
             "burst" => Self::Scenario(Scenario::Burst),
             "group" => Self::Scenario(Scenario::Group),
             "depths" => Self::Scenario(Scenario::Depths),
@@ -100,10 +102,10 @@ fn open(
 ) -> Result<OpenWorkload, String> {
     let open = OpenWorkload {
         locality: locality(keys)?,
-        iops: keys.number("iops", 1000, 1..=MOST_IOPS)?,
+        iops: keys.number("iops", 1000, 1..=MAX_IOPS)?,
         length: keys.bytes("size", 4096)?,
-        disks: keys.number("disks", 1, 1..=MOST_DISKS)? as usize,
-        seconds: keys.number("seconds", 10, 1..=MOST_SECONDS)?,
+        disks: keys.number("disks", 1, 1..=MAX_DISKS)? as usize,
+        seconds: keys.number("seconds", 10, 1..=MAX_SECONDS)?,
         read: keys.number("read", 100, 0..=100)?,
         span: keys.bytes("span", 1 << 30)?,
     };
@@ -138,8 +140,8 @@ fn sequential(keys: &mut SpecKeys<'_>) -> Result<SequentialWorkload, String> {
             let think = settings::duration(text).map_err(|rule| format!("think={text} {rule}"))?;
             Ok::<_, String>(u64::try_from(think.as_nanos()).unwrap_or(u64::MAX))
         })?,
-        disks: keys.number("disks", 1, 1..=MOST_DISKS)? as usize,
-        seconds: keys.number("seconds", 10, 1..=MOST_SECONDS)?,
+        disks: keys.number("disks", 1, 1..=MAX_DISKS)? as usize,
+        seconds: keys.number("seconds", 10, 1..=MAX_SECONDS)?,
         span: keys.bytes("span", 1 << 30)?,
     };
     holds_one(sequential.span, sequential.length).map(|()| sequential)

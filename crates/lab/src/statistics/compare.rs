@@ -5,11 +5,11 @@
 //! how many ratios at each end lie outside the 95 % interval. The noise may have any distribution,
 //! and outliers have little effect.
 
-use super::ranks::{RankComparison, EXACT_UP_TO, comparison, exact_places, normal_places};
+use super::ranks::{EXACT_UP_TO, RankComparison, comparison, exact_places, normal_places};
 
 /// Maximum number of samples of a group: larger ones are represented by this many, evenly chosen by
 /// rank.
-const MOST_SAMPLES: usize = 400;
+const MAX_SAMPLES: usize = 400;
 
 /// Compares samples, all above 0; without samples the groups count as equal.
 pub(crate) fn compare(base: &[f64], other: &[f64]) -> RankComparison {
@@ -24,11 +24,11 @@ pub(crate) fn compare(base: &[f64], other: &[f64]) -> RankComparison {
 pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
-    if sorted.len() <= MOST_SAMPLES {
+    if sorted.len() <= MAX_SAMPLES {
         return sorted;
     }
     // The middle of each of equally many parts of the ranks.
-    (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
+    (0..MAX_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MAX_SAMPLES)]).collect()
 }
 
 /// Number of ratios to drop at each end, by [`ONE_SIDED_ERROR`](super::ranks::ONE_SIDED_ERROR);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_holds_what_is_true() {
+    fn ratio_interval_covers_the_true_value() {
         let mut random = fastrand::Rng::with_seed(11);
         for count in [5, 12, 40] {
             let holds = (0..500).filter(|_| {

@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_holds_what_is_true_in_nine_of_ten_cases_and_more() {
+    fn interval_covers_the_true_value_in_nine_of_ten_cases() {
         let mut random = fastrand::Rng::with_seed(5);
         for count in [5, 8, 15, 40] {
             let holds = (0..300).filter(|_| {

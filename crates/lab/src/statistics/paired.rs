@@ -6,7 +6,7 @@
 
 use super::{
     compare::representatives,
-    ranks::{RankComparison, EXACT_UP_TO, comparison, exact_places, normal_places},
+    ranks::{EXACT_UP_TO, RankComparison, comparison, exact_places, normal_places},
 };
 
 /// Compares ratios of other to base, one for each round, above 0; without any, the two count as

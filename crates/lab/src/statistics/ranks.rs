@@ -26,9 +26,16 @@ pub(crate) enum RankVerdict {
 }
 
 /// Drops `places` ordered ratios at each end (`None`: too few samples); `back` inverts their scale.
-pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f64) -> f64) -> RankComparison {
+pub(super) fn comparison(
+    ordered: &[f64],
+    places: Option<usize>,
+    back: impl Fn(f64) -> f64,
+) -> RankComparison {
     let Some(last) = ordered.len().checked_sub(1) else {
-        return RankComparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: RankVerdict::Same };
+        return RankComparison {
+            ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 },
+            verdict: RankVerdict::Same,
+        };
     };
     // At least the middle remains.
     let cut = places.unwrap_or(0).min(last / 2);

@@ -8,20 +8,20 @@
 use std::ops::Range;
 
 /// Minimum length of a part; fewer values are outliers.
-const LEAST_PART: usize = 5;
+const MIN_PART: usize = 5;
 /// Longer series are averaged in groups.
-const MOST_VALUES: usize = 600;
+const MAX_VALUES: usize = 600;
 /// Price of a part, in log(values) × variance of ranks; it keeps nineteen of twenty steady series
 /// whole.
 const PRICE: f64 = 2.5;
 
 /// The longest homogeneous part of a series; the whole of a series that is too short to divide.
 pub(crate) fn steady(series: &[f64]) -> Range<usize> {
-    if series.len() < 2 * LEAST_PART {
+    if series.len() < 2 * MIN_PART {
         return 0..series.len();
     }
     // Dividing takes quadratic time.
-    let group = series.len().div_ceil(MOST_VALUES);
+    let group = series.len().div_ceil(MAX_VALUES);
     let means: Vec<f64> =
         series.chunks(group).map(|values| values.iter().sum::<f64>() / values.len() as f64).collect();
     let parts = divide(&ranks(&means));
@@ -68,8 +68,8 @@ fn divide(ranks: &[f64]) -> Vec<Range<usize>> {
     let mut best = vec![(f64::INFINITY, 0); count + 1];
     // The first part is free, as only changes have a price.
     best[0] = (-price, 0);
-    for end in LEAST_PART..=count {
-        for start in (0..=end - LEAST_PART).filter(|&start| start == 0 || start >= LEAST_PART) {
+    for end in MIN_PART..=count {
+        for start in (0..=end - MIN_PART).filter(|&start| start == 0 || start >= MIN_PART) {
             let cost = best[start].0 + price + varies(start..end);
             if cost < best[end].0 {
                 best[end] = (cost, start);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_steady_stays_whole() {
+    fn steady_series_is_not_cut() {
         let mut random = fastrand::Rng::with_seed(1);
         for length in [10, 30, 100, 300, 3000] {
             let whole = (0..200).filter(|_| {

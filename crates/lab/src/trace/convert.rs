@@ -9,27 +9,27 @@
 //! converted to these unchanged, block by block; all other input is sorted by time first.
 
 mod arguments;
-mod text_formats;
 mod live;
 mod sink;
+mod text_formats;
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow};
 use arguments::format_of;
-pub use arguments::{ABOUT, TraceCommand, ConvertArgs};
+pub use arguments::{ABOUT, ConvertArgs, TraceCommand};
 use console::{CommandFailure, figures, print_notice};
-use text_formats::{TraceRequest, TraceStart};
 pub use live::LiveConversion;
 use recording::{
-    TraceFormat, MergedTraces, TraceOptions, RequestOutcome, RecordSource as _,
+    MergedTraces, RecordSource as _, RequestOutcome, TraceFormat, TraceOptions,
     disks::TraceDisks,
     error::TraceError,
     file::RecordingReader,
     lines::LineReader,
     reader::{self, TraceReader},
 };
-use sink::{TraceCompression, ConvertSink};
+use sink::{ConvertSink, TraceCompression};
+use text_formats::{TraceRequest, TraceStart};
 
 use super::{TraceOutput, info};
 
@@ -145,7 +145,11 @@ fn format_by_name(path: &Path) -> (Option<TraceFormat>, TraceCompression) {
 }
 
 /// Converts requests sorted by time.
-fn convert_sorted(source: &mut MergedTraces, sink: &mut ConvertSink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
+fn convert_sorted(
+    source: &mut MergedTraces,
+    sink: &mut ConvertSink,
+    cannot: &dyn Fn() -> String,
+) -> anyhow::Result<()> {
     let read = loop {
         let record = match source.next() {
             Ok(Some(record)) => record,
@@ -153,10 +157,11 @@ fn convert_sorted(source: &mut MergedTraces, sink: &mut ConvertSink, cannot: &dy
             Err(error) => break Err(error.into()),
         };
         let noted = source.outcome(&record);
-        let outcome = noted.and_then(|noted| source.named(&record, noted));
+        let outcome = noted.and_then(|noted| source.outcome_with_names(&record, noted));
         let name = &source.disks()[record.disk.index()];
         let recording::TraceRecord { time_ns, disk, op, offset, length, .. } = record;
-        sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
+        sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome })
+            .with_context(cannot)?;
     };
     // Losses and limits are complete only at the end of all traces.
     sink.add_lost(source.lost());
@@ -192,7 +197,8 @@ fn convert_recording(
         let (entry, name, limit) = (told.entry, told.disk, told.limit);
         let outcome = entry.times.map(|times| RequestOutcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);
-        sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
+        sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome })
+            .with_context(cannot)?;
         // Between blocks the reader may wait for a live recording: write out all complete blocks.
         if blocks.is_between_blocks() {
             sink.flush().with_context(cannot)?;

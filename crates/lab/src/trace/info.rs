@@ -13,9 +13,9 @@ use console::{
     table::{ColumnAlignment, TextTable, columns},
 };
 use recording::{
-    RequestOp, TraceOptions, RequestOutcome,
+    RequestOp, RequestOutcome, TraceOptions,
     error::TraceError,
-    file::{RecordingReader, RecordedRequest},
+    file::{RecordedRequest, RecordingReader},
     lines::LineReader,
     merge,
     reader::{self, TraceReader},
@@ -24,7 +24,7 @@ use serde::Serialize;
 
 use super::{
     ReadingArgs,
-    held_by::{RequestsByLimit, LimitNames},
+    held_by::{LimitNames, RequestsByLimit},
 };
 use crate::{duration::duration, latencies::ExactTimes};
 
@@ -172,7 +172,8 @@ impl TraceSummary {
                             _ => arrival_ns,
                         };
                         let latency_ns = entry.times.map_or(0, recording::RecordedTimes::latency_ns);
-                        let request = CountedRequest { time_ns, op: entry.op, length: entry.length, latency_ns };
+                        let request =
+                            CountedRequest { time_ns, op: entry.op, length: entry.length, latency_ns };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| RequestOutcome { times, has_failed, limit });
                         let (of, limits) = self.count(disk, &request);

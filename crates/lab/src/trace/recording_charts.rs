@@ -18,27 +18,30 @@ use std::{
 
 use anyhow::anyhow;
 use console::figures;
-use recording::{MergedTraces, TraceOptions, RequestOutcome, TraceRecord, RecordSource as _, limit_history::LimitHistory, reader};
-use simulator::over_time::{LatencyOverTime, OverTime};
+use recording::{
+    MergedTraces, RecordSource as _, RequestOutcome, TraceOptions, TraceRecord, limit_history::LimitHistory,
+    reader,
+};
+use simulator::over_time::{LatencySeries, TimeSeries};
 
 use super::{
-    held_by::{RequestsByLimit, LimitNames},
+    held_by::{LimitNames, RequestsByLimit},
     info::is_since_1970,
     recorded_limits::recorded_limits,
 };
 use crate::{
     latencies::{ExactTimes, Percentiles},
     limit_lines::{LimitRates, lines_of},
-    result::{ChartAxis, Chart, Findings, Lines, ChartSeries, ResultTable, MeasureUnit},
+    result::{Chart, ChartAxis, ChartSeries, Findings, Lines, MeasureUnit, ResultTable},
 };
 
 /// Disks with charts: those with the most requests.
 const DRAWN: usize = 16;
 /// Maximum number of disks with totals.
-const MOST_DISKS: usize = 10_000;
-const MOST_POINTS: usize = 256;
+const MAX_DISKS: usize = 10_000;
+const MAX_POINTS: usize = 256;
 /// Largest number of limits of a disk that have a line each.
-const MOST_LIMITS: usize = 8;
+const MAX_LIMITS: usize = 8;
 
 /// Recordings as tables and charts.
 pub(crate) struct DrawnRecording {
@@ -64,7 +67,8 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
         return false;
     }
-    let read = reader::open(path).and_then(|mut lines| reader::is_recording(&mut lines, &TraceOptions::default()));
+    let read =
+        reader::open(path).and_then(|mut lines| reader::is_recording(&mut lines, &TraceOptions::default()));
     read.unwrap_or(false)
 }
 
@@ -127,9 +131,9 @@ impl ReadRecording {
             // Disks are listed in order of their first request.
             let place = match places.get(&record.disk.index()) {
                 Some(place) => *place,
-                None if disks.len() == MOST_DISKS => {
+                None if disks.len() == MAX_DISKS => {
                     return Err(anyhow!(
-                        "there are more than {MOST_DISKS} disks (draw fewer recordings at a time)"
+                        "there are more than {MAX_DISKS} disks (draw fewer recordings at a time)"
                     ));
                 }
                 None => {
@@ -140,7 +144,7 @@ impl ReadRecording {
                 }
             };
             let noted = source.outcome(&record);
-            let outcome = noted.and_then(|noted| source.named(&record, noted));
+            let outcome = noted.and_then(|noted| source.outcome_with_names(&record, noted));
             let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
             last_ns = last_ns.max(record.time_ns.saturating_add(took_ns));
             disks[place].add(&record, outcome.as_ref(), &mut names);
@@ -166,21 +170,21 @@ struct RecordedDisk {
 }
 
 struct DiskOverTime {
-    done: OverTime,
-    done_bytes: OverTime,
-    latency: LatencyOverTime,
+    done: TimeSeries,
+    done_bytes: TimeSeries,
+    latency: LatencySeries,
     /// Nanoseconds, by the position of the limit in `by_limit`.
-    throttled: Vec<OverTime>,
+    throttled: Vec<TimeSeries>,
 }
 
 impl RecordedDisk {
     fn new(name: &str, is_drawn: bool) -> Self {
         let over_time = is_drawn.then(|| {
-            let [done, done_bytes] = [(); 2].map(|()| OverTime::sums());
+            let [done, done_bytes] = [(); 2].map(|()| TimeSeries::sums());
             Box::new(DiskOverTime {
                 done,
                 done_bytes,
-                latency: LatencyOverTime::default(),
+                latency: LatencySeries::default(),
                 throttled: Vec::new(),
             })
         });
@@ -232,7 +236,7 @@ impl RecordedDisk {
         let place = self.by_limit.iter().position(|(known, _)| known == limit);
         let place = place.unwrap_or_else(|| {
             // Limits beyond the bound are counted with the last one.
-            if self.by_limit.len() < MOST_LIMITS {
+            if self.by_limit.len() < MAX_LIMITS {
                 self.by_limit.push((limit.to_owned(), 0));
             }
             self.by_limit.len() - 1
@@ -240,7 +244,7 @@ impl RecordedDisk {
         self.by_limit[place].1 += ns;
         if let Some(over_time) = &mut self.over_time {
             // The series of a limit is created with its first wait.
-            over_time.throttled.resize_with(over_time.throttled.len().max(place + 1), OverTime::sums);
+            over_time.throttled.resize_with(over_time.throttled.len().max(place + 1), TimeSeries::sums);
             over_time.throttled[place].add_span(from_ns, until_ns);
         }
     }
@@ -308,8 +312,10 @@ impl RecordedDisk {
             ("requests a second", MeasureUnit::Iops, done, &limits.iops),
             ("bytes a second", MeasureUnit::BytesPerSecond, done_bytes, &limits.bps),
         ] {
-            let rates =
-                vec![ChartSeries { name: "done".to_owned(), points: series.steady(done, MOST_POINTS).rates() }];
+            let rates = vec![ChartSeries {
+                name: "done".to_owned(),
+                points: series.joined_for_rates(done, MAX_POINTS).rates(),
+            }];
             let limits = lines_of(limits, &rates);
             charts.push(over_time_chart(&self.name, what, ChartAxis::new(what, unit), rates, limits));
         }
@@ -325,8 +331,8 @@ impl RecordedDisk {
             let series = vec![line("p50", |point| point.1), line("p99", |point| point.2)];
             charts.push(over_time_chart(&self.name, "latency", axis, series, (Vec::new(), None)));
         }
-        let line = |((limit, _), series): (&(String, u64), &OverTime)| {
-            let mut series = series.within(MOST_POINTS);
+        let line = |((limit, _), series): (&(String, u64), &TimeSeries)| {
+            let mut series = series.with_at_most(MAX_POINTS);
             // Intervals without a wait up to the end are zero, not missing.
             series.extend_to((seconds * 1e9) as u64);
             let share = |(at, ns): (f64, u64)| (at, (ns as f64 / 1e9 / series.interval_s()).min(1.0));

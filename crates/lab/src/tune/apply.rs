@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_says_what_the_configuration_is() {
+    fn every_option_describes_the_configuration() {
         let target = AppliedDisk { name: "vm1.qcow2", disk_bytes: 100 << 30, kind: DiskOrigin::New };
         let commands = ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::On), target);
         assert_eq!(commands.create.unwrap(), "qemu-img create -f qcow2 -o cluster_size=2M vm1.qcow2 100G");
@@ -163,7 +163,8 @@ mod tests {
 
     #[test]
     fn a_raw_disk_has_no_clusters_and_no_l2_cache() {
-        let raw = DiskConfiguration { cache: CacheMode::Directsync, qcow2: None, prefetch: PrefetchMode::Off };
+        let raw =
+            DiskConfiguration { cache: CacheMode::Directsync, qcow2: None, prefetch: PrefetchMode::Off };
         let target = AppliedDisk { name: "/dev/sdb", disk_bytes: 1 << 30, kind: DiskOrigin::Device };
         let commands = ApplyCommands::new(&raw, target);
         assert!(commands.qemu_blockdev.contains(",file.driver=host_device,file.filename=/dev/sdb,"));
@@ -174,9 +175,12 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_is_there_is_not_made_again() {
+    fn existing_image_is_not_created_again() {
         let target = AppliedDisk { name: "vm1.qcow2", disk_bytes: 1 << 30, kind: DiskOrigin::Image };
-        assert_eq!(ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::Auto), target).create, None);
+        assert_eq!(
+            ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::Auto), target).create,
+            None
+        );
     }
 
     #[test]

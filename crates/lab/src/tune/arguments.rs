@@ -7,7 +7,7 @@ use storage::ImageFormat;
 
 use crate::{
     result::arguments::ResultArgs,
-    tune::{TuneGoal, Preset},
+    tune::{Preset, TuneGoal},
 };
 
 /// Shown below the options.

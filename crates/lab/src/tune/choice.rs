@@ -10,9 +10,9 @@
 //! and another run chooses the same. A recommended change was shown to gain more than 5 %.
 
 use super::{
+    configurations::{ConfigurationSpace, DiskConfiguration, RequestPattern},
     goal::TuneGoal,
-    configurations::{DiskConfiguration, RequestPattern, ConfigurationSpace},
-    samples::{LEAST_ROUNDS, TuneSamples},
+    samples::{MIN_ROUNDS, TuneSamples},
 };
 use crate::statistics::{RankComparison, RankVerdict, median};
 
@@ -71,9 +71,14 @@ impl GoalScores<'_> {
         self.samples.compare(base, other, &self.counted(goal), &default)
     }
 
-    pub(super) fn gains(&self, goal: TuneGoal, base: &DiskConfiguration, candidate: &DiskConfiguration) -> bool {
+    pub(super) fn gains(
+        &self,
+        goal: TuneGoal,
+        base: &DiskConfiguration,
+        candidate: &DiskConfiguration,
+    ) -> bool {
         let (RankComparison { ratio, verdict }, rounds) = self.compare(goal, base, candidate);
-        rounds >= LEAST_ROUNDS && verdict == RankVerdict::Higher && ratio.median > 1.0 + MARGIN
+        rounds >= MIN_ROUNDS && verdict == RankVerdict::Higher && ratio.median > 1.0 + MARGIN
     }
 
     fn counted(&self, goal: TuneGoal) -> Vec<RequestPattern> {
@@ -84,7 +89,11 @@ impl GoalScores<'_> {
 /// The base if nothing was shown to be better, including open cases: then the choice is not
 /// settled, and another seed would not choose another configuration. `None` if nothing is allowed
 /// for the goal.
-pub(super) fn choose(goal: TuneGoal, scores: &GoalScores<'_>, candidates: &[DiskConfiguration]) -> Option<GoalChoice> {
+pub(super) fn choose(
+    goal: TuneGoal,
+    scores: &GoalScores<'_>,
+    candidates: &[DiskConfiguration],
+) -> Option<GoalChoice> {
     let space = scores.space;
     let base = goal.base(space)?;
     let measured: Vec<_> = candidates
@@ -116,7 +125,7 @@ pub(super) fn choose(goal: TuneGoal, scores: &GoalScores<'_>, candidates: &[Disk
         let is_open = |(candidate, standing): &(DiskConfiguration, CandidateStanding)| {
             *standing == CandidateStanding::Open && order(candidate) <= order(first)
         };
-        rounds >= LEAST_ROUNDS && !standings.iter().any(is_open)
+        rounds >= MIN_ROUNDS && !standings.iter().any(is_open)
     });
     Some(GoalChoice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() })
 }
@@ -132,7 +141,7 @@ pub(super) fn standing(
     }
     let (RankComparison { ratio, .. }, rounds) = scores.compare(goal, leader, candidate);
     // By the interval, not the median: candidates near the margin need more rounds.
-    if rounds < LEAST_ROUNDS {
+    if rounds < MIN_ROUNDS {
         CandidateStanding::Open
     } else if ratio.high < 1.0 - MARGIN {
         CandidateStanding::Behind

@@ -16,7 +16,7 @@ use std::{
     hash::{Hash, Hasher},
 };
 
-use policy::prefetch::{PrefetchMode, PrefetchConfig};
+use policy::prefetch::{PrefetchConfig, PrefetchMode};
 use storage::CacheMode;
 
 /// Default cluster size, the same as QEMU's.
@@ -84,7 +84,8 @@ pub(super) struct DiskConfiguration {
 impl DiskConfiguration {
     /// Memory of the caches, without the page cache, which the kernel reclaims on demand.
     pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
-        let l2 = self.qcow2.map_or(0, |Qcow2Choice { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
+        let l2 =
+            self.qcow2.map_or(0, |Qcow2Choice { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
         l2 + if self.prefetch == PrefetchMode::Off { 0 } else { PrefetchConfig::default().memory_bytes }
     }
 }
@@ -152,11 +153,14 @@ impl ConfigurationSpace {
 
     pub(super) fn one_at_a_time(&self) -> Vec<DiskConfiguration> {
         let default = self.default_configuration();
-        let mut list: Vec<_> = self.caches.iter().map(|&cache| DiskConfiguration { cache, ..default }).collect();
+        let mut list: Vec<_> =
+            self.caches.iter().map(|&cache| DiskConfiguration { cache, ..default }).collect();
         // A raw disk has neither clusters nor L2 tables.
         if let Some(qcow2) = default.qcow2 {
             let with = |qcow2| DiskConfiguration { qcow2: Some(qcow2), ..default };
-            list.extend(self.clusters.iter().map(|&cluster_bytes| with(Qcow2Choice { cluster_bytes, ..qcow2 })));
+            list.extend(
+                self.clusters.iter().map(|&cluster_bytes| with(Qcow2Choice { cluster_bytes, ..qcow2 })),
+            );
             list.extend(self.l2.iter().map(|&l2| with(Qcow2Choice { l2, ..qcow2 })));
         }
         list.extend(self.prefetch.iter().map(|&prefetch| DiskConfiguration { prefetch, ..default }));
@@ -176,7 +180,11 @@ impl ConfigurationSpace {
         let mut list = Vec::new();
         for &cache in &self.caches {
             for &qcow2 in &images {
-                list.extend(self.prefetch.iter().map(|&prefetch| DiskConfiguration { cache, qcow2, prefetch }));
+                list.extend(self.prefetch.iter().map(|&prefetch| DiskConfiguration {
+                    cache,
+                    qcow2,
+                    prefetch,
+                }));
             }
         }
         let mut list = self.distinct(list);
@@ -205,8 +213,9 @@ impl ConfigurationSpace {
         // By the size in bytes, not by the share.
         let key = |configuration: &DiskConfiguration| {
             let DiskConfiguration { cache, qcow2, prefetch } = *configuration;
-            let sizes = qcow2
-                .map(|Qcow2Choice { cluster_bytes, l2 }| (cluster_bytes, l2.bytes(self.size_bytes, cluster_bytes)));
+            let sizes = qcow2.map(|Qcow2Choice { cluster_bytes, l2 }| {
+                (cluster_bytes, l2.bytes(self.size_bytes, cluster_bytes))
+            });
             (cache.name(), sizes, prefetch.name())
         };
         let mut seen = HashSet::new();
@@ -256,7 +265,8 @@ impl RequestPattern {
             }
         }
         // The remaining operations with one small and one large pattern each.
-        for operation in [PatternOperation::SyncWrite, PatternOperation::FirstWrite, PatternOperation::Reread] {
+        for operation in [PatternOperation::SyncWrite, PatternOperation::FirstWrite, PatternOperation::Reread]
+        {
             list.push(Self { order: AccessOrder::Random, operation, block_bytes: SMALL, depth: 1 });
             list.push(Self { order: AccessOrder::Sequential, operation, block_bytes: LARGE, depth: 1 });
         }
@@ -327,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_that_come_to_the_same_size_are_measured_once() {
+    fn equal_cache_sizes_are_measured_once() {
         let space = ConfigurationSpace::of_made_images(64 << 20);
         // 8 KiB of mapping: 1/16 and 1/128 are both the minimum.
         let l2 = |configuration: &&DiskConfiguration| {

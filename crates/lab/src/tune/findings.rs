@@ -5,13 +5,15 @@ use console::{figures, table};
 use super::{
     apply::AppliedDisk,
     choice::{GoalChoice, rule},
-    goal::TuneGoal,
     configurations::{DiskConfiguration, RequestPattern},
+    goal::TuneGoal,
     recommend::{Recommendation, percent},
     search::ConfigurationSearch,
 };
 use crate::{
-    result::{ChartAxis, Better, Chart, Findings, HeatMap, Lines, Measure, ChartSeries, ResultTable, MeasureUnit},
+    result::{
+        Better, Chart, ChartAxis, ChartSeries, Findings, HeatMap, Lines, Measure, MeasureUnit, ResultTable,
+    },
     statistics::{RankComparison, RankVerdict, estimate, median, steady},
 };
 
@@ -133,7 +135,10 @@ impl TuneFindings<'_> {
         let rows = self.ordered().iter().map(row).collect();
         let note = "The geometric mean over what counts for the goal, by quotients of the same round; \
                     1 is as fast as the default. In brackets: not safe enough for the goal.";
-        ResultTable { note: Some(note.to_owned()), ..ResultTable::new("Speed beside the default", columns, rows) }
+        ResultTable {
+            note: Some(note.to_owned()),
+            ..ResultTable::new("Speed beside the default", columns, rows)
+        }
     }
 
     fn pattern(&self, pattern: &RequestPattern) -> Option<ResultTable> {
@@ -162,7 +167,8 @@ impl TuneFindings<'_> {
         let rows: Vec<_> = rows.into_iter().map(|(_, cells)| cells).collect();
         let columns = ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"];
         let title = pattern.to_string();
-        (!rows.is_empty()).then(|| ResultTable { note: Some(NOTE.to_owned()), ..ResultTable::new(&title, columns, rows) })
+        (!rows.is_empty())
+            .then(|| ResultTable { note: Some(NOTE.to_owned()), ..ResultTable::new(&title, columns, rows) })
     }
 
     fn measures(&self) -> Vec<Measure> {

@@ -7,7 +7,7 @@
 use clap::ValueEnum;
 use storage::CacheMode;
 
-use super::configurations::{DiskConfiguration, PatternOperation, RequestPattern, ConfigurationSpace};
+use super::configurations::{ConfigurationSpace, DiskConfiguration, PatternOperation, RequestPattern};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum TuneGoal {
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unsafe_is_recommended_for_nothing_and_integrity_needs_no_flushes() {
+    fn cache_mode_unsafe_is_never_recommended() {
         for goal in TuneGoal::ALL {
             assert!(!goal.allows(CacheMode::Unsafe), "{goal:?}");
         }
@@ -130,7 +130,10 @@ mod tests {
                 RequestPattern::all().into_iter().filter(|pattern| goal.counts(pattern)).collect();
             assert!(patterns.iter().any(RequestPattern::writes), "{goal:?}");
             assert!(patterns.iter().any(|pattern| pattern.operation == PatternOperation::Read), "{goal:?}");
-            assert!(!patterns.iter().any(|pattern| pattern.operation == PatternOperation::Reread), "{goal:?}");
+            assert!(
+                !patterns.iter().any(|pattern| pattern.operation == PatternOperation::Reread),
+                "{goal:?}"
+            );
         }
     }
 }

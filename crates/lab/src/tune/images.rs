@@ -26,26 +26,25 @@ use image::{
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use policy::prefetch::PrefetchConfig;
 use reactor::{
-    run_blocking,
     buffer::{ALIGNMENT, IoBuffer},
-    spawn_joinable,
+    run_blocking, spawn_joinable,
 };
 use settings::exact_size;
 use storage::{CacheMode, Durability, ImageFormat, OpenOptions, open_storage};
 
 use super::{
     configurations::{DiskConfiguration, L2Share, Qcow2Choice},
-    target::{TuneTargetKind, TuneTarget},
     stop::TuneStop,
+    target::{TuneTarget, TuneTargetKind},
 };
 
 /// The overlays' backing file; also the raw disk that presets compare with.
 pub(super) const BASE: &str = "base.raw";
 const OVERLAY: &str = "overlay.qcow2";
-const PIECE: u64 = 1 << 20;
+const STEP_BYTES: u64 = 1 << 20;
 const DEPTH: usize = 8;
 /// Length of a new file: storage cannot be empty.
-const LEAST_FILE: u64 = 512;
+const MIN_FILE: u64 = 512;
 
 #[derive(Debug)]
 pub(super) struct TuneImages {
@@ -57,7 +56,7 @@ pub(super) struct TuneImages {
 
 impl TuneImages {
     pub(super) fn new(place: Rc<TuneTarget>) -> Self {
-        let noise: Arc<[u8]> = (0..PIECE as usize + ALIGNMENT).map(|_| fastrand::u8(..)).collect();
+        let noise: Arc<[u8]> = (0..STEP_BYTES as usize + ALIGNMENT).map(|_| fastrand::u8(..)).collect();
         // Direct I/O needs aligned buffers, and the noise is shared without copying.
         let first = noise.as_ptr().align_offset(ALIGNMENT);
         Self { place, noise, first }
@@ -103,7 +102,9 @@ impl TuneImages {
                 (self.path(cluster_bytes)?, Some(ImageFormat::Qcow2), false)
             }
             (TuneTargetKind::Made { .. }, None) => (self.base()?, Some(ImageFormat::Raw), false),
-            (TuneTargetKind::Device { writable, .. }, _) => (self.place.path.clone(), Some(ImageFormat::Raw), !writable),
+            (TuneTargetKind::Device { writable, .. }, _) => {
+                (self.place.path.clone(), Some(ImageFormat::Raw), !writable)
+            }
             (TuneTargetKind::Image { format, .. }, _) => (self.place.path.clone(), *format, true),
         };
         self.disk(&path, format, read_only, configuration).await
@@ -148,10 +149,13 @@ impl TuneImages {
         self.place.made(BASE).context("there is no directory for images")
     }
 
-    async fn create(&self, path: &Path, cluster_bytes: u64, backing: Option<BackingReference>) -> anyhow::Result<()> {
-        fs::File::create(path)
-            .and_then(|file| file.set_len(LEAST_FILE))
-            .context("cannot create an image")?;
+    async fn create(
+        &self,
+        path: &Path,
+        cluster_bytes: u64,
+        backing: Option<BackingReference>,
+    ) -> anyhow::Result<()> {
+        fs::File::create(path).and_then(|file| file.set_len(MIN_FILE)).context("cannot create an image")?;
         let storage = open_storage(&spec(path)?, OpenOptions::default())?;
         let size_bytes = self.place.size_bytes;
         let wish = CreateOptions { size_bytes, cluster_bytes, backing, ..CreateOptions::default() };
@@ -200,9 +204,9 @@ impl TuneImages {
         let storage =
             OpenOptions { cache: CacheMode::Writeback, format: Some(format), ..OpenOptions::default() };
         let image = open(&spec(path)?, ImageOptions { storage, ..ImageOptions::default() }).await?;
-        let pieces = self.place.size_bytes / PIECE;
+        let pieces = self.place.size_bytes / STEP_BYTES;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        progress.begin(&format!("writing {name}"), pieces * PIECE);
+        progress.begin(&format!("writing {name}"), pieces * STEP_BYTES);
         let filling = Rc::new(ImageFill {
             image,
             noise: Arc::clone(&self.noise),
@@ -246,11 +250,11 @@ impl ImageFill {
     async fn write(self: Rc<Self>) {
         while self.next.get() < self.pieces && self.failed.borrow().is_none() && !self.stop.is_due() {
             // Taken before the await, so that no two tasks write the same piece.
-            let at = self.next.replace(self.next.get() + 1) * PIECE;
-            let data = IoBuffer::view_of(&self.noise, self.first..self.first + PIECE as usize);
+            let at = self.next.replace(self.next.get() + 1) * STEP_BYTES;
+            let data = IoBuffer::view_of(&self.noise, self.first..self.first + STEP_BYTES as usize);
             let result = self.image.write(at, data.into(), Durability::Cached).await;
             self.written.set(self.written.get() + 1);
-            self.progress.advance(self.written.get() * PIECE);
+            self.progress.advance(self.written.get() * STEP_BYTES);
             if let Err(error) = result {
                 self.failed.borrow_mut().get_or_insert(error);
             }

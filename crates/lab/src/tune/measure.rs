@@ -18,11 +18,11 @@ use anyhow::Context as _;
 use block::disk::Disk;
 
 use super::{
+    configurations::{AccessOrder, CLUSTERS, DiskConfiguration, PatternOperation, RequestPattern},
     images::TuneImages,
-    configurations::{CLUSTERS, DiskConfiguration, PatternOperation, AccessOrder, RequestPattern},
-    target::OVERLAY_BYTES,
     search::MeasurementTurn,
     stop::TuneStop,
+    target::OVERLAY_BYTES,
 };
 use crate::{
     load::{FlushSpec, LoadSpec, OffsetPattern, run_job},
@@ -63,7 +63,7 @@ impl SampleMeter {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
     }
 
-    pub(super) async fn turn(
+    pub(super) async fn measure_turn(
         &mut self,
         turn: &MeasurementTurn,
         mut record: impl FnMut(RequestPattern, f64),
@@ -164,7 +164,10 @@ impl SampleMeter {
             let now = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
             rate = Some(now);
             // The first batch only calibrates, unless it took too long to be discarded.
-            if !is_first || outcome.elapsed * 4 > self.slice || pattern.operation == PatternOperation::FirstWrite {
+            if !is_first
+                || outcome.elapsed * 4 > self.slice
+                || pattern.operation == PatternOperation::FirstWrite
+            {
                 series.rates.push(now);
                 series.requests += count;
                 series.elapsed += outcome.elapsed;
@@ -186,8 +189,12 @@ impl SampleMeter {
     ) -> anyhow::Result<Vec<(f64, f64)>> {
         let disk = self.images.open(configuration).await?;
         self.images.drop_from_page_cache(&disk).await?;
-        let pattern =
-            RequestPattern { order: AccessOrder::Random, operation: PatternOperation::Read, block_bytes: 4096, depth: 1 };
+        let pattern = RequestPattern {
+            order: AccessOrder::Random,
+            operation: PatternOperation::Read,
+            block_bytes: 4096,
+            depth: 1,
+        };
         let mut walk = BatchOffsets::new(pattern, self.images.place.size_bytes, &mut self.random);
         let stop = self.stop.within(time);
         let mut points = Vec::new();
@@ -238,8 +245,12 @@ fn most_requests(pattern: RequestPattern, size_bytes: u64) -> u64 {
 }
 
 async fn warm(disk: &Arc<Disk>, size_bytes: u64) -> anyhow::Result<()> {
-    let pattern =
-        RequestPattern { order: AccessOrder::Sequential, operation: PatternOperation::Reread, block_bytes: 1 << 20, depth: 4 };
+    let pattern = RequestPattern {
+        order: AccessOrder::Sequential,
+        operation: PatternOperation::Reread,
+        block_bytes: 1 << 20,
+        depth: 4,
+    };
     let mut walk = BatchOffsets { pattern, size_bytes, offset: 0, seed: 0 };
     run_job(walk.load(size_bytes >> 20), Arc::clone(disk)).await?;
     Ok(())
@@ -277,7 +288,8 @@ impl BatchOffsets {
                 run: 1,
             },
             write: pattern.writes().then_some(BYTE),
-            flush: (pattern.operation == PatternOperation::SyncWrite).then_some(FlushSpec { interval: 1, drain: true }),
+            flush: (pattern.operation == PatternOperation::SyncWrite)
+                .then_some(FlushSpec { interval: 1, drain: true }),
         };
         self.seed = self.seed.wrapping_add(1);
         self.offset = (self.offset / block + count) % (size_bytes / block) * block;
@@ -304,7 +316,8 @@ mod tests {
         let begins: Vec<_> = [4, 4, 4].map(|count| walk.load(count).places.offset >> 20).to_vec();
         assert_eq!(begins, [0, 4, 8], "and the last goes on at the beginning");
         assert_eq!(walk.load(1).places.offset >> 20, 2);
-        let mut walk = BatchOffsets { pattern: pattern(AccessOrder::Random, PatternOperation::SyncWrite), ..walk };
+        let mut walk =
+            BatchOffsets { pattern: pattern(AccessOrder::Random, PatternOperation::SyncWrite), ..walk };
         let loads = [walk.load(1), walk.load(1)];
         assert_ne!(loads[0].places.random, loads[1].places.random);
         assert_eq!(loads[0].flush, Some(FlushSpec { interval: 1, drain: true }));
@@ -321,7 +334,10 @@ mod tests {
 
     #[test]
     fn every_configuration_writes_the_same_and_an_overlay_does_not_grow_beyond_its_room() {
-        let small = RequestPattern { block_bytes: 4096, ..pattern(AccessOrder::Random, PatternOperation::FirstWrite) };
+        let small = RequestPattern {
+            block_bytes: 4096,
+            ..pattern(AccessOrder::Random, PatternOperation::FirstWrite)
+        };
         assert_eq!(most_requests(small, 1 << 30), 32, "each may allocate 2 MiB");
         assert_eq!(most_requests(small, 16 << 20), 8);
         assert_eq!(most_requests(pattern(AccessOrder::Random, PatternOperation::Write), 1 << 30), 32);

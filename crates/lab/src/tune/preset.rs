@@ -17,17 +17,17 @@ use super::{
     TuneOutcome,
     choice::MARGIN,
     configurations::{DiskConfiguration, RequestPattern},
-    target::TuneTarget,
     run::TuneRun,
-    samples::{LEAST_ROUNDS, TuneSamples},
-    search::{TurnSource, MeasurementTurn},
+    samples::{MIN_ROUNDS, TuneSamples},
+    search::{MeasurementTurn, TurnSource},
     stop::TuneStop,
+    target::TuneTarget,
 };
 use crate::statistics::{RankComparison, RankVerdict, median};
 
 /// Number of rounds of a table. A table never ends earlier: measuring until a difference shows
 /// would find one by chance.
-const MOST_ROUNDS: usize = 20;
+const MAX_ROUNDS: usize = 20;
 /// Slices of a cell in a budget: twelve rounds with their opening and flushing.
 const SLICES_PER_CELL: u32 = 48;
 
@@ -186,7 +186,9 @@ impl PublishedTable {
             Some((configuration, column.pattern(&configuration)))
         };
         let judge = |(one, other): &(String, String)| {
-            let (Some(one), Some(other)) = (cell(one), cell(other)) else { return ClaimAgreement::NotMeasured };
+            let (Some(one), Some(other)) = (cell(one), cell(other)) else {
+                return ClaimAgreement::NotMeasured;
+            };
             let Some(RankComparison { ratio, verdict }) =
                 samples.compare_cells((&other.0, &other.1), (&one.0, &one.1))
             else {
@@ -194,12 +196,16 @@ impl PublishedTable {
             };
             let is_known = [one, other]
                 .iter()
-                .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= LEAST_ROUNDS);
+                .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= MIN_ROUNDS);
             // A claim is judged by the interval of the ratio, not by its median.
             match (claim.relation, verdict) {
-                (ClaimRelation::Higher, RankVerdict::Higher) | (ClaimRelation::Lower, RankVerdict::Lower) => ClaimAgreement::Agrees,
+                (ClaimRelation::Higher, RankVerdict::Higher) | (ClaimRelation::Lower, RankVerdict::Lower) => {
+                    ClaimAgreement::Agrees
+                }
                 // The lack of a visible difference agrees only if a difference would be visible.
-                (ClaimRelation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => ClaimAgreement::Agrees,
+                (ClaimRelation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => {
+                    ClaimAgreement::Agrees
+                }
                 (_, RankVerdict::Same) => ClaimAgreement::NotSeen,
                 _ => ClaimAgreement::Contradicted,
             }
@@ -210,11 +216,11 @@ impl PublishedTable {
 
     fn rounds(&self, samples: &TuneSamples, without: &[DiskConfiguration]) -> usize {
         let rows = self.rows.iter().filter(|row| !without.contains(&row.configuration));
-        rows.map(|row| samples.rounds(&row.configuration, &self.patterns(row))).min().unwrap_or(MOST_ROUNDS)
+        rows.map(|row| samples.rounds(&row.configuration, &self.patterns(row))).min().unwrap_or(MAX_ROUNDS)
     }
 
     fn is_complete(&self, samples: &TuneSamples, without: &[DiskConfiguration]) -> bool {
-        self.rounds(samples, without) >= MOST_ROUNDS
+        self.rounds(samples, without) >= MAX_ROUNDS
     }
 }
 
@@ -305,7 +311,9 @@ impl TurnSource for PresetCourse {
     }
 
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
-        let has = |row: &&PublishedRow| row.configuration.qcow2.is_some_and(|own| own.cluster_bytes == cluster_bytes);
+        let has = |row: &&PublishedRow| {
+            row.configuration.qcow2.is_some_and(|own| own.cluster_bytes == cluster_bytes)
+        };
         let rows: Vec<&PublishedRow> = self.tables.iter().flat_map(|table| &table.rows).filter(has).collect();
         self.refused.extend(rows.iter().map(|row| row.configuration));
         rows.iter().map(|row| format!("{}:", row.name)).collect()
@@ -363,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn the_opposite_and_nothing_are_told_apart() {
+    fn opposite_effect_differs_from_no_effect() {
         let table = published::streams_by_cluster_size();
         let claim = &table.claims[0];
         let judged = |small: f64, large: f64| {
@@ -383,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn no_harm_is_concluded_only_where_harm_would_be_seen() {
+    fn no_harm_needs_enough_statistical_power() {
         let table = published::reads_by_prefetch();
         let claim = table.claims.iter().find(|claim| claim.relation == ClaimRelation::NotLower).unwrap();
         let judged = |rounds: u32, noise: f64, factor: f64| {

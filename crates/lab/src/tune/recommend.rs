@@ -4,16 +4,16 @@
 use console::figures;
 
 use super::{
-    apply::{ApplyCommands, AppliedDisk},
+    apply::{AppliedDisk, ApplyCommands},
     choice::GoalChoice,
-    goal::{TuneGoal, CacheSafety},
-    configurations::{DiskConfiguration, RequestPattern, ConfigurationSpace},
-    samples::{LEAST_ROUNDS, TuneSamples},
+    configurations::{ConfigurationSpace, DiskConfiguration, RequestPattern},
+    goal::{CacheSafety, TuneGoal},
+    samples::{MIN_ROUNDS, TuneSamples},
 };
 use crate::statistics::{Estimate, RankVerdict};
 
 /// Maximum number of differences in the summary; the result's tables have all.
-const MOST_TOLD: usize = 4;
+const MAX_TOLD: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
@@ -69,7 +69,7 @@ impl Recommendation {
             is_default: configuration == default,
             is_compared: [default, configuration]
                 .iter()
-                .all(|one| samples.rounds(one, patterns) >= LEAST_ROUNDS),
+                .all(|one| samples.rounds(one, patterns) >= MIN_ROUNDS),
         }
     }
 
@@ -80,8 +80,8 @@ impl Recommendation {
             _ if !self.is_compared => "too few samples".to_owned(),
             [] => "nothing beyond noise".to_owned(),
             list => {
-                let told = list.iter().take(MOST_TOLD).map(PatternDifference::brief);
-                let more = list.len().saturating_sub(MOST_TOLD);
+                let told = list.iter().take(MAX_TOLD).map(PatternDifference::brief);
+                let more = list.len().saturating_sub(MAX_TOLD);
                 let more = (more > 0).then(|| format!("and {more} more"));
                 told.chain(more).collect::<Vec<_>>().join("\n")
             }
@@ -112,8 +112,8 @@ impl Recommendation {
         }
         text += ".";
         let told = |list: &[PatternDifference]| {
-            let told: Vec<_> = list.iter().take(MOST_TOLD).map(PatternDifference::text).collect();
-            let more = list.len().saturating_sub(MOST_TOLD);
+            let told: Vec<_> = list.iter().take(MAX_TOLD).map(PatternDifference::text).collect();
+            let more = list.len().saturating_sub(MAX_TOLD);
             told.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
         };
         if !self.is_default && !self.is_compared {
@@ -142,7 +142,8 @@ impl Recommendation {
     }
 
     pub(super) fn how(&self) -> Vec<(&'static str, String)> {
-        let ApplyCommands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } = self.commands.clone();
+        let ApplyCommands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } =
+            self.commands.clone();
         let create = create.map(|line| ("image", line));
         let without = without.map(|line| ("not there", line.to_owned()));
         create
@@ -189,7 +190,7 @@ mod tests {
     use crate::tune::apply::DiskOrigin;
 
     #[test]
-    fn gains_and_costs_are_told_with_their_intervals() {
+    fn gains_and_costs_have_confidence_intervals() {
         let space = ConfigurationSpace::of_made_images(1 << 30);
         let patterns = RequestPattern::all();
         let [default, other] = [space.default_configuration(), space.one_at_a_time()[2]];
@@ -203,7 +204,8 @@ mod tests {
             }
         }
         let target = AppliedDisk { name: "a.qcow2", disk_bytes: 100 << 30, kind: DiskOrigin::New };
-        let choice = GoalChoice { goal: TuneGoal::Balanced, configuration: other, leader: other, settled: true };
+        let choice =
+            GoalChoice { goal: TuneGoal::Balanced, configuration: other, leader: other, settled: true };
         let made = Recommendation::new(&choice, &samples, &patterns, &space, target);
         let text = made.sentence();
         assert!(text.starts_with("For balanced: none, 64K. Gains beside the default: +100 % ["), "{text}");

@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 use settings::exact_size;
 
 use super::{
-    configurations::{DiskConfiguration, RequestPattern, ConfigurationSpace},
-    target::TuneTarget,
+    configurations::{ConfigurationSpace, DiskConfiguration, RequestPattern},
     samples::TuneSamples,
+    target::TuneTarget,
 };
-use crate::result::{ResultHeader, ResultFile, load};
+use crate::result::{ResultFile, ResultHeader, load};
 
 /// A hundred of the longest runs.
-const MOST_ROUNDS: u32 = 100_000;
+const MAX_ROUNDS: u32 = 100_000;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -75,7 +75,11 @@ impl StoredSamples {
     }
 
     /// The samples, after a check that they belong to this target in its present state.
-    pub(super) fn samples(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<TuneSamples> {
+    pub(super) fn samples(
+        &self,
+        place: &TuneTarget,
+        space: &ConfigurationSpace,
+    ) -> anyhow::Result<TuneSamples> {
         let here = whole_name(&place.path);
         ensure!(self.path == here, "the samples to continue with belong to {}, not to {here}", self.path);
         ensure!(
@@ -99,7 +103,7 @@ impl StoredSamples {
             let pattern = patterns.iter().find(|(name, _)| *name == cell.pattern);
             let (Some((_, configuration)), Some((_, pattern))) = (configuration, pattern) else { continue };
             ensure!(
-                cell.rounds.iter().all(|&round| round < MOST_ROUNDS),
+                cell.rounds.iter().all(|&round| round < MAX_ROUNDS),
                 "the samples to continue with are corrupt: the number of rounds is too large (start again without --resume)"
             );
             for (round, value) in cell.rounds.iter().zip(&cell.operations_per_second) {
@@ -151,8 +155,14 @@ mod tests {
 
     fn place(directory: &Path, size_bytes: u64) -> TuneTarget {
         let size_bytes = Some(size_bytes);
-        let wish =
-            TuneTargetOptions { path: directory, size_bytes, format: None, write: false, force: false, budget_seconds: 9 };
+        let wish = TuneTargetOptions {
+            path: directory,
+            size_bytes,
+            format: None,
+            write: false,
+            force: false,
+            budget_seconds: 9,
+        };
         TuneTarget::open(wish, |_, _, _| unreachable!("a directory has no image")).unwrap()
     }
 

@@ -10,10 +10,10 @@ use console::progress::StepProgress;
 
 use super::{
     images::TuneImages,
-    measure::{SampleMeter, SLICES, TurnError},
-    target::TuneTarget,
+    measure::{SLICES, SampleMeter, TurnError},
     search::TurnSource,
     stop::TuneStop,
+    target::TuneTarget,
 };
 
 const SHARE_FOR_END: u32 = 50;
@@ -96,7 +96,7 @@ impl<C: TurnSource> TuneRun<C> {
                 self.progress.step(&self.course.is_at());
             }
             let course = &mut self.course;
-            match meter.turn(&turn, |pattern, value| course.record(&turn, pattern, value)).await {
+            match meter.measure_turn(&turn, |pattern, value| course.record(&turn, pattern, value)).await {
                 Ok(()) => {}
                 // Many file systems lack O_DIRECT, which the direct cache modes need.
                 Err(TurnError::NotOpened(why)) if turn.configuration.cache.is_direct() => {

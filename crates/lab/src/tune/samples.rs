@@ -13,9 +13,9 @@ use crate::statistics::{RankComparison, compare, compare_rounds, median};
 /// Distance of the fences, in median distances from the median.
 const FENCE: f64 = 3.0;
 /// Minimum number of ratios for an estimate of the usual noise.
-const LEAST_FENCED: usize = 5;
+const MIN_FENCED: usize = 5;
 /// Minimum number of rounds for reporting a difference.
-pub(super) const LEAST_ROUNDS: usize = 6;
+pub(super) const MIN_ROUNDS: usize = 6;
 
 /// Samples in operations per second.
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,13 @@ pub(super) struct TuneSamples {
 impl TuneSamples {
     /// Adds a sample; ignores values that are not above zero, and a second sample of the same
     /// round.
-    pub(super) fn add(&mut self, configuration: DiskConfiguration, pattern: RequestPattern, round: u32, value: f64) {
+    pub(super) fn add(
+        &mut self,
+        configuration: DiskConfiguration,
+        pattern: RequestPattern,
+        round: u32,
+        value: f64,
+    ) {
         if !(value.is_finite() && value > 0.0) {
             return;
         }
@@ -103,14 +109,18 @@ impl TuneSamples {
         let [of_base, of_other] = [base, other].map(|one| self.quotients(through, one, patterns));
         let apart = of_base.len().min(of_other.len());
         // Rounds of both together exclude drift; apart, both are compared through a third one.
-        if together.len() >= LEAST_ROUNDS || apart < LEAST_ROUNDS {
+        if together.len() >= MIN_ROUNDS || apart < MIN_ROUNDS {
             (compare_rounds(&together), together.len())
         } else {
             (compare(&of_base, &of_other), apart)
         }
     }
 
-    fn logs(&self, base: (&DiskConfiguration, &RequestPattern), other: (&DiskConfiguration, &RequestPattern)) -> Vec<(u32, f64)> {
+    fn logs(
+        &self,
+        base: (&DiskConfiguration, &RequestPattern),
+        other: (&DiskConfiguration, &RequestPattern),
+    ) -> Vec<(u32, f64)> {
         let Some(of_base) = self.cells.get(&(*base.0, *base.1)) else { return Vec::new() };
         let log = |(round, value): (u32, f64)| Some((round, (value / of_base.get(&round)?).ln()));
         self.cell(other.0, other.1).filter_map(log).collect()
@@ -118,7 +128,7 @@ impl TuneSamples {
 }
 
 fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
-    if logs.len() >= LEAST_FENCED {
+    if logs.len() >= MIN_FENCED {
         // Outliers are moved to the fence instead of removed, so that their rounds still count.
         let centre = median(&logs.iter().map(|&(_, log)| log).collect::<Vec<_>>());
         let distances: Vec<_> = logs.iter().map(|&(_, log)| (log - centre).abs()).collect();
@@ -134,7 +144,7 @@ mod tests {
     use crate::{statistics::RankVerdict, tune::configurations::ConfigurationSpace};
 
     #[test]
-    fn drift_that_hits_all_alike_and_one_outlier_change_no_comparison() {
+    fn common_drift_and_one_outlier_change_no_comparison() {
         let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
         let (default, faster) = (list[0], list[13]);
         let patterns = RequestPattern::all();
@@ -158,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_were_in_no_round_together_are_compared_through_the_default() {
+    fn configurations_without_common_rounds_are_compared_through_the_default() {
         let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
         let patterns = RequestPattern::all();
         let mut samples = TuneSamples::default();

@@ -18,18 +18,18 @@
 use std::collections::HashMap;
 
 use super::{
-    choice::{GoalChoice, GoalScores, CandidateStanding, choose, standing},
+    choice::{CandidateStanding, GoalChoice, GoalScores, choose, standing},
+    configurations::{ConfigurationSpace, DiskConfiguration, Qcow2Choice, RequestPattern},
     goal::TuneGoal,
-    configurations::{DiskConfiguration, RequestPattern, Qcow2Choice, ConfigurationSpace},
-    samples::{LEAST_ROUNDS, TuneSamples},
+    samples::{MIN_ROUNDS, TuneSamples},
 };
 use crate::statistics::median;
 
 /// Minimum share of the time for stage 2.
 const LEFT_FOR_COMBINATIONS: f64 = 0.45;
 /// Maximum number of rounds of stage 1; the remaining time goes to stage 2.
-const MOST_ROUNDS: usize = 30;
-const MOST_COMBINATIONS: usize = 12;
+const MAX_ROUNDS: usize = 30;
+const MAX_COMBINATIONS: usize = 12;
 
 #[derive(Debug)]
 pub(super) struct ConfigurationSearch {
@@ -177,15 +177,15 @@ impl ConfigurationSearch {
     }
 
     fn begin_round(&mut self, left: f64) {
-        if self.rounds >= LEAST_ROUNDS && self.stage == SearchStage::Factors {
+        if self.rounds >= MIN_ROUNDS && self.stage == SearchStage::Factors {
             // Configurations behind for every goal cost time without a chance of being recommended.
             self.candidates = self.still_competitive();
             // Stage 2 begins when stage 1 has decided, or has used its share of the time.
             let is_late = left < LEFT_FOR_COMBINATIONS;
-            if is_late || self.rounds >= MOST_ROUNDS || self.is_settled() {
+            if is_late || self.rounds >= MAX_ROUNDS || self.is_settled() {
                 return self.begin_combinations();
             }
-        } else if self.rounds >= LEAST_ROUNDS {
+        } else if self.rounds >= MIN_ROUNDS {
             let open: Vec<_> = self.choices().into_iter().filter(|choice| !choice.settled).collect();
             if open.is_empty() {
                 self.stage = SearchStage::Done;
@@ -290,7 +290,8 @@ impl ConfigurationSearch {
             })
             .collect();
         // Unmeasured factors count as no gain.
-        let gains = |goal: TuneGoal, one: &DiskConfiguration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
+        let gains =
+            |goal: TuneGoal, one: &DiskConfiguration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
         let mattered = |configuration: &DiskConfiguration| {
             self.goals.iter().any(|&goal| {
                 // Integrity's combinations need a safe mode.
@@ -323,7 +324,7 @@ impl ConfigurationSearch {
             .filter(|(promise, _)| *promise > 1.0)
             .collect();
         list.sort_by(|(one, _), (other, _)| other.total_cmp(one));
-        list.truncate(MOST_COMBINATIONS);
+        list.truncate(MAX_COMBINATIONS);
         list.into_iter().map(|(_, one)| one).collect()
     }
 }

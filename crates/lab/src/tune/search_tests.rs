@@ -49,7 +49,13 @@ fn search(seed: u64) -> ConfigurationSearch {
 }
 
 fn continued(seed: u64, samples: TuneSamples) -> ConfigurationSearch {
-    ConfigurationSearch::new(ConfigurationSpace::of_made_images(1 << 30), RequestPattern::all(), TuneGoal::ALL.to_vec(), samples, seed)
+    ConfigurationSearch::new(
+        ConfigurationSpace::of_made_images(1 << 30),
+        RequestPattern::all(),
+        TuneGoal::ALL.to_vec(),
+        samples,
+        seed,
+    )
 }
 
 fn names(search: &ConfigurationSearch) -> BTreeMap<&'static str, String> {
@@ -73,7 +79,10 @@ fn disk(configuration: &DiskConfiguration, pattern: &RequestPattern) -> f64 {
             speed *= 0.7;
         }
     }
-    if configuration.prefetch == PrefetchMode::On && pattern.operation == PatternOperation::Read && pattern.depth == 1 {
+    if configuration.prefetch == PrefetchMode::On
+        && pattern.operation == PatternOperation::Read
+        && pattern.depth == 1
+    {
         speed *= 1.6;
     }
     speed
@@ -94,7 +103,7 @@ fn two_seeds_recommend_the_same_and_it_is_the_best() {
 }
 
 #[test]
-fn where_nothing_differs_the_default_is_recommended_and_soon() {
+fn equal_configurations_recommend_the_default_early() {
     for seed in [1, 2, 3] {
         let mut machine = Machine::new(|_, _| 1.0, seed, 50_000);
         let found = machine.search(search(seed));
@@ -155,7 +164,7 @@ fn two_seeds_recommend_the_same_on_a_noisy_machine() {
 }
 
 #[test]
-fn a_search_ends_before_its_time_only_where_more_of_it_would_change_nothing() {
+fn search_stops_early_only_when_conclusions_are_stable() {
     // A gain equal to the margin remains undecided after any number of rounds.
     let truth = |configuration: &DiskConfiguration, _: &RequestPattern| {
         if configuration.prefetch == PrefetchMode::On { 1.05 } else { 1.0 }
@@ -169,7 +178,7 @@ fn a_search_ends_before_its_time_only_where_more_of_it_would_change_nothing() {
 }
 
 #[test]
-fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
+fn budget_is_kept_and_partial_results_are_reported() {
     let mut machine = Machine::new(disk, 1, 100);
     let found = machine.search(search(1));
     let measured: usize = RequestPattern::all()
@@ -188,7 +197,7 @@ fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
 }
 
 #[test]
-fn what_gains_less_than_the_margin_is_left_alone() {
+fn gains_below_the_margin_are_not_recommended() {
     let truth = |configuration: &DiskConfiguration, _: &RequestPattern| {
         if configuration.prefetch == PrefetchMode::On { 1.03 } else { 1.0 }
     };
@@ -199,7 +208,7 @@ fn what_gains_less_than_the_margin_is_left_alone() {
 }
 
 #[test]
-fn a_search_goes_on_with_the_samples_of_an_earlier_one() {
+fn search_resumes_from_earlier_samples() {
     let mut machine = Machine::new(disk, 1, 14 * 22 * 6);
     let first = machine.search(search(1));
     assert_eq!(first.stage, SearchStage::Done);

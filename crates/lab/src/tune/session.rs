@@ -15,17 +15,17 @@ use super::{
     TuneOutcome,
     apply::{AppliedDisk, DiskOrigin},
     arguments::TuneArgs,
-    findings::{TuneFindings, ColdCacheCurve},
+    configurations::DiskConfiguration,
+    findings::{ColdCacheCurve, TuneFindings},
     goal::TuneGoal,
     is_bold,
-    configurations::DiskConfiguration,
     measure::SampleMeter,
-    target::{TuneTargetKind, TuneTarget},
     resume::StoredSamples,
     run::TuneRun,
     samples::TuneSamples,
     search::ConfigurationSearch,
     stop::TuneStop,
+    target::{TuneTarget, TuneTargetKind},
 };
 
 /// The default disk for printed options, from the measurement that recommends clusters of 2 MiB.
@@ -78,7 +78,8 @@ impl TuneSession {
         let target = AppliedDisk { name, disk_bytes: *disk_bytes, kind: *kind };
         let found = TuneFindings { search, growth: &self.growth, remarks, target };
         // Cannot fail: only numbers and names.
-        let details = serde_json::to_value(StoredSamples::new(place, *slice, &search.samples)).unwrap_or_default();
+        let details =
+            serde_json::to_value(StoredSamples::new(place, *slice, &search.samples)).unwrap_or_default();
         TuneOutcome { findings: found.findings(), text: found.text(is_bold()), details, failed }
     }
 

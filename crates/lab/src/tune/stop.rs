@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_due_at_its_end_and_what_is_within_it_not_later() {
+    fn stop_is_due_at_the_deadline() {
         let stop = TuneStop::unwatched(Duration::from_secs(1000));
         assert!(!stop.is_due());
         assert!(stop.within(Duration::ZERO).is_due());

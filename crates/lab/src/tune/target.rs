@@ -26,13 +26,13 @@ use storage::ImageFormat;
 use tempfile::TempDir;
 
 use super::{
-    configurations::{CLUSTERS, PatternOperation, RequestPattern, ConfigurationSpace},
+    configurations::{CLUSTERS, ConfigurationSpace, PatternOperation, RequestPattern},
     stop::TuneStop,
 };
 use crate::probe::{in_use, in_use::ExclusiveDevice};
 
 /// A few dozen of the largest requests.
-const LEAST_SIZE: u64 = 16 << 20;
+const MIN_SIZE: u64 = 16 << 20;
 /// Upper bound of the default size.
 const USUAL_SIZE: u64 = 1 << 30;
 /// Default size per second of the budget: seven images at 60 MB/s then take a quarter of the time.
@@ -40,7 +40,7 @@ const BYTES_PER_SECOND: u64 = 2 << 20;
 /// Bytes written to an overlay before it is recreated.
 pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
 /// Minimum share of data in an existing image; with less, mostly reads of holes would be measured.
-const LEAST_DATA_PERCENT: u64 = 50;
+const MIN_DATA_PERCENT: u64 = 50;
 /// Prefix of the temporary directory, followed by the pid of the process.
 const PREFIX: &str = ".weir-tune-";
 /// Space left free for metadata of images and of the file system.
@@ -128,7 +128,10 @@ impl TuneTarget {
             let seen = image(wish.path, wish.format, wish.size_bytes)?;
             let measured = wish.size_bytes.unwrap_or(seen.size_bytes).min(seen.size_bytes);
             remarks.extend(holes(wish.path, measured, seen.data_bytes)?);
-            (TuneTargetKind::Image { format: wish.format, cluster_bytes: seen.cluster_bytes }, seen.size_bytes)
+            (
+                TuneTargetKind::Image { format: wish.format, cluster_bytes: seen.cluster_bytes },
+                seen.size_bytes,
+            )
         } else {
             bail!(
                 "{name}: is neither a directory nor a block device nor an image (name the directory that it is in)"
@@ -146,7 +149,7 @@ impl TuneTarget {
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let by_time = wish.budget_seconds.saturating_mul(BYTES_PER_SECOND);
         // A sixteenth of the free space leaves room for all images and for other programs.
-        let usual = by_time.min(free / 16).clamp(LEAST_SIZE, USUAL_SIZE);
+        let usual = by_time.min(free / 16).clamp(MIN_SIZE, USUAL_SIZE);
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(usual));
         check_size(wish.path, size_bytes)?;
         let needed = needed_bytes(size_bytes);
@@ -181,7 +184,9 @@ impl TuneTarget {
         match self.kind {
             TuneTargetKind::Made { .. } => ConfigurationSpace::of_made_images(self.size_bytes),
             TuneTargetKind::Device { .. } => ConfigurationSpace::of_image(self.size_bytes, None),
-            TuneTargetKind::Image { cluster_bytes, .. } => ConfigurationSpace::of_image(self.size_bytes, cluster_bytes),
+            TuneTargetKind::Image { cluster_bytes, .. } => {
+                ConfigurationSpace::of_image(self.size_bytes, cluster_bytes)
+            }
         }
     }
 
@@ -259,7 +264,7 @@ fn remove_stale(path: &Path) -> Vec<String> {
 fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Option<String>> {
     let percent = data_bytes.saturating_mul(100) / measured_bytes.max(1);
     ensure!(
-        percent >= LEAST_DATA_PERCENT,
+        percent >= MIN_DATA_PERCENT,
         "{}: {percent} % of it hold data, and the rest are holes, which are read without the disk (name the directory it is in, to have full images made \
          and measured there)",
         path.display()
@@ -271,10 +276,10 @@ fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Op
 
 fn check_size(path: &Path, size_bytes: u64) -> anyhow::Result<()> {
     ensure!(
-        size_bytes >= LEAST_SIZE,
+        size_bytes >= MIN_SIZE,
         "{}: {size_bytes} bytes are too few to be measured (it takes {} at least)",
         path.display(),
-        exact_size(LEAST_SIZE)
+        exact_size(MIN_SIZE)
     );
     Ok(())
 }
@@ -288,8 +293,15 @@ fn whole_blocks(bytes: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn wish(path: &Path) -> TuneTargetOptions<'_> {
-        TuneTargetOptions { path, size_bytes: None, format: None, write: false, force: false, budget_seconds: 600 }
+    fn target_options(path: &Path) -> TuneTargetOptions<'_> {
+        TuneTargetOptions {
+            path,
+            size_bytes: None,
+            format: None,
+            write: false,
+            force: false,
+            budget_seconds: 600,
+        }
     }
 
     fn open(wish: TuneTargetOptions<'_>) -> anyhow::Result<TuneTarget> {
@@ -298,22 +310,24 @@ mod tests {
 
     fn opened(wish: TuneTargetOptions<'_>, data_bytes: u64) -> anyhow::Result<TuneTarget> {
         let size_bytes = 100 << 20;
-        TuneTarget::open(wish, |_, _, _| Ok(InspectedImage { size_bytes, cluster_bytes: Some(65_536), data_bytes }))
+        TuneTarget::open(wish, |_, _, _| {
+            Ok(InspectedImage { size_bytes, cluster_bytes: Some(65_536), data_bytes })
+        })
     }
 
     #[test]
     fn unsuitable_targets_are_rejected_unchanged() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        let usual = wish(path);
+        let usual = target_options(path);
         let sized = |size_bytes| TuneTargetOptions { size_bytes: Some(size_bytes), ..usual };
         for (wish, why) in [
             (sized(1 << 60), "are free (make room, or give a smaller --size)"),
             (sized(1 << 20), "too few to be measured (it takes 16M"),
             (TuneTargetOptions { write: true, ..usual }, "is no device, and --write"),
             (TuneTargetOptions { format: Some(ImageFormat::Raw), ..usual }, "--format is for an image"),
-            (wish(&path.join("none")), "cannot be measured: No such file"),
-            (wish(Path::new("/dev/null")), "is neither a directory nor"),
+            (target_options(&path.join("none")), "cannot be measured: No such file"),
+            (target_options(Path::new("/dev/null")), "is neither a directory nor"),
         ] {
             let refused = format!("{:#}", open(wish).unwrap_err());
             assert!(refused.contains(why), "{refused}");
@@ -322,9 +336,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_is_gone_with_it() {
+    fn created_files_are_removed_on_drop() {
         let directory = tempfile::tempdir().unwrap();
-        let place = open(wish(directory.path())).unwrap();
+        let place = open(target_options(directory.path())).unwrap();
         fs::write(place.made("64K.qcow2").unwrap(), "x").unwrap();
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
         drop(place);
@@ -334,7 +348,7 @@ mod tests {
     #[test]
     fn stale_directories_are_removed() {
         let directory = tempfile::tempdir().unwrap();
-        let running = open(wish(directory.path())).unwrap();
+        let running = open(target_options(directory.path())).unwrap();
         // Larger than any pid (proc_sys_kernel(5), pid_max).
         let [left, locked] =
             ["4194305-aaaaaa", "4194306-bbbbbb"].map(|name| directory.path().join(format!("{PREFIX}{name}")));
@@ -344,26 +358,30 @@ mod tests {
             fs::write(path.join("base.raw"), "x").unwrap();
         }
         let _lock = lock(fs::File::open(&locked).unwrap()).unwrap();
-        let place = open(wish(directory.path())).unwrap();
+        let place = open(target_options(directory.path())).unwrap();
         assert!(place.remarks()[0].contains("4194305-aaaaaa"), "{:?}", place.remarks());
         assert_eq!([&left, &locked, &others].map(|path| path.exists()), [false, true, true]);
         assert!(running.made("").unwrap().exists());
     }
 
     #[test]
-    fn an_image_is_only_read_and_its_clusters_are_what_they_are() {
+    fn existing_image_is_opened_read_only_with_its_cluster_size() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a.qcow2");
         fs::write(&path, "x").unwrap();
-        let place = open(wish(&path)).unwrap();
+        let place = open(target_options(&path)).unwrap();
         assert_eq!((place.size_bytes, place.space().clusters), (100 << 20, vec![65_536]));
         assert!(place.patterns().iter().all(|pattern| !pattern.writes()));
         let remarks = place.remarks();
         assert!(remarks[0].starts_with("Of the image 60 % hold data"), "{remarks:?}");
         assert!(remarks[1].contains("only read"), "{remarks:?}");
-        let refused = opened(wish(&path), 49 << 20).unwrap_err().to_string();
+        let refused = opened(target_options(&path), 49 << 20).unwrap_err().to_string();
         assert!(refused.contains("a.qcow2: 49 % of it hold data"), "{refused}");
-        assert_eq!(opened(wish(&path), 100 << 20).unwrap().remarks().len(), 1, "full: nothing to say");
+        assert_eq!(
+            opened(target_options(&path), 100 << 20).unwrap().remarks().len(),
+            1,
+            "full: nothing to say"
+        );
         assert_eq!(place.made("x"), None);
     }
 }

@@ -17,9 +17,9 @@ use policy::time::Duration;
 use super::{
     super::{receive_buffer::ReceiveBuffer, stream::NbdStream},
     NbdClient,
-    handshake::{NbdExportInfo, NbdConnectError, HandshakeOptions, negotiate},
+    handshake::{HandshakeOptions, NbdConnectError, NbdExportInfo, negotiate},
 };
-use reactor::{run_blocking, operation::Fd, timeout};
+use reactor::{operation::Fd, run_blocking, timeout};
 use std::os::fd::AsRawFd as _;
 
 /// Location of a server.
@@ -71,7 +71,11 @@ impl EstablishedConnection {
 /// # Errors
 /// Fails if no server accepts the connection, it does not speak NBD, it has no such export, or the
 /// handshake is not complete within `limit`.
-pub async fn connect(endpoint: &NbdEndpoint, wanted: &HandshakeOptions, limit: Duration) -> Result<NbdClient, NbdConnectError> {
+pub async fn connect(
+    endpoint: &NbdEndpoint,
+    wanted: &HandshakeOptions,
+    limit: Duration,
+) -> Result<NbdClient, NbdConnectError> {
     let endpoint = endpoint.clone();
     let connecting = async {
         // Connecting to a Unix socket with a full backlog blocks, and so does resolving a name.
@@ -99,7 +103,10 @@ pub async fn with_timeout<T>(
 ///
 /// # Errors
 /// Fails if the server does not speak NBD, has no such export, or lacks the required TLS.
-pub async fn shake_hands(stream: NbdStream, wanted: &HandshakeOptions) -> Result<EstablishedConnection, NbdConnectError> {
+pub async fn shake_hands(
+    stream: NbdStream,
+    wanted: &HandshakeOptions,
+) -> Result<EstablishedConnection, NbdConnectError> {
     let (stream, about, inbox) = negotiate(stream, wanted).await?;
     Ok(EstablishedConnection { stream, about, received: inbox.bytes().to_vec() })
 }
@@ -121,7 +128,9 @@ pub(super) fn dial(endpoint: &NbdEndpoint, limit: Duration) -> Result<OwnedFd, N
 pub fn resolve(endpoint: &NbdEndpoint) -> Result<Vec<NbdAddress>, NbdConnectError> {
     let addresses: Vec<_> = match endpoint {
         NbdEndpoint::Unix(path) => vec![NbdAddress::Unix(path.clone())],
-        NbdEndpoint::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs()?.map(NbdAddress::Tcp).collect(),
+        NbdEndpoint::Tcp { host, port } => {
+            (host.as_str(), *port).to_socket_addrs()?.map(NbdAddress::Tcp).collect()
+        }
     };
     if addresses.is_empty() { Err(NbdConnectError::NoAddress) } else { Ok(addresses) }
 }

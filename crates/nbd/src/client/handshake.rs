@@ -4,8 +4,8 @@
 use std::io;
 
 use super::super::{
-    receive_buffer::ReceiveBuffer,
     proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
+    receive_buffer::ReceiveBuffer,
     stream::{NbdStream, TlsFailure},
     wire::WireFields,
 };
@@ -120,7 +120,7 @@ pub enum NbdConnectError {
     #[error("refused export {export:?}: {why}")]
     Refused { export: String, why: String },
     #[error("violates the NBD protocol: {0}")]
-    Breach(&'static str),
+    ProtocolViolation(&'static str),
     #[error("TLS failed: {0}")]
     Tls(String),
     /// A server that requires a client certificate disconnects like this without a valid one.
@@ -232,22 +232,27 @@ impl Negotiation {
                 }
                 // Unsupported: the client works without allocation status.
                 kind if kind >= rep::ERR_UNSUP => return Ok(None),
-                _ => return Err(NbdConnectError::Breach("it sends an unexpected reply to an option")),
+                _ => {
+                    return Err(NbdConnectError::ProtocolViolation(
+                        "it sends an unexpected reply to an option",
+                    ));
+                }
             }
         }
-        Err(NbdConnectError::Breach("it has more contexts than requested"))
+        Err(NbdConnectError::ProtocolViolation("it has more contexts than requested"))
     }
 
     pub(super) async fn greet(&mut self) -> Result<(), NbdConnectError> {
         let greeting = self.receive(GREETING_BYTES).await?;
         let mut fields = WireFields::new(&greeting);
         if fields.u64() != Some(proto::INIT_MAGIC) {
-            return Err(NbdConnectError::Breach("it does not send the greeting of an NBD server"));
+            return Err(NbdConnectError::ProtocolViolation("it does not send the greeting of an NBD server"));
         }
         // A server with oldstyle negotiation sends another second magic number.
         let is_new = fields.u64() == Some(proto::OPTION_MAGIC);
         let flags = fields.u16().filter(|flags| is_new && flags & handshake_flag::FIXED_NEWSTYLE != 0);
-        let flags = flags.ok_or(NbdConnectError::Breach("it is too old for fixed newstyle negotiation"))?;
+        let flags = flags
+            .ok_or(NbdConnectError::ProtocolViolation("it is too old for fixed newstyle negotiation"))?;
         let no_zeroes = if flags & handshake_flag::NO_ZEROES == 0 { 0 } else { client_flag::NO_ZEROES };
         self.send(&(client_flag::FIXED_NEWSTYLE | no_zeroes).to_be_bytes()).await
     }
@@ -259,7 +264,7 @@ impl Negotiation {
         match reply.kind {
             rep::ACK => Ok(true),
             kind if kind >= rep::ERR_UNSUP => Ok(false),
-            _ => Err(NbdConnectError::Breach("it sends an unexpected reply to an option")),
+            _ => Err(NbdConnectError::ProtocolViolation("it sends an unexpected reply to an option")),
         }
     }
 
@@ -292,31 +297,39 @@ impl Negotiation {
                     _ => {}
                 },
                 kind if kind >= rep::ERR_UNSUP => return Err(refused_error(export, kind, &data)),
-                _ => return Err(NbdConnectError::Breach("it sends an unexpected reply to an option")),
+                _ => {
+                    return Err(NbdConnectError::ProtocolViolation(
+                        "it sends an unexpected reply to an option",
+                    ));
+                }
             }
         }
         let (size_bytes, flags) =
-            about.ok_or(NbdConnectError::Breach("it does not report the export's size"))?;
+            about.ok_or(NbdConnectError::ProtocolViolation("it does not report the export's size"))?;
         // Most servers and Linux use signed offsets.
         if i64::try_from(size_bytes).is_err() {
-            return Err(NbdConnectError::Breach("it reports a size of 8 EiB or more"));
+            return Err(NbdConnectError::ProtocolViolation("it reports a size of 8 EiB or more"));
         }
         let ((minimum, preferred), maximum) = sizes;
         // "Size constraints": the minimum is a power of two of at most 64 KiB, and the preferred
         // size a larger one. An invalid preferred size is replaced by a safe default.
         let minimum_block = minimum.max(1);
         if !minimum_block.is_power_of_two() || minimum_block > proto::MAX_MINIMUM_BLOCK {
-            return Err(NbdConnectError::Breach("its minimum block is not a power of two up to 64 KiB"));
+            return Err(NbdConnectError::ProtocolViolation(
+                "its minimum block is not a power of two up to 64 KiB",
+            ));
         }
         // Rounded down, so that the parts of a split request stay aligned.
         let maximum_payload = maximum & !(minimum_block - 1);
         let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
         let preferred = if is_sensible { preferred } else { 4096 };
         if maximum_payload == 0 {
-            return Err(NbdConnectError::Breach("its maximum payload is smaller than its minimum block"));
+            return Err(NbdConnectError::ProtocolViolation(
+                "its maximum payload is smaller than its minimum block",
+            ));
         }
         if u64::from(maximum_payload) < u64::from(MIN_MAX_PAYLOAD).min(size_bytes) {
-            return Err(NbdConnectError::Breach("its maximum payload is smaller than 4096 bytes"));
+            return Err(NbdConnectError::ProtocolViolation("its maximum payload is smaller than 4096 bytes"));
         }
         let preferred_block = preferred.max(minimum_block);
         Ok(NbdExportInfo {
@@ -345,14 +358,15 @@ impl Negotiation {
         let option = fields.u32();
         let rest = fields.u32().zip(fields.u32());
         let Some((kind, length)) = rest.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
-            return Err(NbdConnectError::Breach("a reply has a wrong magic number"));
+            return Err(NbdConnectError::ProtocolViolation("a reply has a wrong magic number"));
         };
         // One option is in flight at a time, so its replies come next.
         if option != Some(expect) {
-            return Err(NbdConnectError::Breach("it answers an option that was not sent"));
+            return Err(NbdConnectError::ProtocolViolation("it answers an option that was not sent"));
         }
         let length = usize::try_from(length).ok().filter(|&length| length <= MAX_OPTION_BYTES);
-        let length = length.ok_or(NbdConnectError::Breach("a reply is longer than any option needs"))?;
+        let length =
+            length.ok_or(NbdConnectError::ProtocolViolation("a reply is longer than any option needs"))?;
         Ok(OptionReply { kind, data: self.receive(length).await? })
     }
 

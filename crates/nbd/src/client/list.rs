@@ -12,9 +12,9 @@ use super::{
         wire::{WireFields, string},
     },
     connect::{NbdEndpoint, dial},
-    handshake::{Negotiation, NbdConnectError, refused_error},
+    handshake::{NbdConnectError, Negotiation, refused_error},
 };
-use reactor::{run_blocking, operation::Fd, timeout};
+use reactor::{operation::Fd, run_blocking, timeout};
 
 const MAX_EXPORTS: usize = 1 << 16;
 const MAX_CONTEXTS: usize = 1 << 10;
@@ -31,7 +31,7 @@ pub struct ListedExport {
     /// `proto::export_flag`s.
     pub flags: u16,
     /// Minimum and preferred block size and maximum payload, in bytes.
-    pub blocks: Option<[u32; 3]>,
+    pub block_sizes: Option<[u32; 3]>,
     pub contexts: Vec<String>,
 }
 
@@ -74,17 +74,22 @@ async fn list_on(stream: NbdStream) -> Result<Vec<ListedExport>, NbdConnectError
 struct TextBudget(usize);
 
 impl TextBudget {
-    fn keep(&mut self, text: &str) -> Result<String, NbdConnectError> {
+    fn charge(&mut self, text: &str) -> Result<String, NbdConnectError> {
         // An empty name needs memory as well.
         let left = self.0.checked_sub(text.len() + size_of::<String>());
-        self.0 = left.ok_or(NbdConnectError::Breach("its names and descriptions exceed 16 MiB"))?;
+        self.0 =
+            left.ok_or(NbdConnectError::ProtocolViolation("its names and descriptions exceed 16 MiB"))?;
         Ok(text.to_owned())
     }
 }
 
-const UNEXPECTED_REPLY: NbdConnectError = NbdConnectError::Breach("it sends an unexpected reply to an option");
+const UNEXPECTED_REPLY: NbdConnectError =
+    NbdConnectError::ProtocolViolation("it sends an unexpected reply to an option");
 
-async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<Vec<ListedExport>, NbdConnectError> {
+async fn names(
+    negotiation: &mut Negotiation,
+    text: &mut TextBudget,
+) -> Result<Vec<ListedExport>, NbdConnectError> {
     let mut exports = Vec::new();
     negotiation.option(opt::LIST, &[]).await?;
     loop {
@@ -92,10 +97,10 @@ async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<V
         match reply.kind {
             rep::ACK => return Ok(exports),
             rep::SERVER if exports.len() < MAX_EXPORTS => {
-                let name = text.keep(WireFields::new(&reply.data).string().ok_or(UNEXPECTED_REPLY)?)?;
+                let name = text.charge(WireFields::new(&reply.data).string().ok_or(UNEXPECTED_REPLY)?)?;
                 exports.push(ListedExport { name, ..ListedExport::default() });
             }
-            rep::SERVER => return Err(NbdConnectError::Breach("it has too many exports")),
+            rep::SERVER => return Err(NbdConnectError::ProtocolViolation("it has too many exports")),
             kind if kind >= rep::ERR_UNSUP => return Err(refused_error("", kind, &reply.data)),
             _ => return Err(UNEXPECTED_REPLY),
         }
@@ -123,14 +128,15 @@ async fn query_export(
             rep::ACK => return Ok(()),
             rep::INFO => match fields.u16() {
                 Some(info::EXPORT) => {
-                    (export.size_bytes, export.flags) = fields.u64().zip(fields.u16()).ok_or(UNEXPECTED_REPLY)?;
+                    (export.size_bytes, export.flags) =
+                        fields.u64().zip(fields.u16()).ok_or(UNEXPECTED_REPLY)?;
                 }
                 Some(info::DESCRIPTION) => {
-                    export.description = text.keep(string(&reply.data[2..]).ok_or(UNEXPECTED_REPLY)?)?;
+                    export.description = text.charge(string(&reply.data[2..]).ok_or(UNEXPECTED_REPLY)?)?;
                 }
                 Some(info::BLOCK_SIZE) => {
                     let sizes = fields.u32().zip(fields.u32()).zip(fields.u32());
-                    export.blocks =
+                    export.block_sizes =
                         sizes.map(|((minimum, preferred), maximum)| [minimum, preferred, maximum]);
                 }
                 _ => {}
@@ -157,9 +163,9 @@ async fn contexts(
             rep::META_CONTEXT if contexts.len() < MAX_CONTEXTS => {
                 // The name follows a 32-bit id.
                 let name = reply.data.get(4..).and_then(string).ok_or(UNEXPECTED_REPLY)?;
-                contexts.push(text.keep(name)?);
+                contexts.push(text.charge(name)?);
             }
-            rep::META_CONTEXT => return Err(NbdConnectError::Breach("it has too many contexts")),
+            rep::META_CONTEXT => return Err(NbdConnectError::ProtocolViolation("it has too many contexts")),
             kind if kind >= rep::ERR_UNSUP => return Ok(contexts),
             _ => return Err(UNEXPECTED_REPLY),
         }
@@ -205,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn names_take_a_bounded_amount_of_memory() {
+    fn memory_of_names_is_bounded() {
         assert_eq!(list_of(100).unwrap().len(), 100);
         let refused = list_of(MAX_TEXT_BYTES / 4096).unwrap_err().to_string();
         assert!(refused.contains("names and descriptions exceed 16 MiB"), "{refused}");

@@ -50,7 +50,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn each_byte_comes_once(pieces in prop::collection::vec((0..60_usize, 1..30_usize), 0..40)) {
+        fn each_byte_is_accepted_once(pieces in prop::collection::vec((0..60_usize, 1..30_usize), 0..40)) {
             let (mut found, mut model) = (ReceivedPieces::default(), [false; 90]);
             for (start, length) in pieces {
                 let part = &mut model[start..start + length];
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_are_bounded() {
+    fn number_of_pieces_is_bounded() {
         let mut pieces = ReceivedPieces::default();
         for number in 0..MAX_PIECES {
             assert_eq!(pieces.add(2 * number..2 * number + 1), Ok(()));

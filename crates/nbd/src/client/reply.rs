@@ -104,7 +104,9 @@ fn chunk(
             if length - OFFSET_BYTES > longest.data {
                 return Err("more data than requested");
             }
-            fields.u64().map(|offset| (ReplyChunk::Data { offset, length: length - OFFSET_BYTES }, OFFSET_BYTES))
+            fields
+                .u64()
+                .map(|offset| (ReplyChunk::Data { offset, length: length - OFFSET_BYTES }, OFFSET_BYTES))
         }
         reply_type::OFFSET_DATA => return Err("a chunk of data without any"),
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
@@ -175,9 +177,15 @@ mod tests {
         check(&chunk(1, reply_type::NONE, &[]), ours(ReplyChunk::None, true));
         let at = 512_u64.to_be_bytes();
         let data = [&at[..], &[1; 9]].concat();
-        check(&chunk(0, reply_type::OFFSET_DATA, &data), ours(ReplyChunk::Data { offset: 512, length: 9 }, false));
+        check(
+            &chunk(0, reply_type::OFFSET_DATA, &data),
+            ours(ReplyChunk::Data { offset: 512, length: 9 }, false),
+        );
         let hole = [&at[..], &9_u32.to_be_bytes()].concat();
-        check(&chunk(1, reply_type::OFFSET_HOLE, &hole), ours(ReplyChunk::Hole { offset: 512, length: 9 }, true));
+        check(
+            &chunk(1, reply_type::OFFSET_HOLE, &hole),
+            ours(ReplyChunk::Hole { offset: 512, length: 9 }, true),
+        );
         let error = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
         check(&chunk(1, reply_type::ERROR, &error), ours(ReplyChunk::Error { error: 28, rest: 6 }, true));
         let status = [3_u32, 4096, 1, 512, 0].map(u32::to_be_bytes).concat();

@@ -126,7 +126,8 @@ mod tests {
 
     #[test]
     fn first_matching_rule_decides() {
-        let rule = |pattern: &str, is_glob, allows| NameRule { pattern: pattern.to_owned(), is_glob, allow: allows };
+        let rule =
+            |pattern: &str, is_glob, allows| NameRule { pattern: pattern.to_owned(), is_glob, allow: allows };
         let names = NameRules {
             rules: vec![rule("eve*", true, false), rule("*", false, false), rule("e*", true, true)],
             default_allows: false,

@@ -117,7 +117,9 @@ pub fn connection_origin(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         // Link-local addresses of all hosts have the same prefix, so they are distinguished in
         // full.
-        IpAddr::V6(v6) if !v6.is_unicast_link_local() => Network::containing(v6.into(), IPV6_HOST_PREFIX_BITS).address,
+        IpAddr::V6(v6) if !v6.is_unicast_link_local() => {
+            Network::containing(v6.into(), IPV6_HOST_PREFIX_BITS).address
+        }
         other => other,
     }
 }
@@ -182,7 +184,8 @@ mod tests {
 
     #[test]
     fn addresses_of_one_host_have_one_origin() {
-        let same = |a: &str, b: &str| connection_origin(a.parse().unwrap()) == connection_origin(b.parse().unwrap());
+        let same =
+            |a: &str, b: &str| connection_origin(a.parse().unwrap()) == connection_origin(b.parse().unwrap());
         assert!(same("10.0.0.1", "::ffff:10.0.0.1"));
         assert!(!same("10.0.0.1", "10.0.0.2"));
         assert!(same("2001:db8::1", "2001:db8::ffff:1"));

@@ -99,7 +99,11 @@ impl RateEstimate {
         if is_held && (is_mostly || (is_other && now > self.rate)) {
             let is_all = self.throttled_ticks != 1 || is_other;
             (self.rate, self.deviation, self.ticks, self.reported) = (now, 0, 0, 0);
-            return if is_all { u64::MAX } else { now.max(one_more).saturating_mul(2) / FIXED_POINT_SCALE as u64 };
+            return if is_all {
+                u64::MAX
+            } else {
+                now.max(one_more).saturating_mul(2) / FIXED_POINT_SCALE as u64
+            };
         }
         // A change falls into the middle of a tick, and the backlog is admitted in the next two.
         self.ticks = if is_other { 1 } else { self.ticks.saturating_add(1) };
@@ -205,7 +209,12 @@ impl DemandEstimator {
             };
             // Throttled time is attributed to the limit that binds at the end of the tick.
             let held_ns = if stats.throttle_cause == Some(kind) { held_ns } else { 0 };
-            self.estimates[kind.index()].update_demand(TickSample { units, request_units: one, elapsed_ns, throttled_ns: held_ns })
+            self.estimates[kind.index()].update_demand(TickSample {
+                units,
+                request_units: one,
+                elapsed_ns,
+                throttled_ns: held_ns,
+            })
         });
         self.demand = demand;
         demand
@@ -226,7 +235,12 @@ mod tests {
 
     fn wants(usual: &mut RateEstimate, requests: u64, held_percent: u64) -> u64 {
         let held_ns = TICK_NS / 100 * held_percent;
-        usual.update_demand(TickSample { units: requests, request_units: u64::from(requests > 0), elapsed_ns: TICK_NS, throttled_ns: held_ns })
+        usual.update_demand(TickSample {
+            units: requests,
+            request_units: u64::from(requests > 0),
+            elapsed_ns: TICK_NS,
+            throttled_ns: held_ns,
+        })
     }
 
     #[test]

@@ -41,7 +41,8 @@ pub fn divide_quota(available: ByKind, claims: &[QuotaClaim]) -> Vec<ByKind> {
     let mut parts: Vec<ByKind> = claims.iter().map(|_| [0; 6]).collect();
     for kind in LimitKind::ALL {
         let at = kind.index();
-        let divided = divide_limit(available[at], claims.iter().map(|claim| ClaimBounds::new(claim, kind)).collect());
+        let divided =
+            divide_limit(available[at], claims.iter().map(|claim| ClaimBounds::new(claim, kind)).collect());
         parts.iter_mut().zip(divided).for_each(|(part, units)| part[at] = units);
     }
     parts
@@ -106,7 +107,11 @@ fn divide_limit(available: u64, mut wants: Vec<ClaimBounds>) -> Vec<u64> {
 }
 
 /// Scales one value of each claim down towards its floor, by the same factor, until all fit.
-fn scale_down_to_fit(available: u128, wants: &mut [ClaimBounds], mut of: impl FnMut(&mut ClaimBounds) -> (&mut u128, u128)) {
+fn scale_down_to_fit(
+    available: u128,
+    wants: &mut [ClaimBounds],
+    mut of: impl FnMut(&mut ClaimBounds) -> (&mut u128, u128),
+) {
     let (mut kept, mut more) = (0, 0);
     for want in wants.iter_mut() {
         let (number, floor) = of(want);
@@ -133,7 +138,13 @@ mod tests {
 
     fn claim(weight: u64, floor: u64, reserved: u64, demand: u64) -> QuotaClaim {
         let only = |units| core::array::from_fn(|at| if at == IOPS { units } else { 0 });
-        QuotaClaim { floor: only(floor), weight, reserved: [reserved, 0], demand: only(demand), waiting_ns: 0 }
+        QuotaClaim {
+            floor: only(floor),
+            weight,
+            reserved: [reserved, 0],
+            demand: only(demand),
+            waiting_ns: 0,
+        }
     }
 
     fn parts(available: u64, claims: &[QuotaClaim]) -> Vec<u64> {

@@ -3,7 +3,7 @@
 //! Never grants itself more than its fallback share. Never lets a lease outlive the report that it
 //! answers by more than [`Timing::lease`].
 
-use super::{ByKind, QuotaGrant, HostReport, ClusterGroupLimits, Term, Timing, ReportedDemand, zip_with};
+use super::{ByKind, ClusterGroupLimits, HostReport, QuotaGrant, ReportedDemand, Term, Timing, zip_with};
 use crate::throttle::{LimitKind, Limits};
 use crate::time::{Instant, NANOS_PER_SECOND};
 use alloc::collections::VecDeque;
@@ -167,7 +167,8 @@ impl HostQuota {
         divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind,
     ) {
         let is_mine = grant.instance == self.instance && self.followed_term == Some(grant.term);
-        let is_old = grant.report_number < self.first_report_of_term.max(self.last_answered_report) || grant.seq < self.seq.max(1);
+        let is_old = grant.report_number < self.first_report_of_term.max(self.last_answered_report)
+            || grant.seq < self.seq.max(1);
         let Some(until) = self.lease_end_of(grant).filter(|_| is_mine && !is_old) else { return };
         // After an expiry `expire_lease` must come first, or capacity of the expired lease would be
         // kept.
@@ -254,7 +255,8 @@ impl HostQuota {
             // Two requests more or less in a tick are chance, whatever the rate.
             let noise = size.saturating_mul(2).saturating_mul(ticks);
             // A change that is small for the group as a whole is not worth a report either.
-            let few = (whole / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD).min(whole / (REPORT_THRESHOLD * 4));
+            let few = (whole / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD)
+                .min(whole / (REPORT_THRESHOLD * 4));
             told.abs_diff(wants) > few.max(told / REPORT_THRESHOLD).max(noise)
         };
         // The weight matters only to a host whose demand is not met. Otherwise which disks are

@@ -12,7 +12,10 @@
 //! Never raises one host before another has given up as much. Never assumes that its writes, or
 //! those of earlier leaders, are still in the store or have reached a host.
 
-use super::{ByKind, QuotaClaim, QuotaGrant, HostReport, ClusterGroupLimits, Term, Timing, ReportedDemand, divide_quota, zip_with};
+use super::{
+    ByKind, ClusterGroupLimits, HostReport, QuotaClaim, QuotaGrant, ReportedDemand, Term, Timing,
+    divide_quota, zip_with,
+};
 use crate::throttle::LimitKind;
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -326,14 +329,17 @@ impl QuotaLeader {
         // this leader is known to be exclusively its own.
         let found = if now < self.unknown_until { self.quota_found } else { [u64::MAX; 6] };
         let there_is = zip_with(self.leasable(), found, u64::min);
-        self.members.values().fold(there_is, |free, member| zip_with(free, member.max_in_force(), u64::saturating_sub))
+        self.members
+            .values()
+            .fold(there_is, |free, member| zip_with(free, member.max_in_force(), u64::saturating_sub))
     }
 
     /// Target quota of each reachable host, besides its fallback share.
     fn target_quotas(&self, now: Instant) -> BTreeMap<String, ByKind> {
         let safe = self.spec.fallback_share();
-        let alive =
-            |member: &&HostState| member.follows && !member.has_left && now < member.last_heard + self.timing.lease;
+        let alive = |member: &&HostState| {
+            member.follows && !member.has_left && now < member.last_heard + self.timing.lease
+        };
         let names = self.members.iter().filter(|(_, member)| alive(member)).map(|(name, _)| name.clone());
         let claim = |member: &HostState| QuotaClaim {
             floor: safe,
@@ -396,7 +402,8 @@ impl QuotaLeader {
                     // A small surplus of many hosts adds up for one that lacks quota, so it is
                     // taken if the raises exceed the free quota.
                     let is_little = !is_worth(at, held, target)
-                        && (wanted[at] <= u128::from(free[at]) || held - target <= held / (8 * CHANGE_THRESHOLD));
+                        && (wanted[at] <= u128::from(free[at])
+                            || held - target <= held / (8 * CHANGE_THRESHOLD));
                     return if over[at] || !is_little { target } else { held };
                 }
                 if mixed || !is_worth(at, held, target) {

@@ -13,16 +13,16 @@
 //! Never reads a clock: its time is virtual.
 
 mod audit;
+mod cluster;
 mod host;
 mod random;
 mod store;
-mod cluster;
 
 pub use audit::AdmissionAudit;
-pub use host::{SimulatedClient, ClientLoad, SimulatedHost};
+pub use cluster::{SimulatedCluster, SimulationConfig, StoreValue};
+pub use host::{ClientLoad, SimulatedClient, SimulatedHost};
 pub use random::SeededRandom;
 pub use store::{SimulatedStore, StoreTraffic};
-pub use cluster::{SimulationConfig, StoreValue, SimulatedCluster};
 
 /// Nanoseconds in a millisecond.
 pub const NANOS_PER_MS: u64 = 1_000_000;

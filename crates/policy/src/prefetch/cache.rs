@@ -9,14 +9,14 @@
 //! **Never above its memory limit.** A chunk counts from before it is requested until none of its
 //! data can be found, and no chunk is started unless it fits. Chunks in flight cannot be evicted.
 
-use super::read_ahead::{ReadAhead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
 use super::chunk::{CacheChunk, footprint};
 use super::congestion::CongestionControl;
 use super::expectations::{Expectations, ExpectedRequest};
 use super::extents::{ChunkExtent, ExtentMap};
 use super::gate::ReadAheadGate;
 use super::lru::ChunkLists;
-use super::settings::{InvalidPrefetchSettings, PrefetchMode, PrefetchConfig};
+use super::read_ahead::{CHUNK_MAX_BYTES, ReadAhead, StreamId, whole_blocks};
+use super::settings::{InvalidPrefetchSettings, PrefetchConfig, PrefetchMode};
 use super::stats::PrefetchStats;
 use super::streams::{ScanStep, StreamTable};
 use super::window::ReadAheadWindow;
@@ -187,8 +187,14 @@ impl<T: Clone> PrefetchCache<T> {
 
     /// Counters since the creation, and current levels.
     pub fn stats(&self) -> PrefetchStats {
-        let closed = self.settings.mode == PrefetchMode::Auto && !self.gate.is_open_for(self.settings.window_min_bytes);
-        PrefetchStats { memory_bytes: self.memory_bytes, streams: self.streams.streams_with_unread(), is_gate_closed: closed, ..self.stats }
+        let closed = self.settings.mode == PrefetchMode::Auto
+            && !self.gate.is_open_for(self.settings.window_min_bytes);
+        PrefetchStats {
+            memory_bytes: self.memory_bytes,
+            streams: self.streams.streams_with_unread(),
+            is_gate_closed: closed,
+            ..self.stats
+        }
     }
 
     /// Adds the counters of another cache to this one's.
@@ -293,7 +299,7 @@ impl<T: Clone> PrefetchCache<T> {
         if used > 0 {
             self.stats.used_bytes += used;
             self.refund.add(used, charged);
-            self.gate.used(used, on_trial);
+            self.gate.count_used(used, on_trial);
             self.streams.count_used(owner, used);
         }
         // A chunk that was read to its end shows that the window was not too large: it may grow.
@@ -493,13 +499,16 @@ impl<T: Clone> PrefetchCache<T> {
             return;
         }
         let mut parts = Vec::new();
-        self.extents.cut(range, |gone, extents| parts.push((gone, extents)));
+        self.extents.remove_range(range, |gone, extents| parts.push((gone, extents)));
         for (gone, extents) in parts {
             let chunk = self.chunks.get_mut(gone.chunk);
             chunk.extent_count = chunk.extent_count.wrapping_add_signed(extents);
             let (is_there, is_found) = (chunk.requested_at.is_none(), chunk.extent_count > 0);
-            let unread =
-                if is_found { chunk.settle(gone.chunk_offset, gone.chunk_offset + gone.length) } else { chunk.settle_rest() };
+            let unread = if is_found {
+                chunk.settle(gone.chunk_offset, gone.chunk_offset + gone.length)
+            } else {
+                chunk.settle_rest()
+            };
             self.count_wasted(gone.chunk, unread);
             if is_there && !is_found {
                 self.remove(gone.chunk);
@@ -530,7 +539,7 @@ impl<T: Clone> PrefetchCache<T> {
             let shown: Vec<ChunkExtent> =
                 self.extents.overlapping(&range).filter(|extent| extent.chunk == number).collect();
             for extent in shown {
-                self.extents.cut(&(extent.offset..extent.end()), |_, _| {});
+                self.extents.remove_range(&(extent.offset..extent.end()), |_, _| {});
             }
         }
         let unread = self.chunks.get_mut(number).settle_rest();
@@ -543,7 +552,7 @@ impl<T: Clone> PrefetchCache<T> {
         let chunk = self.chunks.get(number);
         let (owner, on_trial) = (chunk.stream, chunk.on_trial);
         self.stats.wasted_bytes += bytes;
-        self.gate.wasted(bytes, on_trial);
+        self.gate.count_wasted(bytes, on_trial);
         self.streams.count_wasted(owner, bytes);
     }
 

@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use super::read_ahead::{ReadAhead, BLOCK_BYTES, StreamId};
+use super::read_ahead::{BLOCK_BYTES, ReadAhead, StreamId};
 use crate::time::Instant;
 
 /// Memory of a buffer in bytes: allocators of I/O memory round up to a power of two, at least a
@@ -86,7 +86,8 @@ impl<T> CacheChunk<T> {
     fn open_bytes(&self) -> u64 {
         // The last block of the disk may be shorter.
         let last = (self.length - 1) / BLOCK_BYTES;
-        let missing = if self.settled_blocks.contains(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };
+        let missing =
+            if self.settled_blocks.contains(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };
         self.open_blocks * BLOCK_BYTES - missing
     }
 
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_footprint_is_what_an_allocator_takes() {
+    fn footprint_is_the_next_power_of_two() {
         assert_eq!([1, 4096, 4097, 98304, 131_072].map(footprint), [4096, 4096, 8192, 131_072, 131_072]);
     }
 }

@@ -75,7 +75,8 @@ impl CongestionControl {
         let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
         let before = place.unwrap_or(self.waiting.len()) as u64;
         // Each stream that waits before this one has a share reserved.
-        let free = self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(before * WAITING_SHARE);
+        let free =
+            self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(before * WAITING_SHARE);
         let is_alone = self.waiting.len() == usize::from(place.is_some());
         let most = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE) } else { WAITING_SHARE };
         let room = wanted.min(free).min(most);
@@ -169,7 +170,11 @@ mod tests {
         for _ in 0..1000 {
             congestion.record_response(WINDOW, 500_000);
         }
-        assert_eq!(congestion.allowed_bytes(one, 1 << 20, true), 1 << 20, "nothing takes longer than it should");
+        assert_eq!(
+            congestion.allowed_bytes(one, 1 << 20, true),
+            1 << 20,
+            "nothing takes longer than it should"
+        );
         for _ in 0..100 {
             congestion.record_response(WINDOW, 20_000_000);
         }
@@ -179,7 +184,11 @@ mod tests {
         congestion.add_in_flight(WAITING_SHARE);
         assert_eq!(congestion.allowed_bytes(one, WINDOW, true), 0, "other streams have waited");
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "one of them longer");
-        assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), WAITING_SHARE, "an equal share while other streams wait");
+        assert_eq!(
+            congestion.allowed_bytes(other, 1 << 20, false),
+            WAITING_SHARE,
+            "an equal share while other streams wait"
+        );
         assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE);
         congestion.add_in_flight(WAITING_SHARE);
         assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), 0);
@@ -187,6 +196,10 @@ mod tests {
             congestion.allowed_bytes(third, WINDOW, false);
         }
         congestion.remove_in_flight(WAITING_SHARE);
-        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE, "the other stream has not asked again");
+        assert_eq!(
+            congestion.allowed_bytes(third, 1 << 20, false),
+            WAITING_SHARE,
+            "the other stream has not asked again"
+        );
     }
 }

@@ -28,7 +28,12 @@ impl ChunkExtent {
     pub(super) fn within(&self, range: &Range<u64>) -> Self {
         let offset = self.offset.max(range.start);
         let end = self.end().min(range.end);
-        Self { offset, length: end - offset, chunk: self.chunk, chunk_offset: self.chunk_offset + (offset - self.offset) }
+        Self {
+            offset,
+            length: end - offset,
+            chunk: self.chunk,
+            chunk_offset: self.chunk_offset + (offset - self.offset),
+        }
     }
 }
 
@@ -36,7 +41,7 @@ impl ChunkExtent {
 struct ExtentValue {
     length: u64,
     chunk: u32,
-    from: u64,
+    chunk_offset: u64,
 }
 
 #[derive(Debug, Default)]
@@ -48,7 +53,12 @@ impl ExtentMap {
         let start = range.start;
         let before = self.0.range(..range.end).rev();
         before
-            .map(|(&offset, &ExtentValue { length, chunk, from })| ChunkExtent { offset, length, chunk, chunk_offset: from })
+            .map(|(&offset, &ExtentValue { length, chunk, chunk_offset: from })| ChunkExtent {
+                offset,
+                length,
+                chunk,
+                chunk_offset: from,
+            })
             // Extents are sorted and disjoint: below one that ends before the range, all do.
             .take_while(move |extent| extent.end() > start)
     }
@@ -72,12 +82,12 @@ impl ExtentMap {
     /// Inserts an extent that overlaps no other.
     pub(super) fn insert(&mut self, extent: ChunkExtent) {
         let ChunkExtent { offset, length, chunk, chunk_offset: from } = extent;
-        self.0.insert(offset, ExtentValue { length, chunk, from });
+        self.0.insert(offset, ExtentValue { length, chunk, chunk_offset: from });
     }
 
     /// Removes a range. Calls `cut` with each removed part and the change in the number of extents
     /// of its chunk (-1, 0 or 1).
-    pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(ChunkExtent, i32)) {
+    pub(super) fn remove_range(&mut self, range: &Range<u64>, mut cut: impl FnMut(ChunkExtent, i32)) {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };
             self.0.remove(&extent.offset);
@@ -144,7 +154,7 @@ mod tests {
                     }
                 } else {
                     let mut gone = 0;
-                    extents.cut(&range, |part, _| gone += part.length);
+                    extents.remove_range(&range, |part, _| gone += part.length);
                     let before = range.clone().filter(|at| model[*at as usize].take().is_some()).count();
                     prop_assert_eq!(gone, before as u64);
                 }

@@ -23,7 +23,7 @@ const USED_FRACTION: u64 = 8;
 #[derive(Debug)]
 pub(super) struct ReadAheadGate {
     credit: i64,
-    most_credit: i64,
+    max_credit: i64,
     /// Requested bytes that have not yet added up to a byte of credit.
     remainder: u64,
 }
@@ -31,44 +31,44 @@ pub(super) struct ReadAheadGate {
 impl ReadAheadGate {
     pub(super) fn new(memory_bytes: u64) -> Self {
         let most_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
-        Self { credit: most_credit, most_credit, remainder: 0 }
+        Self { credit: most_credit, max_credit: most_credit, remainder: 0 }
     }
 
     pub(super) fn resize(&mut self, memory_bytes: u64) {
-        self.most_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
-        self.credit = self.credit.min(self.most_credit);
+        self.max_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
+        self.credit = self.credit.min(self.max_credit);
     }
 
     pub(super) fn count_requested(&mut self, bytes: u64) {
         let rest = self.remainder + bytes;
         self.remainder = rest % REQUESTED_FRACTION;
-        self.add(rest / REQUESTED_FRACTION);
+        self.add_credit(rest / REQUESTED_FRACTION);
     }
 
     /// True if `bytes` may be read ahead on trial.
     pub(super) fn is_open_for(&self, bytes: u64) -> bool {
         // A window above the maximum credit is admitted at full credit; otherwise it never would
         // be.
-        self.credit >= bytes.cast_signed().min(self.most_credit)
+        self.credit >= bytes.cast_signed().min(self.max_credit)
     }
 
     pub(super) fn charge_trial(&mut self, bytes: u64) {
         self.credit -= bytes.cast_signed();
     }
 
-    pub(super) fn used(&mut self, bytes: u64, on_trial: bool) {
-        self.add(bytes / USED_FRACTION + if on_trial { bytes } else { 0 });
+    pub(super) fn count_used(&mut self, bytes: u64, on_trial: bool) {
+        self.add_credit(bytes / USED_FRACTION + if on_trial { bytes } else { 0 });
     }
 
     /// Charges wasted bytes, except on trial, when `charge_trial` has charged them already.
-    pub(super) fn wasted(&mut self, bytes: u64, on_trial: bool) {
+    pub(super) fn count_wasted(&mut self, bytes: u64, on_trial: bool) {
         if !on_trial {
-            self.credit = (self.credit - bytes.cast_signed()).max(-self.most_credit);
+            self.credit = (self.credit - bytes.cast_signed()).max(-self.max_credit);
         }
     }
 
-    fn add(&mut self, bytes: u64) {
-        self.credit = self.credit.saturating_add_unsigned(bytes).min(self.most_credit);
+    fn add_credit(&mut self, bytes: u64) {
+        self.credit = self.credit.saturating_add_unsigned(bytes).min(self.max_credit);
     }
 }
 
@@ -82,7 +82,7 @@ mod tests {
         let lends = gate.is_open_for(WINDOW);
         if lends {
             gate.charge_trial(WINDOW);
-            gate.wasted(WINDOW, true);
+            gate.count_wasted(WINDOW, true);
         }
         lends
     }
@@ -107,7 +107,7 @@ mod tests {
         for _ in 0..8 {
             assert!(gate.is_open_for(WINDOW));
             gate.charge_trial(WINDOW);
-            gate.used(WINDOW, true);
+            gate.count_used(WINDOW, true);
         }
         assert!(gate.is_open_for(2 * WINDOW - 1));
     }

@@ -9,7 +9,7 @@
 //! slots are in use, one is replaced by the second-chance (clock) algorithm. Independent of the
 //! contents of the cache.
 
-use super::read_ahead::{ReadAhead, BLOCK_BYTES, StreamId};
+use super::read_ahead::{BLOCK_BYTES, ReadAhead, StreamId};
 use super::window::ReadAheadWindow;
 use alloc::vec::Vec;
 
@@ -110,7 +110,9 @@ impl PrefetchStream {
         let distance = self.head.abs_diff(self.ahead);
         match self.step {
             ScanStep::Forward | ScanStep::Backward => distance,
-            ScanStep::Stride(step) => distance / u64::from(step.unsigned_abs()) * self.length.max(BLOCK_BYTES),
+            ScanStep::Stride(step) => {
+                distance / u64::from(step.unsigned_abs()) * self.length.max(BLOCK_BYTES)
+            }
         }
     }
 
@@ -178,16 +180,22 @@ const fn is_before(place: u64, other: u64, step: i32) -> bool {
 #[derive(Debug)]
 pub(super) struct StreamTable {
     slots: Vec<PrefetchStream>,
-    most: usize,
-    hand: usize,
+    max_streams: usize,
+    clock_hand: usize,
     /// Number of streams with unread data.
-    leading: u32,
+    unread_streams: u32,
     next_generation: u32,
 }
 
 impl StreamTable {
     pub(super) const fn new(most: u32) -> Self {
-        Self { slots: Vec::new(), most: most as usize, hand: 0, leading: 0, next_generation: 0 }
+        Self {
+            slots: Vec::new(),
+            max_streams: most as usize,
+            clock_hand: 0,
+            unread_streams: 0,
+            next_generation: 0,
+        }
     }
 
     /// Forgets all streams and limits their number to `most`.
@@ -201,35 +209,41 @@ impl StreamTable {
     }
 
     pub(super) const fn streams_with_unread(&self) -> u32 {
-        self.leading
+        self.unread_streams
     }
 
     pub(super) fn count_unread(&mut self, id: StreamId, bytes: u64) {
         let Some(stream) = self.get_mut(id) else { return };
         let begins = stream.unread_bytes == 0 && bytes > 0;
         stream.unread_bytes += bytes;
-        self.leading += u32::from(begins);
+        self.unread_streams += u32::from(begins);
     }
 
     pub(super) fn count_used(&mut self, id: StreamId, bytes: u64) {
-        self.settle(id, bytes, |stream| stream.used_bytes += bytes);
+        self.reduce_unread(id, bytes, |stream| stream.used_bytes += bytes);
     }
 
     pub(super) fn count_wasted(&mut self, id: StreamId, bytes: u64) {
-        self.settle(id, bytes, |stream| stream.wasted_bytes += bytes);
+        self.reduce_unread(id, bytes, |stream| stream.wasted_bytes += bytes);
     }
 
-    fn settle(&mut self, id: StreamId, bytes: u64, count: impl FnOnce(&mut PrefetchStream)) {
+    fn reduce_unread(&mut self, id: StreamId, bytes: u64, count: impl FnOnce(&mut PrefetchStream)) {
         let Some(stream) = self.get_mut(id) else { return };
         count(stream);
         let left = stream.unread_bytes.saturating_sub(bytes);
         let ends = stream.unread_bytes > 0 && left == 0;
         stream.unread_bytes = left;
-        self.leading -= u32::from(ends);
+        self.unread_streams -= u32::from(ends);
     }
 
     /// Returns the stream of a scan that has reached `next`: an existing one nearby, or a new one.
-    pub(super) fn find_or_add(&mut self, step: ScanStep, next: u64, length: u64, window: ReadAheadWindow) -> StreamId {
+    pub(super) fn find_or_add(
+        &mut self,
+        step: ScanStep,
+        next: u64,
+        length: u64,
+        window: ReadAheadWindow,
+    ) -> StreamId {
         // Linear, but rare: only a scan that has just been detected comes here.
         if let Some(index) = self.slots.iter().position(|stream| stream.is_near(step, next)) {
             return StreamId { index: index as u32, generation: self.slots[index].generation };
@@ -249,12 +263,12 @@ impl StreamTable {
             generation,
             was_continued: false,
         };
-        if self.slots.len() < self.most {
+        if self.slots.len() < self.max_streams {
             self.slots.push(stream);
             return StreamId { index: (self.slots.len() - 1) as u32, generation };
         }
         let index = self.replaceable_slot();
-        self.leading -= u32::from(self.slots[index].unread_bytes > 0);
+        self.unread_streams -= u32::from(self.slots[index].unread_bytes > 0);
         self.slots[index] = stream;
         StreamId { index: index as u32, generation }
     }
@@ -262,8 +276,8 @@ impl StreamTable {
     // Terminates after one round at the latest: it clears the mark of every stream that it passes.
     fn replaceable_slot(&mut self) -> usize {
         loop {
-            let index = self.hand;
-            self.hand = (self.hand + 1) % self.slots.len();
+            let index = self.clock_hand;
+            self.clock_hand = (self.clock_hand + 1) % self.slots.len();
             if !core::mem::take(&mut self.slots[index].was_continued) {
                 return index;
             }
@@ -312,7 +326,12 @@ mod tests {
     #[test]
     fn reordered_request_does_not_move_the_head_back() {
         let mut streams = streams();
-        let id = streams.find_or_add(ScanStep::Forward, 5 * BLOCK, BLOCK, ReadAheadWindow::new(128 << 10, 1 << 20));
+        let id = streams.find_or_add(
+            ScanStep::Forward,
+            5 * BLOCK,
+            BLOCK,
+            ReadAheadWindow::new(128 << 10, 1 << 20),
+        );
         plan(&mut streams, id, 8 * BLOCK);
         let stream = streams.get_mut(id).unwrap();
         stream.advance(7 * BLOCK, BLOCK);

@@ -61,7 +61,7 @@ mod tests {
     const K: u64 = 1 << 10;
 
     #[test]
-    fn it_grows_when_used_up_and_comes_earlier_when_waited_for() {
+    fn window_grows_when_used_up_and_triggers_earlier_after_a_wait() {
         let most = 2 << 20;
         let mut window = ReadAheadWindow::new(128 * K, most);
         assert_eq!(window, ReadAheadWindow { size: 128 * K, trigger: 64 * K });

@@ -51,7 +51,8 @@ mod tests {
 
     #[track_caller]
     fn check(rate: f64, claims: &[(f64, f64)], expect: &[f64]) {
-        let claims: Vec<RateClaim> = claims.iter().map(|&(weight, demand)| RateClaim { weight, demand }).collect();
+        let claims: Vec<RateClaim> =
+            claims.iter().map(|&(weight, demand)| RateClaim { weight, demand }).collect();
         let parts = divide_rate(rate, &claims);
         assert!(
             parts.iter().zip(expect).all(|(part, expect)| (part - expect).abs() < 1e-6),

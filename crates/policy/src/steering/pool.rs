@@ -19,7 +19,9 @@ use super::demand::MemberDemand;
 use super::division::{RateClaim, divide_rate};
 use crate::counter;
 use crate::request::Direction;
-use crate::throttle::{AdmissionCounters, Enforcement, KernelBuckets, RateLimit, LimitKind, Limits, ThrottleStats, WaitSummary};
+use crate::throttle::{
+    AdmissionCounters, Enforcement, KernelBuckets, LimitKind, Limits, RateLimit, ThrottleStats, WaitSummary,
+};
 use crate::time::{Duration, Instant};
 
 /// Cumulative counters of a member's reads and writes.
@@ -28,7 +30,7 @@ pub type IoCounters = [AdmissionCounters; 2];
 /// Minimum interval between two measurements of a member.
 const MIN_INTERVAL: Duration = Duration::from_millis(20);
 /// Cap on the predicted length of a burst in seconds (about 30 years).
-const LONGEST_S: f64 = 1e9;
+const MAX_S: f64 = 1e9;
 /// Maximum intervals between two measurements of an active and of an idle member.
 const ACTIVE: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
@@ -332,7 +334,11 @@ impl SteeringPool {
             (true, false) => FALL_THRESHOLD,
         };
         let worth = |member: &SteeredMember, rates: &IoMaxRates, fall: f64| {
-            if member.is_absent || member.is_unmeasurable { None } else { change_rank(member.rates_set, *rates, fall) }
+            if member.is_absent || member.is_unmeasurable {
+                None
+            } else {
+                change_rank(member.rates_set, *rates, fall)
+            }
         };
         let both = || self.members.iter().zip(&rates);
         // If one member's rate rises, others must fall by as much, so even small falls are set.
@@ -389,7 +395,7 @@ impl SteeringPool {
             (surplus > 0.0).then(|| known / surplus)
         };
         let shortest_s = LimitKind::ALL.into_iter().filter_map(lasts_s).reduce(f64::min)?;
-        Some(now + Duration::from_secs_f64(shortest_s.min(LONGEST_S)).max(MIN_INTERVAL))
+        Some(now + Duration::from_secs_f64(shortest_s.min(MAX_S)).max(MIN_INTERVAL))
     }
 
     /// True if this pool needs steering ([`is_steered`]).
@@ -486,7 +492,8 @@ impl SteeringPool {
             let parts = divide_rate(part, &member.demand[unit].each_ref().map(claim));
             [parts[0], parts[1]]
         };
-        let part = |member: &SteeredMember| if member.is_absent { 0.0 } else { of_members.next().unwrap_or(0.0) };
+        let part =
+            |member: &SteeredMember| if member.is_absent { 0.0 } else { of_members.next().unwrap_or(0.0) };
         let parts: Vec<f64> = self.members.iter().map(part).collect();
         self.members.iter().zip(parts).map(of_directions).collect()
     }

@@ -40,16 +40,16 @@
 
 use super::cost::RequestCost;
 use super::enforcement::LimitScale;
-use super::limits::{RateLimit, LimitKind, Limits};
-use super::slicing::{WHOLE_REQUEST, time_for, proportional_part};
+use super::limits::{LimitKind, Limits, RateLimit};
+use super::slicing::{WHOLE_REQUEST, proportional_part, time_for};
 use super::stats::LimitLevel;
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
 
 mod carried;
-mod snapshot;
 mod quota;
+mod snapshot;
 mod spare;
 
 pub use snapshot::{BucketContents, BucketSnapshot};
@@ -177,7 +177,13 @@ enum ExcessTreatment {
 }
 
 /// Level and deferred work after a change of the bucket's size.
-fn carry_level(size: u128, level: u128, deferred: u128, new_size: u128, rest: ExcessTreatment) -> (u128, u128) {
+fn carry_level(
+    size: u128,
+    level: u128,
+    deferred: u128,
+    new_size: u128,
+    rest: ExcessTreatment,
+) -> (u128, u128) {
     let (ceiling, passed) = (size.saturating_add(deferred), level.saturating_add(deferred));
     let most = if rest == ExcessTreatment::Deferred { passed } else { deferred };
     let deferred = ceiling.saturating_sub(new_size).min(most);
@@ -409,7 +415,11 @@ impl NodeBuckets {
 
     /// Units of a request for this limit, in billionths.
     fn units(&self, kind: LimitKind, cost: &RequestCost) -> u128 {
-        if kind.counts_bytes() { u128::from(cost.bytes()) * LEVEL_SCALE } else { cost.operations(self.iops_size) }
+        if kind.counts_bytes() {
+            u128::from(cost.bytes()) * LEVEL_SCALE
+        } else {
+            cost.operations(self.iops_size)
+        }
     }
 }
 

@@ -78,7 +78,9 @@ impl RequestCost {
     pub(super) fn operations(&self, iops_size: u64) -> u128 {
         match &self.lengths {
             RequestLengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),
-            RequestLengths::Mixed(lengths) => lengths.iter().map(|length| operations_of(*length, iops_size)).sum(),
+            RequestLengths::Mixed(lengths) => {
+                lengths.iter().map(|length| operations_of(*length, iops_size)).sum()
+            }
         }
     }
 }

@@ -295,7 +295,11 @@ impl Limits {
         LimitKind::ALL.iter().try_for_each(|&kind| self.check_limit(kind))
     }
 
-    fn check_total_alone(&self, [total, read, write]: [LimitKind; 3], part: LimitPart) -> Result<(), InvalidLimit> {
+    fn check_total_alone(
+        &self,
+        [total, read, write]: [LimitKind; 3],
+        part: LimitPart,
+    ) -> Result<(), InvalidLimit> {
         for one in [read, write] {
             let other = Of(one, part);
             if self.get(Of(total, part)) > 0 && self.get(other) > 0 {
@@ -313,7 +317,11 @@ impl Limits {
             (burst_rate > MAX_VALUE, BurstRate, LimitRule::AtMost(MAX_VALUE)),
             (length == 0, BurstLength, LimitRule::AtLeastOneSecond),
             (length > 1 && burst_rate == 0, BurstLength, LimitRule::Needs(burst)),
-            (length > MAX_VALUE / burst_rate.max(1), BurstLength, LimitRule::BurstTooLarge(burst, burst_rate)),
+            (
+                length > MAX_VALUE / burst_rate.max(1),
+                BurstLength,
+                LimitRule::BurstTooLarge(burst, burst_rate),
+            ),
             (burst_rate > 0 && rate == 0, BurstRate, LimitRule::Needs(base)),
             (burst_rate > 0 && burst_rate < rate, BurstRate, LimitRule::AtLeastRate(base, rate)),
         ];

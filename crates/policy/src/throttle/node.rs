@@ -2,15 +2,15 @@
 //!
 //! Independent of its neighbours. An idle node takes a few hundred bytes and no time.
 
-use super::reservations::{ReservableCapacity, reserved_by};
 use super::bucket::NodeBuckets;
 use super::cost::RequestCost;
 use super::enforcement::{Enforcement, LimitScale};
 use super::limits::{LimitKind, Limits};
 use super::reservation_monitor::ReservationMonitor;
+use super::reservations::{ReservableCapacity, reserved_by};
 use super::scheduler::ChildScheduler;
 use super::share::NodeShare;
-use super::stats::{WaitHistograms, ThrottleSummary, CumulativeStats, AdmissionCounters, ThrottleStats};
+use super::stats::{AdmissionCounters, CumulativeStats, ThrottleStats, ThrottleSummary, WaitHistograms};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -218,7 +218,7 @@ impl<T> ThrottleNode<T> {
 
     /// Sets another part of a limit that is divided over hosts: see `bucket/part.rs`. Nothing is
     /// given up while limits are scaled or lifted.
-    pub(super) fn divide(&mut self, limits: Limits, credit: [u64; 6], now: Instant) -> [u64; 6] {
+    pub(super) fn set_quota(&mut self, limits: Limits, credit: [u64; 6], now: Instant) -> [u64; 6] {
         if self.enforcement != Enforcement::Enforced || limits.is_unlimited() {
             self.set_limits(limits, now);
             return [0; 6];
@@ -226,7 +226,7 @@ impl<T> ThrottleNode<T> {
         let before = self.limited.take().or_else(|| self.past_limits.take());
         let mut limited = before.unwrap_or_else(|| Box::new(NodeLimits::new(now)));
         limited.buckets.leak_to(now);
-        let given = limited.buckets.divide(&limits, credit);
+        let given = limited.buckets.set_quota(&limits, credit);
         limited.limits = limits;
         self.limited = Some(limited);
         given
@@ -246,7 +246,7 @@ impl<T> ThrottleNode<T> {
     }
 
     /// Takes over the contents of another node.
-    pub(super) fn take_over(&mut self, charged: Box<NodeLimits>, now: Instant) {
+    pub(super) fn inherit_contents(&mut self, charged: Box<NodeLimits>, now: Instant) {
         let limits = self.limits();
         self.limited = None;
         // As if the contents were those of limits that were set here before.
@@ -315,7 +315,13 @@ impl<T> ThrottleNode<T> {
         self.freed[direction.index()]
     }
 
-    pub(super) fn count(&mut self, direction: Direction, cost: &RequestCost, waited_ns: Option<u64>, now: Instant) {
+    pub(super) fn count(
+        &mut self,
+        direction: Direction,
+        cost: &RequestCost,
+        waited_ns: Option<u64>,
+        now: Instant,
+    ) {
         self.counters[direction.index()].count(cost, waited_ns);
         if let Some(waited_ns) = waited_ns {
             let waits = self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now)));
@@ -324,7 +330,7 @@ impl<T> ThrottleNode<T> {
     }
 
     /// Time for which requests waited for this node's limits, in nanoseconds.
-    pub(super) fn limited_ns(&self, now: Instant) -> u64 {
+    pub(super) fn throttled_ns(&self, now: Instant) -> u64 {
         let so_far = if self.blocked == [false; 2] { 0 } else { now.nanos_since(self.blocked_or_free_since) };
         self.limited_ns + so_far
     }
@@ -335,8 +341,8 @@ impl<T> ThrottleNode<T> {
         // Requests that pass this node at once may wait for a group above it.
         let binds = is_blocked || (self.waiting != [0; 2] && since < CAUSE_EXPIRY_NS);
         ThrottleSummary {
-            limited_ns: self.limited_ns(now),
-            binding: self.binding.filter(|_| binds),
+            limited_ns: self.throttled_ns(now),
+            throttle_cause: self.binding.filter(|_| binds),
             waiting: self.waiting,
             kept: self.reservation_monitor.as_ref().map(|promise| promise.times(now)),
         }
@@ -344,7 +350,8 @@ impl<T> ThrottleNode<T> {
 
     pub(super) fn cumulative(&self, now: Instant) -> CumulativeStats {
         let ThrottleSummary { limited_ns, kept, .. } = self.summary(now);
-        let mut counted = CumulativeStats { passed: self.counters, limited_ns, kept, ..CumulativeStats::default() };
+        let mut counted =
+            CumulativeStats { passed: self.counters, limited_ns, kept, ..CumulativeStats::default() };
         if let Some(waits) = &self.waits {
             waits.export(&mut counted);
         }
@@ -363,12 +370,12 @@ impl<T> ThrottleNode<T> {
             promise.add_times(*kept);
         }
         if !waits.is_empty() {
-            self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now))).count_on(counted);
+            self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now))).add_cumulative(counted);
         }
     }
 
     pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
-        let ThrottleSummary { limited_ns, binding, waiting, kept } = self.summary(now);
+        let ThrottleSummary { limited_ns, throttle_cause: binding, waiting, kept } = self.summary(now);
         let buckets = self.limited.as_ref().map(|limited| {
             let mut buckets = limited.buckets.clone();
             buckets.leak_to(now);

@@ -45,7 +45,13 @@ pub(super) struct ReservationMonitor {
 impl ReservationMonitor {
     pub(super) const fn new(waits: bool, now: Instant) -> Self {
         let waits_since = if waits { Some(now) } else { None };
-        Self { kept: ReservationTimes { met_ns: 0, missed_ns: 0 }, waits_since, began: now, waited_ns: 0, had_ns: 0 }
+        Self {
+            kept: ReservationTimes { met_ns: 0, missed_ns: 0 },
+            waits_since,
+            began: now,
+            waited_ns: 0,
+            had_ns: 0,
+        }
     }
 
     /// Records that requests wait from now on, or no longer.

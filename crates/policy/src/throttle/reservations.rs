@@ -115,7 +115,9 @@ impl fmt::Display for ReservationExceeded {
             ReservationBound::Probe(at) => {
                 write!(f, "the {available} that `weir probe` measured of the device, {} UTC", Date(*at))
             }
-            ReservationBound::Cluster => write!(f, "the {available} that the reservations of other hosts leave"),
+            ReservationBound::Cluster => {
+                write!(f, "the {available} that the reservations of other hosts leave")
+            }
             ReservationBound::Pool => {
                 write!(
                     f,

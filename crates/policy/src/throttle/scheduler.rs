@@ -32,8 +32,8 @@
 //! Never looks at buckets: the tree offers a child when it is ready, and withdraws it.
 
 use super::heap::IndexedHeap;
-use super::slicing::SLICE_NS;
 use super::share::NodeShare;
+use super::slicing::SLICE_NS;
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
@@ -68,24 +68,24 @@ pub(super) enum TagLane {
     /// Tags of both directions.
     Shared,
     /// Tags of one direction.
-    Of(Direction),
+    Separate(Direction),
 }
 
 impl TagLane {
     pub(super) const fn new(direction: Direction, shared: bool) -> Self {
-        if shared { Self::Shared } else { Self::Of(direction) }
+        if shared { Self::Shared } else { Self::Separate(direction) }
     }
 
     const fn index(self) -> usize {
         match self {
             Self::Shared => 0,
-            Self::Of(direction) => direction.index(),
+            Self::Separate(direction) => direction.index(),
         }
     }
 
     /// True if a charge in this lane changes this direction's tags.
     pub(super) fn covers(self, direction: Direction) -> bool {
-        self == Self::Shared || self == Self::Of(direction)
+        self == Self::Shared || self == Self::Separate(direction)
     }
 }
 
@@ -127,7 +127,7 @@ pub(super) struct ServiceCharge {
     /// Time that the service needs of the scarcest limit.
     pub(super) cost_ns: u64,
     /// Time that the service needs of the child's reservation; 0 without one.
-    pub(super) promised_ns: u64,
+    pub(super) reservation_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -151,7 +151,7 @@ impl ScheduledChild {
 
     /// Start tag S.
     fn start(&self, lane: TagLane, clock: &VirtualClock) -> u64 {
-        let floor = clock.before.max(clock.now.saturating_sub(self.credit));
+        let floor = clock.previous_mark.max(clock.now.saturating_sub(self.credit));
         self.finish[lane.index()].max(floor)
     }
 }
@@ -161,10 +161,10 @@ struct VirtualClock {
     /// Virtual time v.
     now: u64,
     /// v as of `marked`.
-    mark: u64,
+    latest_mark: u64,
     /// v as of the previous mark.
-    before: u64,
-    marked: Instant,
+    previous_mark: u64,
+    marked_at: Instant,
     /// Cost that may be served by reservation before the next service by weight.
     allowance_ns: u64,
 }
@@ -172,8 +172,8 @@ struct VirtualClock {
 impl VirtualClock {
     /// Records v every [`IDLE_CREDIT_NS`].
     fn tick(&mut self, now: Instant) {
-        if now.nanos_since(self.marked) >= IDLE_CREDIT_NS {
-            *self = Self { before: self.mark, mark: self.now, marked: now, ..*self };
+        if now.nanos_since(self.marked_at) >= IDLE_CREDIT_NS {
+            *self = Self { previous_mark: self.latest_mark, latest_mark: self.now, marked_at: now, ..*self };
         }
     }
 }
@@ -196,17 +196,23 @@ impl ChildScheduler {
             vacant: Vec::new(),
             by_weight: [IndexedHeap::new(), IndexedHeap::new()],
             by_reservation: [IndexedHeap::new(), IndexedHeap::new()],
-            clocks: [VirtualClock { now: 0, mark: 0, before: 0, marked: Instant::ZERO, allowance_ns: 0 }; 2],
+            clocks: [VirtualClock {
+                now: 0,
+                latest_mark: 0,
+                previous_mark: 0,
+                marked_at: Instant::ZERO,
+                allowance_ns: 0,
+            }; 2],
             next_order: 0,
         }
     }
 
-    pub(super) fn join(&mut self, slot: u32, share: NodeShare) -> u32 {
+    pub(super) fn add_child(&mut self, slot: u32, share: NodeShare) -> u32 {
         let child = Some(ScheduledChild {
             slot,
             reserved: share.is_reserved(),
-            inverse_weight: inverse(share),
-            credit: virtual_time(IDLE_CREDIT_NS, inverse(share)),
+            inverse_weight: inverse_weight(share),
+            credit: virtual_time(IDLE_CREDIT_NS, inverse_weight(share)),
             finish: [0; 2],
             due: 0,
         });
@@ -220,8 +226,8 @@ impl ChildScheduler {
     }
 
     /// Removes a child, which must have been withdrawn.
-    pub(super) fn leave(&mut self, child: u32) {
-        debug_assert!(!Direction::ALL.iter().any(|direction| self.offers(child, *direction)));
+    pub(super) fn remove_child(&mut self, child: u32) {
+        debug_assert!(!Direction::ALL.iter().any(|direction| self.is_offered(child, *direction)));
         self.children[child as usize] = None;
         self.vacant.push(child);
     }
@@ -230,7 +236,7 @@ impl ChildScheduler {
     pub(super) fn set_share(&mut self, child: u32, share: NodeShare) {
         let child = self.child_mut(child);
         child.reserved = share.is_reserved();
-        child.inverse_weight = inverse(share);
+        child.inverse_weight = inverse_weight(share);
         child.credit = virtual_time(IDLE_CREDIT_NS, child.inverse_weight);
     }
 
@@ -250,7 +256,7 @@ impl ChildScheduler {
         !self.by_weight[direction.index()].is_empty()
     }
 
-    pub(super) fn offers(&self, child: u32, direction: Direction) -> bool {
+    pub(super) fn is_offered(&self, child: u32, direction: Direction) -> bool {
         self.by_weight[direction.index()].contains(child)
     }
 
@@ -262,8 +268,9 @@ impl ChildScheduler {
         let start = self.child(child).start(lane, &self.clocks[lane.index()]);
         self.by_weight[direction.index()].set(child, WeightKey { start, order });
         if self.child(child).reserved {
-            let was_idle =
-                !Direction::ALL.iter().any(|direction| self.by_reservation[direction.index()].contains(child));
+            let was_idle = !Direction::ALL
+                .iter()
+                .any(|direction| self.by_reservation[direction.index()].contains(child));
             let due = &mut self.child_mut(child).due;
             // Must not be applied to a busy child: it would lose the arrears of slow services.
             if was_idle {
@@ -279,7 +286,12 @@ impl ChildScheduler {
         self.by_reservation[direction.index()].remove(child);
     }
 
-    pub(super) fn next(&self, direction: Direction, lane: TagLane, now: Instant) -> Option<ScheduleCandidate> {
+    pub(super) fn next_candidate(
+        &self,
+        direction: Direction,
+        lane: TagLane,
+        now: Instant,
+    ) -> Option<ScheduleCandidate> {
         let (turn, child) = self.by_weight[direction.index()].first()?;
         // R may be due, but the weight phase has its fraction first.
         if let Some((due, child)) = self.by_reservation[direction.index()].first()
@@ -293,7 +305,7 @@ impl ChildScheduler {
 
     /// Charges a child for a service. If it is on offer, it must be offered again or withdrawn.
     pub(super) fn charge(&mut self, number: u32, service: ServiceCharge, now: Instant) {
-        let ServiceCharge { lane, phase, cost_ns, promised_ns } = service;
+        let ServiceCharge { lane, phase, cost_ns, reservation_ns: promised_ns } = service;
         let clock = &mut self.clocks[lane.index()];
         let child = self.children[number as usize].as_mut().expect("a child that has not left");
         clock.tick(now);
@@ -344,8 +356,8 @@ impl ChildScheduler {
         let clock = &mut self.clocks[lane.index()];
         let by = clock.now - MAX_VIRTUAL_TIME / 2;
         clock.now -= by;
-        clock.mark = clock.mark.saturating_sub(by);
-        clock.before = clock.before.saturating_sub(by);
+        clock.latest_mark = clock.latest_mark.saturating_sub(by);
+        clock.previous_mark = clock.previous_mark.saturating_sub(by);
         for child in self.children.iter_mut().flatten() {
             child.finish[lane.index()] = child.finish[lane.index()].saturating_sub(by);
         }
@@ -371,6 +383,6 @@ const fn virtual_time(ns: u64, inverse_weight: u64) -> u64 {
     ((ns as u128 * inverse_weight as u128) >> (32 - VIRTUAL_BITS)) as u64
 }
 
-const fn inverse(share: NodeShare) -> u64 {
+const fn inverse_weight(share: NodeShare) -> u64 {
     (1 << 32) / share.weight() as u64
 }

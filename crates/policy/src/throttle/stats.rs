@@ -140,7 +140,7 @@ pub struct ThrottleSummary {
     /// As [`ThrottleStats::throttled_ns`].
     pub limited_ns: u64,
     /// As [`ThrottleStats::throttle_cause`].
-    pub binding: Option<LimitKind>,
+    pub throttle_cause: Option<LimitKind>,
     /// As [`ThrottleStats::waiting`].
     pub waiting: [usize; 2],
     /// As [`ThrottleStats::reservation`].
@@ -262,7 +262,7 @@ impl WaitHistograms {
     }
 
     /// Adds waits of another process; they are not recent. An unknown step counts as the longest.
-    pub(super) fn count_on(&mut self, counted: &CumulativeStats) {
+    pub(super) fn add_cumulative(&mut self, counted: &CumulativeStats) {
         self.all.max_ns = self.all.max_ns.max(counted.longest_wait_ns);
         for &(step, count) in &counted.waits {
             let sum = &mut self.all.counts[usize::from(step).min(ALL_STEPS - 1)];

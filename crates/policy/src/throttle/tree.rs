@@ -19,27 +19,29 @@
 //! Never rejects, loses or reorders: each token is returned exactly once, and the requests of a
 //! disk in one direction are admitted in order of arrival.
 
-use super::reservations::{MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, CapacitySupply, reserved_by};
 use super::cost::RequestCost;
 use super::enforcement::Enforcement;
 use super::heap::IndexedHeap;
 use super::limits::{InvalidLimit, LimitKind, Limits};
-use super::node::{ThrottleNode, NodeId, QueuedRequestId, QueuedRequest};
-use super::scheduler::{TagLane, ChildScheduler};
+use super::node::{NodeId, QueuedRequest, QueuedRequestId, ThrottleNode};
+use super::reservations::{
+    CapacitySupply, MAX_LEVELS, ReservableCapacity, ReservationExceeded, ThrottleError, reserved_by,
+};
+use super::scheduler::{ChildScheduler, TagLane};
 use super::share::NodeShare;
-use super::stats::{ThrottleSummary, ThrottleStats};
+use super::stats::{ThrottleStats, ThrottleSummary};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
-mod transfer;
 mod lease;
 mod moves;
 mod serve;
 mod spare;
+mod transfer;
 
-pub use lease::{QuotaLease, MemberDemands};
+pub use lease::{MemberDemands, QuotaLease};
 use serve::ServicePath;
 
 const ROOT: usize = 0;
@@ -163,7 +165,12 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if requests wait in `parent` itself, because then it is a disk.
-    pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: NodeShare) -> Result<NodeId, ThrottleError> {
+    pub fn add(
+        &mut self,
+        parent: Option<NodeId>,
+        limits: Limits,
+        share: NodeShare,
+    ) -> Result<NodeId, ThrottleError> {
         self.add_node(None, parent, limits, share)
     }
 
@@ -212,7 +219,7 @@ impl<T> ThrottleTree<T> {
         let mut node = ThrottleNode::new(parent, level, limits, share, self.now);
         let slot = self.vacant.pop().unwrap_or(self.nodes.len());
         let schedule = self.nodes[parent].schedule.get_or_insert_with(|| Box::new(ChildScheduler::new()));
-        node.number = schedule.join(slot as u32, share);
+        node.number = schedule.add_child(slot as u32, share);
         node.has_shared_limit = self.nodes[parent].has_shared_limit || has_total_limit(&limits);
         if slot == self.nodes.len() {
             self.nodes.push(node);
@@ -238,7 +245,7 @@ impl<T> ThrottleTree<T> {
         let mut waiters = Vec::new();
         for direction in Direction::ALL {
             let queue = core::mem::take(self.nodes[slot].queue_mut(direction));
-            self.count_waiting(slot, direction, |waiting| waiting - queue.len());
+            self.update_waiting(slot, direction, |waiting| waiting - queue.len());
             waiters.extend(queue.into_iter().map(|waiter| (direction, waiter)));
             self.settle_up(slot, direction);
         }
@@ -248,9 +255,10 @@ impl<T> ThrottleTree<T> {
         node.present = false;
         self.remove_lease(slot);
         let node = &self.nodes[slot];
-        let (parent, number, freed) = (node.parent, node.number, reserved_by(node.share, node.reserved_below));
+        let (parent, number, freed) =
+            (node.parent, node.number, reserved_by(node.share, node.reserved_below));
         if let Some(schedule) = &mut self.nodes[parent].schedule {
-            schedule.leave(number);
+            schedule.remove_child(number);
         }
         self.update_reserved(parent, freed, [0; 2]);
         self.vacant.push(slot);
@@ -283,7 +291,8 @@ impl<T> ThrottleTree<T> {
         let slot = self.slot(node);
         self.advance_to(now);
         let here = &self.nodes[slot];
-        let (old, new) = (reserved_by(here.share, here.reserved_below), reserved_by(share, here.reserved_below));
+        let (old, new) =
+            (reserved_by(here.share, here.reserved_below), reserved_by(share, here.reserved_below));
         let limits = match self.lent(node) {
             Some(_) => self.check_supply(slot, new).map(|()| here.limits())?,
             None => CapacitySupply { limits, device: here.device }.check(new).map(|()| limits)?,
@@ -331,7 +340,8 @@ impl<T> ThrottleTree<T> {
     pub fn set_reservable(&mut self, node: NodeId, device: ReservableCapacity) -> Result<(), ThrottleError> {
         let slot = self.slot(node);
         let node = &mut self.nodes[slot];
-        CapacitySupply { limits: Limits::default(), device }.check(reserved_by(node.share, node.reserved_below))?;
+        CapacitySupply { limits: Limits::default(), device }
+            .check(reserved_by(node.share, node.reserved_below))?;
         node.device = device;
         Ok(())
     }
@@ -346,7 +356,7 @@ impl<T> ThrottleTree<T> {
             return;
         }
         node.enforce(enforcement, self.now);
-        self.follow_enforcement(slot, before);
+        self.apply_enforcement_to_carried(slot, before);
         self.settle_both_up(slot);
     }
 
@@ -368,12 +378,12 @@ impl<T> ThrottleTree<T> {
         let number = self.next_number;
         self.next_number += 1;
         let around = self.nodes[disk.slot].parent;
-        let limited_ns = [disk.slot, around].map(|slot| self.nodes[slot].limited_ns(self.now));
+        let limited_ns = [disk.slot, around].map(|slot| self.nodes[slot].throttled_ns(self.now));
         let waiter = QueuedRequest { number, since: self.now, cost, charged_parts: 0, limited_ns, token };
         let queue = self.nodes[disk.slot].queue_mut(direction);
         let is_first = queue.is_empty();
         queue.push_back(waiter);
-        self.count_waiting(disk.slot, direction, |waiting| waiting + 1);
+        self.update_waiting(disk.slot, direction, |waiting| waiting + 1);
         // A request behind another one changes no schedule.
         if is_first {
             self.settle_up(disk.slot, direction);
@@ -387,7 +397,7 @@ impl<T> ThrottleTree<T> {
         let QueuedRequestId { node: NodeId { slot, generation }, direction, number } = ticket;
         let node = self.nodes.get_mut(slot).filter(|node| node.present && node.generation == generation)?;
         let waiter = node.remove_queued(direction, number)?;
-        self.count_waiting(slot, direction, |waiting| waiting - 1);
+        self.update_waiting(slot, direction, |waiting| waiting - 1);
         self.settle_up(slot, direction);
         Some(waiter.token)
     }
@@ -442,7 +452,7 @@ impl<T> ThrottleTree<T> {
     fn apply_limits(&mut self, slot: usize, limits: Limits) {
         let before = self.nodes[slot].limits();
         self.nodes[slot].set_limits(limits, self.now);
-        self.follow_limits(slot, &before);
+        self.apply_limits_to_carried(slot, &before);
         self.update_shared_limits(slot);
         self.settle_both_up(slot);
     }
@@ -450,7 +460,8 @@ impl<T> ThrottleTree<T> {
     fn apply_share(&mut self, slot: usize, share: NodeShare) {
         let node = &mut self.nodes[slot];
         let parent = node.parent;
-        let (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(share, node.reserved_below));
+        let (old, new) =
+            (reserved_by(node.share, node.reserved_below), reserved_by(share, node.reserved_below));
         node.set_share(share, self.now);
         self.update_reserved(parent, old, new);
         self.update_entitlement(slot);
@@ -486,7 +497,7 @@ impl<T> ThrottleTree<T> {
         core::iter::successors(up(slot), move |slot| up(self.nodes[*slot].parent))
     }
 
-    fn count_waiting(&mut self, slot: usize, direction: Direction, change: impl Fn(usize) -> usize) {
+    fn update_waiting(&mut self, slot: usize, direction: Direction, change: impl Fn(usize) -> usize) {
         let mut at = slot;
         loop {
             let node = &mut self.nodes[at];
@@ -514,7 +525,8 @@ impl<T> ThrottleTree<T> {
         let (mut old, mut new) = (old, new);
         for slot in self.path_up(slot) {
             let node = &self.nodes[slot];
-            let before = freed.iter().find(|(at, _)| *at == slot).map_or(node.reserved_below, |(_, left)| *left);
+            let before =
+                freed.iter().find(|(at, _)| *at == slot).map_or(node.reserved_below, |(_, left)| *left);
             let promised = replace_in_sum(before, old, new);
             self.check_supply(slot, promised)?;
             (old, new) = (reserved_by(node.share, before), reserved_by(node.share, promised));

@@ -2,7 +2,9 @@
 
 use crate::seeds::for_each;
 use crate::{TIMING, setting};
-use policy::cluster::simulated::{SimulatedClient, ClientLoad, NANOS_PER_MS, SeededRandom, NANOS_PER_S, SimulatedCluster};
+use policy::cluster::simulated::{
+    ClientLoad, NANOS_PER_MS, NANOS_PER_S, SeededRandom, SimulatedClient, SimulatedCluster,
+};
 use policy::cluster::{ClusterGroupLimits, Timing};
 use policy::throttle::{LimitKind, Limits};
 
@@ -103,7 +105,8 @@ fn one(seed: u64) {
                 version += 1;
                 let safe_ppm = safe(&mut random);
                 world.set_spec(
-                    ClusterGroupLimits::new(version, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap(),
+                    ClusterGroupLimits::new(version, limits(&mut random, bytes), hosts as u32, safe_ppm)
+                        .unwrap(),
                     0.1,
                 );
             }
@@ -128,7 +131,8 @@ fn one(seed: u64) {
             let limits = world.machines[host].host.fallback_limits();
             let iops = limits.limit(LimitKind::IopsTotal).rate;
             let bps = limits.limit(LimitKind::BpsTotal).rate;
-            let longest = NANOS_PER_S + 3 * NANOS_PER_S / iops + (6 * 8192 * NANOS_PER_S).checked_div(bps).unwrap_or(0);
+            let longest =
+                NANOS_PER_S + 3 * NANOS_PER_S / iops + (6 * 8192 * NANOS_PER_S).checked_div(bps).unwrap_or(0);
             slowest = slowest.max(longest);
             assert!(
                 world.now - *since <= slowest,
@@ -147,7 +151,8 @@ fn grants_of_departed_hosts_are_deleted_after_their_lease() {
     for_each("--test cluster", "what_was_granted", 20, |seed| {
         let mut random = SeededRandom::new(seed ^ 0x1eaf);
         let spec = ClusterGroupLimits::new(1, limits(&mut random, false), 3, None).unwrap();
-        let clients = [const { SimulatedClient::new(ClientLoad::Greedy(4), 4096, 100, 0) }; 3].map(|client| vec![client]);
+        let clients = [const { SimulatedClient::new(ClientLoad::Greedy(4), 4096, 100, 0) }; 3]
+            .map(|client| vec![client]);
         let mut world = SimulatedCluster::new(seed, spec, &clients, setting(2, None));
         world.run_until(8 * NANOS_PER_S);
         assert!(!world.store.has_orphaned_grants());

@@ -1,7 +1,10 @@
 //! Arbitrary values in the store, written by another program: they cause no panic, no hang, and no
 //! quota above the limit.
 
-use policy::cluster::{LeaderAction, QuotaGrant, HostQuota, QuotaLeader, HostReport, ClusterGroupLimits, Term, Timing, ReportedDemand};
+use policy::cluster::{
+    ClusterGroupLimits, HostQuota, HostReport, LeaderAction, QuotaGrant, QuotaLeader, ReportedDemand, Term,
+    Timing,
+};
 use policy::throttle::{LimitKind, Limits};
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
@@ -24,8 +27,9 @@ fn follows() -> impl Strategy<Value = Option<Term>> {
 }
 
 fn report() -> impl Strategy<Value = HostReport> {
-    let usage = (by_kind(), number(), number(), prop::array::uniform2(number()))
-        .prop_map(|(demand, waiting_ns, weight, reserved)| ReportedDemand { demand, waiting_ns, weight, reserved });
+    let usage = (by_kind(), number(), number(), prop::array::uniform2(number())).prop_map(
+        |(demand, waiting_ns, weight, reserved)| ReportedDemand { demand, waiting_ns, weight, reserved },
+    );
     let counts = (number(), number(), number(), number());
     (counts, follows(), by_kind(), by_kind(), by_kind(), usage).prop_map(
         |((instance, number, seq, version), follows, leased, safe, given, wants)| HostReport {

@@ -1,13 +1,17 @@
 //! Reactions of a host and its leader to single messages, without a network.
 
 use crate::TIMING;
-use policy::cluster::{LeaderAction, QuotaGrant, HostQuota, DivisionError, QuotaLeader, HostReport, ClusterGroupLimits, Term, ReportedDemand};
+use policy::cluster::{
+    ClusterGroupLimits, DivisionError, HostQuota, HostReport, LeaderAction, QuotaGrant, QuotaLeader,
+    ReportedDemand, Term,
+};
 use policy::throttle::{LimitKind, Limits};
 use policy::time::{Duration, Instant};
 
 const ONE: Term = Term { revision: 1, nonce: 1 };
 const TWO: Term = Term { revision: 2, nonce: 2 };
-const ALL: ReportedDemand = ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 100, reserved: [0; 2] };
+const ALL: ReportedDemand =
+    ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 100, reserved: [0; 2] };
 
 fn at(ms: u64) -> Instant {
     Instant::from_nanos(ms * policy::cluster::simulated::NANOS_PER_MS)
@@ -129,7 +133,11 @@ fn departed_host_keeps_lease_and_frees_fallback_share() {
     accept(&mut one, &grants(&mut leader, at(4000))[0], at(4000));
     // A host with other limits, under which its fallback share would be larger for ever.
     let safe = [0, 0, 0, 700, 0, 0];
-    let ghost = HostReport { version: 7, fallback: safe, ..report(&mut HostQuota::new(1, spec(), TIMING), TWO, at(4000)) };
+    let ghost = HostReport {
+        version: 7,
+        fallback: safe,
+        ..report(&mut HostQuota::new(1, spec(), TIMING), TWO, at(4000))
+    };
     leader.on_report("ghost", ghost, at(4100));
     leader.on_report("a", one.tick(ALL, at(4100)).unwrap(), at(4100));
     let less = grants(&mut leader, at(4300))[0].leased[3];
@@ -167,7 +175,13 @@ fn fallback_shares_must_fit() {
     let limits = *spec().limits();
     assert_eq!(ClusterGroupLimits::new(1, limits, 0, None), Err(DivisionError::Hosts(0)));
     let too_low = Err(DivisionError::TooLow(LimitKind::IopsTotal, 1000, 1001));
-    assert_eq!(ClusterGroupLimits::new(1, limits, 2, Some(500_001)).map(|spec| spec.fallback_share()[3]), Ok(500));
-    assert_eq!(ClusterGroupLimits::new(1, limits, 2, Some(501_000)), Err(DivisionError::FallbackShare(501_000, 2)));
+    assert_eq!(
+        ClusterGroupLimits::new(1, limits, 2, Some(500_001)).map(|spec| spec.fallback_share()[3]),
+        Ok(500)
+    );
+    assert_eq!(
+        ClusterGroupLimits::new(1, limits, 2, Some(501_000)),
+        Err(DivisionError::FallbackShare(501_000, 2))
+    );
     assert_eq!(ClusterGroupLimits::new(1, limits, 1001, None), too_low, "one a second each");
 }

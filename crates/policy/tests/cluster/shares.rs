@@ -3,7 +3,9 @@
 use crate::seeds::for_each;
 use crate::setting;
 use policy::cluster::ClusterGroupLimits;
-use policy::cluster::simulated::{SimulatedClient, ClientLoad, NANOS_PER_MS, SeededRandom, NANOS_PER_S, SimulatedCluster};
+use policy::cluster::simulated::{
+    ClientLoad, NANOS_PER_MS, NANOS_PER_S, SeededRandom, SimulatedClient, SimulatedCluster,
+};
 use policy::throttle::{LimitKind, Limits};
 
 const RATE: u64 = 2000;

@@ -39,7 +39,7 @@ fn operations_and_bytes_at_every_depth_and_length() {
 }
 
 #[test]
-fn many_disks_together_get_what_one_gets() {
+fn many_disks_share_the_rate_of_one() {
     let mut disks = Timeline::new("iops-total=20000").with_late_timers(Duration::from_millis(5));
     for _ in 0..50 {
         disks.add(Workload::READS.latency(DISK_LATENCY));

@@ -3,7 +3,8 @@
 use crate::timeline::{limits, promise, s};
 use policy::request::Direction;
 use policy::throttle::{
-    AdmissionResult, ReservationBound, RequestCost, Limits, NodeId, ReservationExceeded, ThrottleError, ReservableCapacity, NodeShare, ThrottleTree, ReservationUnit,
+    AdmissionResult, Limits, NodeId, NodeShare, RequestCost, ReservableCapacity, ReservationBound,
+    ReservationExceeded, ReservationUnit, ThrottleError, ThrottleTree,
 };
 
 fn group(text: &str) -> (ThrottleTree<()>, NodeId) {

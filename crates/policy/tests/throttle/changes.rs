@@ -2,7 +2,9 @@
 
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, ThrottleError, NodeShare, ThrottleTree};
+use policy::throttle::{
+    AdmissionResult, Limits, NodeShare, PollDecision, RequestCost, ThrottleError, ThrottleTree,
+};
 
 #[test]
 fn lifting_a_limit_admits_waiting_requests() {
@@ -40,7 +42,8 @@ fn a_limit_set_on_an_unlimited_disk_binds_at_once() {
 fn waiting_requests_use_iops_size_at_admission() {
     let mut group = ThrottleTree::new(s(0));
     let disk = group.add(None, limits("iops-total=10"), NodeShare::default()).unwrap();
-    let ask = |group: &mut ThrottleTree<_>, cost, token| group.submit(disk, Direction::Read, cost, token, s(0));
+    let ask =
+        |group: &mut ThrottleTree<_>, cost, token| group.submit(disk, Direction::Read, cost, token, s(0));
     for token in ["first", "second"] {
         assert_eq!(ask(&mut group, RequestCost::one(512), token), AdmissionResult::Admitted(token));
     }
@@ -97,6 +100,9 @@ fn a_change_with_an_older_instant_does_not_turn_time_back() {
         group.submit(disk, Direction::Read, RequestCost::merged(&[0; 2]), 1, ms(999)),
         AdmissionResult::Admitted(1)
     );
-    assert!(matches!(group.submit(disk, Direction::Read, RequestCost::one(0), 2, ms(999)), AdmissionResult::Queued(_)));
+    assert!(matches!(
+        group.submit(disk, Direction::Read, RequestCost::one(0), 2, ms(999)),
+        AdmissionResult::Queued(_)
+    ));
     assert_eq!(group.poll(ms(999)), PollDecision::Wait { until: ms(1100) });
 }

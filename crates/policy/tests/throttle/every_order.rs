@@ -7,7 +7,9 @@
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, NodeId, NodeShare, QueuedRequestId, ThrottleTree};
+use policy::throttle::{
+    AdmissionResult, Limits, NodeId, NodeShare, PollDecision, QueuedRequestId, RequestCost, ThrottleTree,
+};
 use policy::time::{Duration, Instant};
 use std::collections::VecDeque;
 

@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, ms, s};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, NodeId, NodeShare, ThrottleTree};
+use policy::throttle::{AdmissionResult, NodeId, NodeShare, PollDecision, RequestCost, ThrottleTree};
 use policy::time::Duration;
 
 #[test]
@@ -75,5 +75,8 @@ fn a_request_passes_one_that_may_not_pass_yet_where_no_limit_is_shared() {
         let read = group.submit(disk, Direction::Read, RequestCost::one(512), number, s(0));
         assert_eq!(matches!(read, AdmissionResult::Queued(_)), number == 2);
     }
-    assert_eq!(group.submit(disk, Direction::Write, RequestCost::one(512), 3, s(0)), AdmissionResult::Admitted(3));
+    assert_eq!(
+        group.submit(disk, Direction::Write, RequestCost::one(512), 3, s(0)),
+        AdmissionResult::Admitted(3)
+    );
 }

@@ -20,5 +20,5 @@ mod sequences;
 mod shares;
 mod slices;
 mod spare;
-mod upgrade;
 mod timeline;
+mod upgrade;

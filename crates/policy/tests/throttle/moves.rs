@@ -2,7 +2,9 @@
 
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, NodeId, NodeShare, QueuedRequestId, ThrottleTree};
+use policy::throttle::{
+    AdmissionResult, NodeId, NodeShare, PollDecision, QueuedRequestId, RequestCost, ThrottleTree,
+};
 use policy::time::Instant;
 
 /// Groups with the same limits, and disks whose clients keep one request waiting.
@@ -40,7 +42,7 @@ impl Groups {
         let new = self.tree.add_replacing(old, parent, limits(""), NodeShare::default()).unwrap();
         let charged = self.tree.carried_charges(old, Some(new), self.now);
         let waiting = self.tree.remove(old);
-        self.tree.take_over(new, charged, self.now);
+        self.tree.add_carried_charges(new, charged, self.now);
         self.disks[disk] = new;
         for request in waiting {
             let again = self.tree.submit(new, request.direction, request.cost, request.token, self.now);

@@ -2,7 +2,7 @@
 //! schedules.
 
 use policy::request::Direction;
-use policy::throttle::{RequestCost, LimitKind, Limits};
+use policy::throttle::{LimitKind, Limits, RequestCost};
 use policy::time::Instant;
 
 const UNIT: u128 = 1_000_000_000;

@@ -1,7 +1,7 @@
 //! Disks in nested groups: every level applies at once, and each level schedules its own members.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s, weight};
-use policy::throttle::{Enforcement, Limits, MAX_LEVELS, ThrottleError, LimitScale, NodeShare, ThrottleTree};
+use policy::throttle::{Enforcement, LimitScale, Limits, MAX_LEVELS, NodeShare, ThrottleError, ThrottleTree};
 use policy::time::Duration;
 
 /// A host with two tenants of weights 3 and 1, the second limited to 200; two disks each.
@@ -39,7 +39,7 @@ fn groups_share_by_their_own_weight_however_many_disks_they_have() {
 }
 
 #[test]
-fn unused_rate_goes_to_the_other_group() {
+fn unused_rate_is_given_to_the_busy_group() {
     let mut disks = Timeline::new("iops-total=1000");
     let [first, second] =
         [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
@@ -78,7 +78,7 @@ fn directions_share_a_nested_total_by_weight() {
 }
 
 #[test]
-fn a_limit_lifted_on_one_level_leaves_the_others_in_force() {
+fn lifting_one_level_keeps_other_levels_in_force() {
     let mut disks = Timeline::new("iops-total=100");
     let disk = disks.add_below(disks.group, "iops-total=10", NodeShare::default(), Workload::READS.depth(32));
     assert_eq!(disks.admitted_of(disk, s(1), s(11)), 100);
@@ -115,7 +115,7 @@ fn lifting_releases_all_that_waits_at_the_same_instant() {
 }
 
 #[test]
-fn a_scale_multiplies_rates_and_keeps_what_is_in_the_buckets() {
+fn scale_multiplies_rates_and_keeps_levels() {
     let mut disks = Timeline::new("iops-total=1000");
     disks.add(Workload::READS.depth(64));
     disks.run_until(s(1));
@@ -139,7 +139,12 @@ fn groups_nest_to_eight_levels() {
     assert_eq!(tree.add(parent, Limits::default(), NodeShare::default()), Err(ThrottleError::TooDeep));
     let disk = parent.unwrap();
     assert!(!tree.is_unlimited(disk));
-    assert!(tree.try_admit(disk, policy::request::Direction::Read, &policy::throttle::RequestCost::one(1), s(0)));
+    assert!(tree.try_admit(
+        disk,
+        policy::request::Direction::Read,
+        &policy::throttle::RequestCost::one(1),
+        s(0)
+    ));
 }
 
 /// Ten neighbours with a hundred times the weight, each in a separate group.

@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s};
 use policy::request::Direction;
-use policy::throttle::{ReservationTimes, LimitLevel, LimitKind, NodeShare, ThrottleStats, WaitSummary};
+use policy::throttle::{LimitKind, LimitLevel, NodeShare, ReservationTimes, ThrottleStats, WaitSummary};
 
 #[test]
 fn waits_are_summed_up() {
@@ -98,7 +98,7 @@ fn the_share_of_time_at_the_limit_is_that_of_the_time_with_work() {
 }
 
 #[test]
-fn tokens_are_what_may_still_pass_at_once() {
+fn tokens_are_the_units_admitted_without_waiting() {
     let mut disk =
         Timeline::new("iops-total=100,bps-write=1000000,bps-write-max=5000000,bps-write-max-length=2");
     let client = disk.add(Workload::WRITES.of(100_000).queued(4));
@@ -141,7 +141,7 @@ fn kept(disks: &Timeline, client: usize, at_s: u64) -> ReservationTimes {
 }
 
 #[test]
-fn a_reservation_that_is_met_says_so_and_one_that_cannot_be_is_missed() {
+fn met_and_unmet_reservations_are_reported() {
     let mut disks = Timeline::new("iops-total=1000");
     let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(8));
     let other = disks.add(Workload::READS.of(1 << 20).depth(64));

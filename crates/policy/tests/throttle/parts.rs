@@ -2,7 +2,7 @@
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, LimitKind, Limits, NodeShare, ThrottleTree};
+use policy::throttle::{AdmissionResult, LimitKind, Limits, NodeShare, RequestCost, ThrottleTree};
 
 const IOPS: usize = LimitKind::IopsTotal.index();
 
@@ -37,7 +37,10 @@ fn overrun_is_kept_after_a_quota_change() {
     let mut tree = ThrottleTree::new(s(0));
     let group = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
     tree.set_quota(group, part(1), only(0), s(0)).unwrap();
-    assert_eq!(tree.submit(group, Direction::Read, RequestCost::one(1), (), s(0)), AdmissionResult::Admitted(()));
+    assert_eq!(
+        tree.submit(group, Direction::Read, RequestCost::one(1), (), s(0)),
+        AdmissionResult::Admitted(())
+    );
     tree.set_quota(group, part(100), only(0), s(0)).unwrap();
     let next = tree.submit(group, Direction::Read, RequestCost::one(1), (), s(0));
     assert!(matches!(next, AdmissionResult::Queued(_)), "{next:?}");

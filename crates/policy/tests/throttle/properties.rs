@@ -4,7 +4,8 @@ use crate::naive::Levels;
 use crate::timeline::{Timeline, Workload};
 use policy::request::Direction;
 use policy::throttle::{
-    AdmissionResult, RequestCost, PollDecision, Enforcement, LimitKind, Limits, NodeId, ReturnedRequest, LimitScale, NodeShare, QueuedRequestId, ThrottleTree,
+    AdmissionResult, Enforcement, LimitKind, LimitScale, Limits, NodeId, NodeShare, PollDecision,
+    QueuedRequestId, RequestCost, ReturnedRequest, ThrottleTree,
 };
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
@@ -49,7 +50,8 @@ pub(crate) fn any_enforcement() -> impl Strategy<Value = Enforcement> {
     prop_oneof![
         Just(Enforcement::Enforced),
         Just(Enforcement::Lifted),
-        (1000..20_000u64).prop_map(|thousandths| Enforcement::Scaled(LimitScale::from_thousandths(thousandths))),
+        (1000..20_000u64)
+            .prop_map(|thousandths| Enforcement::Scaled(LimitScale::from_thousandths(thousandths))),
     ]
 }
 
@@ -366,7 +368,7 @@ proptest! {
     }
 
     #[test]
-    fn every_request_comes_out_once_and_in_order_whatever_changes(
+    fn requests_are_returned_once_and_in_order_despite_changes(
         limits in any_limits(),
         steps in prop::collection::vec(any_step(300_000), 1..150),
     ) {

@@ -3,7 +3,8 @@
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction::{self, Read, Write};
 use policy::throttle::{
-    AdmissionResult, RequestCost, PollDecision, LevelCause, LimitKind, Limits, NodeId, ReturnedRequest, NodeShare, QueuedRequestId, ThrottleTree,
+    AdmissionResult, LevelCause, LimitKind, Limits, NodeId, NodeShare, PollDecision, QueuedRequestId,
+    RequestCost, ReturnedRequest, ThrottleTree,
 };
 use policy::time::Instant;
 
@@ -37,7 +38,10 @@ fn full_group() -> (Disks, NodeId) {
     let mut disks = Disks::new("iops-total=10");
     let disk = disks.add();
     for _ in 0..2 {
-        assert_eq!(disks.tree.submit(disk, Read, RequestCost::one(1), "", s(0)), AdmissionResult::Admitted(""));
+        assert_eq!(
+            disks.tree.submit(disk, Read, RequestCost::one(1), "", s(0)),
+            AdmissionResult::Admitted("")
+        );
     }
     (disks, disk)
 }
@@ -80,7 +84,8 @@ fn cause_is_the_limit_that_released_last() {
     let mut tree = ThrottleTree::new(s(0));
     let group = tree.add(None, limits("bps-total=4096"), NodeShare::default()).unwrap();
     let (own, none) = (limits("iops-read=10"), Limits::default());
-    let [disk, other] = [own, none].map(|limits| tree.add(Some(group), limits, NodeShare::default()).unwrap());
+    let [disk, other] =
+        [own, none].map(|limits| tree.add(Some(group), limits, NodeShare::default()).unwrap());
     let mut after = |disk, bytes, count, from: u64| {
         for token in 0..count {
             let _ = tree.submit(disk, Read, RequestCost::one(bytes), token, s(from));
@@ -117,7 +122,9 @@ fn cause_is_the_group_that_throttled_most_not_a_busy_host() {
     let (mut now, mut mine, mut others) = (s(0), Vec::new(), Vec::new());
     loop {
         match tree.poll(now) {
-            PollDecision::Admit(is_mine) => if is_mine { &mut mine } else { &mut others }.push(tree.last_cause()),
+            PollDecision::Admit(is_mine) => {
+                if is_mine { &mut mine } else { &mut others }.push(tree.last_cause())
+            }
             PollDecision::Wait { until } => now = until,
             PollDecision::Idle => break,
         }
@@ -134,7 +141,10 @@ fn a_disk_s_requests_pass_in_order_and_disks_take_turns() {
     let mut group = Disks::new("iops-total=10");
     let (a, b) = (group.add(), group.add());
     for disk in [a, b] {
-        assert_eq!(group.tree.submit(disk, Read, RequestCost::one(1), "", s(0)), AdmissionResult::Admitted(""));
+        assert_eq!(
+            group.tree.submit(disk, Read, RequestCost::one(1), "", s(0)),
+            AdmissionResult::Admitted("")
+        );
     }
     for token in ["a1", "a2", "a3"] {
         queue(&mut group, a, Read, token);
@@ -149,7 +159,7 @@ fn a_disk_s_requests_pass_in_order_and_disks_take_turns() {
 }
 
 #[test]
-fn a_cancelled_request_comes_back_once_and_the_others_keep_their_order() {
+fn cancelled_request_is_returned_once_and_order_is_kept() {
     let (mut group, disk) = full_group();
     let tickets = ["a", "b", "c", "d"].map(|token| queue(&mut group, disk, Write, token));
     assert_eq!(group.tree.cancel(tickets[2]), Some("c"));
@@ -237,7 +247,10 @@ fn merged_requests_are_charged_and_counted_as_the_client_sent_them() {
     let disk = group.add();
     let merged = group.tree.submit(disk, Write, RequestCost::merged(&[4096; 6]), "merged", s(0));
     assert_eq!(merged, AdmissionResult::Admitted("merged"));
-    assert_eq!(group.tree.submit(disk, Write, RequestCost::one(1), "full", s(0)), AdmissionResult::Admitted("full"));
+    assert_eq!(
+        group.tree.submit(disk, Write, RequestCost::one(1), "full", s(0)),
+        AdmissionResult::Admitted("full")
+    );
     queue(&mut group, disk, Write, "next");
     // Seven operations, of which the bucket holds six.
     assert_eq!(group.tree.poll(s(0)), PollDecision::Wait { until: Instant::from_nanos(16_666_667) });

@@ -4,7 +4,9 @@
 use crate::properties::{any_direction, any_enforcement};
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{RequestCost, PollDecision, Enforcement, LimitKind, Limits, NodeId, NodeShare, ThrottleTree};
+use policy::throttle::{
+    Enforcement, LimitKind, Limits, NodeId, NodeShare, PollDecision, RequestCost, ThrottleTree,
+};
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
 
@@ -139,7 +141,7 @@ impl World {
         // recognized and not charged twice.
         let charged = self.tree.carried_charges(old, Some(new), self.now);
         self.tree.remove(old);
-        self.tree.take_over(new, charged, self.now);
+        self.tree.add_carried_charges(new, charged, self.now);
         (self.nodes[DISK], self.above) = (new, above);
     }
 
@@ -316,7 +318,7 @@ proptest! {
 /// A burst that was configured while limits were lifted has never been in force and is not granted:
 /// neither to a disk that moves through, nor to the node itself.
 #[test]
-fn limits_that_never_held_give_no_burst() {
+fn limits_never_enforced_grant_no_burst() {
     use Step::{Busy, Enforce, Idle, Limit, Move};
     let read = |length, ns| Busy(Direction::Read, length, Duration::from_nanos(ns));
     let small = limits("bps-total=12288,bps-total-max=233472");

@@ -47,7 +47,7 @@ fn depth_1_and_depth_64_get_half_each() {
 }
 
 #[test]
-fn weights_divide_what_is_contended() {
+fn weights_divide_the_contended_limit() {
     for (limit, lengths) in [("iops-total=1000", [4096; 3]), ("bps-total=20000000", [256 << 10, 4096, 16384])]
     {
         let mut disks = Timeline::new(limit).with_late_timers(LATE);
@@ -85,7 +85,7 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
 
 /// With a single alternation for all disks, this disk would only write.
 #[test]
-fn a_disk_reads_as_much_as_it_writes_beside_one_that_only_reads() {
+fn mixed_disk_reads_and_writes_equally_beside_a_reader() {
     let mut disks = Timeline::new("iops-total=1000");
     let reads = disks.add(Workload::READS.depth(8));
     let writes = disks.add_to(disks.disk(reads), Workload::WRITES.depth(8));
@@ -130,7 +130,7 @@ fn idle_time_earns_no_claim() {
 }
 
 #[test]
-fn use_of_spare_capacity_is_not_held_against_a_disk() {
+fn use_of_spare_capacity_costs_no_later_share() {
     // Alone, the first disk uses the whole burst. That must not count against it later.
     let mut disks = Timeline::new("iops-total=1000,iops-total-max=5000,iops-total-max-length=10");
     let first = disks.add(Workload::READS.depth(32));

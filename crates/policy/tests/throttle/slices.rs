@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, NodeShare, ThrottleTree};
+use policy::throttle::{AdmissionResult, Limits, NodeShare, PollDecision, RequestCost, ThrottleTree};
 use policy::time::{Duration, Instant};
 
 const SLICE: Duration = Duration::from_millis(90);
@@ -113,7 +113,7 @@ fn a_large_request_under_iops_size_is_cut_like_one_of_bytes() {
 }
 
 #[test]
-fn no_window_sees_more_than_what_was_paid_for() {
+fn no_window_admits_more_than_was_charged() {
     let mut disks = Timeline::new("bps-total=1000000");
     for _ in 0..3 {
         disks.add(Workload::READS.of(2 << 20).depth(2));

@@ -4,8 +4,8 @@ use crate::properties::{any_direction, any_enforcement, any_limits};
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction::{self, Read, Write};
 use policy::throttle::{
-    AdmissionResult, RequestCost, PollDecision, Enforcement, SpareRefund, LimitKind, Limits, NodeId, LimitScale, NodeShare, ThrottleStats,
-    QueuedRequestId, ThrottleTree,
+    AdmissionResult, Enforcement, LimitKind, LimitScale, Limits, NodeId, NodeShare, PollDecision,
+    QueuedRequestId, RequestCost, SpareRefund, ThrottleStats, ThrottleTree,
 };
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
@@ -47,7 +47,7 @@ fn whole(length: u64) -> SpareRefund {
 }
 
 #[test]
-fn read_ahead_passes_until_the_bucket_is_more_than_full_and_again_when_it_is_not() {
+fn read_ahead_is_admitted_unless_the_bucket_is_overfull() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "one that fills it, and one whatever its size");
     let just_before = Instant::from_nanos(ms(100).as_nanos() - 1);
@@ -100,8 +100,14 @@ fn used_read_ahead_is_refunded() {
     let now = ms(50);
     let mut half = SpareRefund::NONE;
     half.add(25_000, 50_000);
-    assert!(!tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "125,000 in a bucket of 100,000");
-    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "the refund of a rejected read-ahead counts");
+    assert!(
+        !tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now),
+        "125,000 in a bucket of 100,000"
+    );
+    assert!(
+        tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now),
+        "the refund of a rejected read-ahead counts"
+    );
     assert!(!read_ahead(&mut tree, disk, 1, now));
     // A refund above the level does not carry over.
     assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(100_000), whole(1 << 40), now));
@@ -132,7 +138,11 @@ fn a_burst_may_be_used_but_at_its_rate() {
     assert_eq!(in_second(5), 100, "the burst is over");
     // A guest gets the whole burst, as without read-ahead.
     let guest: usize = (0..100)
-        .map(|step| (0..).take_while(|_| tree.try_admit(disk, Read, &RequestCost::one(1), ms(8000 + step * 10))).count())
+        .map(|step| {
+            (0..)
+                .take_while(|_| tree.try_admit(disk, Read, &RequestCost::one(1), ms(8000 + step * 10)))
+                .count()
+        })
         .sum();
     assert_eq!(guest, 1000 + 100 - 10 + 1);
 }
@@ -164,7 +174,7 @@ fn own_limit_blocks_own_read_ahead_only() {
 }
 
 #[test]
-fn writes_come_first_where_they_wait_for_what_reads_take_too() {
+fn waiting_writes_precede_read_ahead_under_a_shared_limit() {
     let (mut tree, _, [disk, writer]) = group("iops-total=10", ["", ""]);
     pass(&mut tree, writer, Write, 1, s(0));
     pass(&mut tree, writer, Write, 1, s(0));
@@ -209,7 +219,7 @@ fn lifted_and_scaled_limits_apply_to_read_ahead() {
 }
 
 #[test]
-fn what_was_read_ahead_counts_under_other_limits() {
+fn read_ahead_counts_after_a_limit_change() {
     let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2);
     tree.configure(group, limits("bps-total=1000000"), NodeShare::default(), s(0)).unwrap();
@@ -379,7 +389,8 @@ impl SpareDevice {
             }
             Ask::Ahead(length) => {
                 let given_back = core::mem::take(&mut self.given_back);
-                if self.tree.try_admit_read_ahead(self.disk, &RequestCost::one(length), given_back, self.now) {
+                if self.tree.try_admit_read_ahead(self.disk, &RequestCost::one(length), given_back, self.now)
+                {
                     self.in_memory.push(length);
                     self.count(Read, length);
                     self.has_done_at_most(1);

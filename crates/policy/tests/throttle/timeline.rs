@@ -5,7 +5,9 @@
 //! time from a seed, as on a busy machine.
 
 use policy::request::Direction;
-use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, NodeId, LimitSetting, NodeShare, ThrottleTree};
+use policy::throttle::{
+    AdmissionResult, LimitSetting, Limits, NodeId, NodeShare, PollDecision, RequestCost, ThrottleTree,
+};
 use policy::time::{Duration, Instant};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -147,7 +149,13 @@ impl Timeline {
     }
 
     /// Adds a disk with separate limits in another group.
-    pub(crate) fn add_below(&mut self, group: NodeId, text: &str, share: NodeShare, workload: Workload) -> usize {
+    pub(crate) fn add_below(
+        &mut self,
+        group: NodeId,
+        text: &str,
+        share: NodeShare,
+        workload: Workload,
+    ) -> usize {
         let disk = self.tree.add(Some(group), limits(text), share).unwrap();
         self.add_to(disk, workload)
     }

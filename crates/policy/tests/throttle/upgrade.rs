@@ -3,7 +3,7 @@
 
 use policy::{
     request::Direction,
-    throttle::{RequestCost, BucketSnapshot, RateLimit, LimitKind, Limits, NodeId, NodeShare, ThrottleTree},
+    throttle::{BucketSnapshot, LimitKind, Limits, NodeId, NodeShare, RateLimit, RequestCost, ThrottleTree},
     time::{Duration, Instant},
 };
 use proptest::prelude::*;
@@ -77,7 +77,7 @@ proptest! {
 }
 
 #[test]
-fn other_limits_take_over_what_passed_under_those_of_the_other_process() {
+fn new_limits_inherit_charges_of_the_old_process() {
     let (before, after) = ([Limits::default(), limits(100, 1000, 1)], [Limits::default(), limits(100, 0, 1)]);
     let mut old = UpgradedProcess::new(before, Instant::ZERO);
     assert_eq!(old.pass(Duration::ZERO), 1001);

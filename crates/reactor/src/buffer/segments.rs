@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn one_buffer_of_ours_is_not_copied_when_it_is_joined() {
+    fn single_own_buffer_is_joined_without_a_copy() {
         let buffer = IoBuffer::copy_of(b"abcd");
         let address = buffer.as_ptr();
         assert_eq!(Segments::from(buffer).joined().as_ptr(), address);

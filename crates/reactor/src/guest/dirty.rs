@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_what_a_naive_loop_marks() {
+    fn marks_match_a_naive_loop() {
         for (address, bytes) in [(0, 1), (4095, 2), (4096, 4096), (0x7fff, 2), (5000, 100_000), (0, 0)] {
             let log = DirtyLog::on_heap(8);
             log.mark(address, bytes);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_behind_its_end_is_not_marked() {
+    fn pages_beyond_the_log_are_not_marked() {
         let log = DirtyLog::on_heap(1);
         log.mark(7 * 4096, u64::MAX);
         log.mark(8 * 4096, 1);

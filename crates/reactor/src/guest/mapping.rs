@@ -97,7 +97,8 @@ impl MemoryMapping {
         };
         if pages == libc::MAP_FAILED {
             let error = io::Error::last_os_error();
-            let has_no_room = error.kind() == io::ErrorKind::OutOfMemory && quota::address_space_limit().is_some();
+            let has_no_room =
+                error.kind() == io::ErrorKind::OutOfMemory && quota::address_space_limit().is_some();
             return Err(if has_no_room { RegionError::NoAddresses(bytes) } else { error.into() });
         }
         // A core dump must not contain a guest's data. If the kernel refuses, it does.

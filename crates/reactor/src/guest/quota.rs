@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_front_end_may_have_a_multiple_of_what_the_host_has() {
+    fn quota_is_a_multiple_of_host_memory() {
         let text = std::fs::read_to_string("/proc/meminfo").expect("it is there");
         let kib = |name: &str| -> u64 {
             let line = text.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn free_space_is_what_the_kernel_maps() {
+    fn free_space_can_be_mapped() {
         assert!(is_free(0) && is_free(1 << 30));
         assert!(!is_free(1 << 62));
         assert!(is_reserve_free(), "a test has no limit");

@@ -43,7 +43,12 @@ macro_rules! atomic {
 
 impl GuestBytes {
     /// `bytes` of `region` from `offset` on; `None` if they are not inside.
-    pub(super) fn in_region(region: &Region, offset: u64, bytes: usize, log: Option<&DirtyLog>) -> Option<Self> {
+    pub(super) fn in_region(
+        region: &Region,
+        offset: u64,
+        bytes: usize,
+        log: Option<&DirtyLog>,
+    ) -> Option<Self> {
         let after = region.bytes().checked_sub(offset)?;
         if bytes as u64 > after {
             return None;

@@ -272,7 +272,8 @@ fn release_spare() {
 /// # Safety
 /// The arguments must be those that the kernel passed to the handler.
 unsafe fn call_previous(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    let (handler, flags) = PREVIOUS_ACTION.get().map_or((libc::SIG_DFL, 0), |it| (it.sa_sigaction, it.sa_flags));
+    let (handler, flags) =
+        PREVIOUS_ACTION.get().map_or((libc::SIG_DFL, 0), |it| (it.sa_sigaction, it.sa_flags));
     match handler {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: as above.
@@ -311,7 +312,9 @@ mod tests {
     #[test]
     fn slots_are_used_again_and_more_come_where_they_are_needed() {
         // Addresses without a mapping: slots are only looked up here.
-        let round = || -> Vec<MappingRegistration> { (0..3 * SLOTS).map(|page| register(page << 12, 1, 4096)).collect() };
+        let round = || -> Vec<MappingRegistration> {
+            (0..3 * SLOTS).map(|page| register(page << 12, 1, 4096)).collect()
+        };
         let chunks = || std::iter::successors(Some(&FIRST), |chunk| chunk.next()).count();
         for _ in 0..4 {
             for (page, mut watch) in round().into_iter().enumerate() {

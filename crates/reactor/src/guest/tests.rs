@@ -97,7 +97,7 @@ fn regions_come_and_go_and_refuse_to_overlap() {
 }
 
 #[test]
-fn however_many_rings_look_into_memory_its_regions_are_held_once() {
+fn regions_are_mapped_once_for_many_rings() {
     let memory = regions(&[(0, 0x1000), (0x1000, 0x1000)]);
     let rings: Vec<_> = (0..256).map(|_| memory.clone()).collect();
     for region in memory.regions() {
@@ -126,7 +126,7 @@ fn regions_may_overlap_where_the_front_end_has_them() {
 }
 
 #[test]
-fn maps_what_the_front_end_maps() {
+fn maps_the_regions_of_the_front_end() {
     let (file, descriptor) = memfd(0x5000);
     // The offset lies inside a page.
     let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010, &plenty()).unwrap();

@@ -22,7 +22,7 @@ use std::{
 
 use super::{
     holders::HolderList,
-    queue::{FairQueue, FairQueueFlow, QueuePosition, MemoryWaiter},
+    queue::{FairQueue, FairQueueFlow, MemoryWaiter, QueuePosition},
 };
 
 /// The part of an account that is accessed without the lock.
@@ -180,7 +180,12 @@ impl RequestMemory {
     }
 
     /// Queues a request of `flow`, and serves requests that fit.
-    pub(super) fn wait(&mut self, number: u64, flow: &FairQueueFlow, waiter: &Arc<MemoryWaiter>) -> Option<QueuePosition> {
+    pub(super) fn wait(
+        &mut self,
+        number: u64,
+        flow: &FairQueueFlow,
+        waiter: &Arc<MemoryWaiter>,
+    ) -> Option<QueuePosition> {
         let place = self.update_account(number, |account| account.queue.push(flow, waiter))?;
         self.waiting += 1;
         if self.watchman.is_none() {

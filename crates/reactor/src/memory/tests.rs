@@ -65,7 +65,7 @@ fn memory_is_shared_between_disks() {
 }
 
 #[test]
-fn one_disk_leaves_the_others_as_much_as_it_has_beyond_its_part() {
+fn common_half_is_shared_equally_beyond_the_parts() {
     let budget = MemoryBudget::new(1024 * MIB);
     let (greedy, other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
     assert_eq!(budget.usage().max_requests, 256 * MIB);
@@ -191,7 +191,8 @@ async fn end(clients: Vec<JoinHandle<()>>) {
 fn a_client_without_progress_is_disconnected_after_the_grace() {
     sim::run(1, async {
         let budget = MemoryBudget::new(0);
-        let (stalled, other, _third) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+        let (stalled, other, _third) =
+            (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
         let holding = spawn_joinable(Stalled::hold(Arc::clone(&stalled)));
         sleep_until(now() + Duration::from_millis(1)).await;
         let began = now();
@@ -245,7 +246,8 @@ fn disk_waits_for_at_most_one_foreign_holder() {
 fn a_client_is_disconnected_once_however_many_requests_wait() {
     sim::run(1, async {
         let budget = MemoryBudget::new(0);
-        let (slow, other, _third) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+        let (slow, other, _third) =
+            (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
         slow.acquire(&FairQueueFlow::default(), LARGEST).await;
         let client = Stalled::new(&slow);
         let wait = |_| {

@@ -176,13 +176,16 @@ impl UblkControl {
     /// `io_uring_setup(2)`.
     pub fn open() -> io::Result<Self> {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
-        let ring = ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
+        let ring =
+            ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
         let mut control = Self { driver, ring, dialect: CommandEncoding::Ioctl, features: 0 };
         let mut features = 0_u64;
         match control.exchange(UblkCommand::new(command::GET_FEATURES, ANY_DEVICE), Some(&mut features)) {
             Ok(()) => control.features = features,
             // Linux before 6.5, where only devices report features.
-            Err(error) if error.raw_os_error() != Some(libc::EPERM) => control.dialect = CommandEncoding::Legacy,
+            Err(error) if error.raw_os_error() != Some(libc::EPERM) => {
+                control.dialect = CommandEncoding::Legacy
+            }
             Err(error) => return Err(error),
         }
         Ok(control)
@@ -216,7 +219,9 @@ impl UblkControl {
     pub fn info(&mut self, number: u32) -> io::Result<UblkInfo> {
         let mut info = UblkInfo::default();
         let command = match self.dialect {
-            CommandEncoding::Ioctl => UblkCommand { has_path: true, ..UblkCommand::new(command::GET_INFO2, number) },
+            CommandEncoding::Ioctl => {
+                UblkCommand { has_path: true, ..UblkCommand::new(command::GET_INFO2, number) }
+            }
             CommandEncoding::Legacy => UblkCommand::new(command::GET_INFO, number),
         };
         self.exchange(command, Some(&mut info))?;

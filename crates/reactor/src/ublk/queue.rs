@@ -21,12 +21,12 @@ use io_uring::{opcode, types};
 
 use super::{
     super::{operation::Fd, uring::RingOperation},
-    CommandEncoding, UblkInfo, MAX_DEPTH,
+    CommandEncoding, MAX_DEPTH, UblkInfo,
     control::CHANNEL_PREFIX,
     feature,
     registered::{RegisteredData, RegisteredSource},
 };
-use crate::guest::{GuestMemory, GuestBytes, Region};
+use crate::guest::{GuestBytes, GuestMemory, Region};
 
 /// `UBLK_IO_FETCH_REQ` and `UBLK_IO_COMMIT_AND_FETCH_REQ`.
 const FETCH: u32 = 0x20;

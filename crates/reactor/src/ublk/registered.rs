@@ -24,9 +24,9 @@ use nix::{
 
 use super::{
     super::{
-        registered_buffers::BufferIndexRange,
         operation::{Durability, Fd, length},
         priority,
+        registered_buffers::BufferIndexRange,
         uring::{MAX_READS_HELD_BACK, MAX_WRITES_HELD_BACK, RingOperation},
     },
     UblkInfo,
@@ -137,7 +137,8 @@ impl RegisteredData {
             .flags(fd.flags());
         // SAFETY: the kernel owns the buffer itself; the operation owns the descriptor and the
         // index.
-        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }.submit_at(MAX_READS_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }
+            .submit_at(MAX_READS_HELD_BACK);
         op.await.0.map(|count| count as usize)
     }
 
@@ -160,7 +161,8 @@ impl RegisteredData {
             .build()
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
-        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }.submit_at(MAX_WRITES_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }
+            .submit_at(MAX_WRITES_HELD_BACK);
         op.await.0.map(|count| count as usize)
     }
 

@@ -3,7 +3,7 @@
 //! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_BYTES`] and
 //! [`MOST_ENTRIES`].
 
-use super::{RecordingEntry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES, RecordedTimes};
+use super::{MAX_BYTES, MAX_ENTRIES, MAX_NAMES, RecordedTimes, RecordingEntry};
 use crate::record::RequestOp;
 
 /// Content of a block.
@@ -22,7 +22,7 @@ const FAILED: u64 = 8;
 const UNMEASURED: u64 = 16;
 const COLUMNS: usize = 8;
 // Offsets and lengths are mostly multiples of 4096.
-const MOST_SHIFT: u32 = 12;
+const MAX_SHIFT: u32 = 12;
 
 impl RecordingBlock {
     /// Appends the encoded block.
@@ -38,7 +38,7 @@ impl RecordingBlock {
         push_column(bytes, self.entries.len() as u64);
         // The shift that loses no bit of any request.
         let shift = self.entries.iter().map(|entry| (entry.offset | entry.length).trailing_zeros()).min();
-        let shift = shift.unwrap_or(0).min(MOST_SHIFT);
+        let shift = shift.unwrap_or(0).min(MAX_SHIFT);
         push_column(bytes, shift.into());
         // Columns of like numbers compress better than rows.
         for column in self.columns(shift) {
@@ -85,8 +85,8 @@ impl RecordingBlock {
         let lost = take_column(&mut rest)?;
         let disks = names(&mut rest)?;
         let limits = names(&mut rest)?;
-        let count = usize::try_from(take_column(&mut rest)?).ok().filter(|count| *count <= MOST_ENTRIES)?;
-        let shift = u32::try_from(take_column(&mut rest)?).ok().filter(|shift| *shift <= MOST_SHIFT)?;
+        let count = usize::try_from(take_column(&mut rest)?).ok().filter(|count| *count <= MAX_ENTRIES)?;
+        let shift = u32::try_from(take_column(&mut rest)?).ok().filter(|shift| *shift <= MAX_SHIFT)?;
         let mut columns = [&[][..]; COLUMNS];
         for column in &mut columns {
             *column = part(&mut rest)?;
@@ -144,13 +144,13 @@ impl RequestOp {
 }
 
 fn names(rest: &mut &[u8]) -> Option<Vec<String>> {
-    let count = usize::try_from(take_column(rest)?).ok().filter(|count| *count <= MOST_NAMES)?;
+    let count = usize::try_from(take_column(rest)?).ok().filter(|count| *count <= MAX_NAMES)?;
     (0..count).map(|_| String::from_utf8(part(rest)?.to_vec()).ok()).collect()
 }
 
 /// Decodes a length and returns that many bytes.
 pub(super) fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
-    let length = usize::try_from(take_column(rest)?).ok().filter(|length| *length <= MOST_BYTES)?;
+    let length = usize::try_from(take_column(rest)?).ok().filter(|length| *length <= MAX_BYTES)?;
     let (part, behind) = rest.split_at_checked(length)?;
     *rest = behind;
     Some(part)

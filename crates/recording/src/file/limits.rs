@@ -9,16 +9,16 @@
 //! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_CHANGES`].
 
 use policy::{
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     watermark::Watermark,
 };
 
 use super::block::{part, push_column, take_column};
 
 /// Limit of changes in a block.
-pub(super) const MOST_CHANGES: usize = 1 << 16;
+pub(super) const MAX_CHANGES: usize = 1 << 16;
 // Length limit of a name, as for the disks of all traces.
-const MOST_NAME_BYTES: usize = 4096;
+const MAX_NAME_BYTES: usize = 4096;
 
 /// Kind of the owner of limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,7 +75,7 @@ pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
 pub(super) fn decode(bytes: &[u8]) -> Option<Vec<LimitChange>> {
     let mut rest = bytes;
     // No capacity is reserved for `count`: it may be damaged, and a change takes many bytes.
-    let count = usize::try_from(take_column(&mut rest)?).ok().filter(|count| *count <= MOST_CHANGES)?;
+    let count = usize::try_from(take_column(&mut rest)?).ok().filter(|count| *count <= MAX_CHANGES)?;
     let changes = (0..count).map(|_| decode_change(&mut rest)).collect::<Option<Vec<_>>>()?;
     rest.is_empty().then_some(changes)
 }
@@ -104,7 +104,7 @@ fn push_name(bytes: &mut Vec<u8>, name: &str) {
 
 fn take_name(rest: &mut &[u8]) -> Option<String> {
     let name = String::from_utf8(part(rest)?.to_vec()).ok()?;
-    let is_name = (1..=MOST_NAME_BYTES).contains(&name.len()) && !name.contains(char::is_control);
+    let is_name = (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.contains(char::is_control);
     is_name.then_some(name)
 }
 

@@ -3,7 +3,7 @@
 use zstd::bulk::Decompressor;
 
 use super::{
-    RecordingEntry, LIMITS, LimitChange, MAGIC, MOST_BYTES, REQUESTS, SKIPPABLE, VERSION,
+    LIMITS, LimitChange, MAGIC, MAX_BYTES, REQUESTS, RecordingEntry, SKIPPABLE, VERSION,
     block::{RecordingBlock, take_column},
     limits,
 };
@@ -137,12 +137,12 @@ impl RecordingReader {
         }
         let length = frame(lines, 4)?.ok_or_else(|| self.cut_off(lines))?;
         let length = u32::from_le_bytes(length.try_into().expect("the slice has this length")) as usize;
-        if length > MOST_BYTES {
+        if length > MAX_BYTES {
             return Err(damaged(lines, "a block exceeds the largest size"));
         }
         let Some(frame) = lines.bytes(length)? else { return Err(self.cut_off(lines)) };
         // The bound also limits the memory: the size in the frame's header is not trusted.
-        let block = self.decompressor.decompress(&frame, MOST_BYTES).ok();
+        let block = self.decompressor.decompress(&frame, MAX_BYTES).ok();
         let block = block.and_then(|bytes| BlockContent::decode(&bytes, version));
         block.map(Some).ok_or_else(|| damaged(lines, "a block cannot be decoded"))
     }

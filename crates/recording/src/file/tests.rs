@@ -3,7 +3,7 @@ use std::io::Cursor;
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use policy::{
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     watermark::Watermark,
 };
 
@@ -51,7 +51,8 @@ fn write(entries: &[RecordingEntry], cuts: usize) -> Vec<u8> {
 
 /// Offset, length and disk of each request by arrival, and the error.
 fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
-    let mut reader = TraceReader::new("t", Box::new(Cursor::new(bytes.to_vec())), &TraceOptions::default()).unwrap();
+    let mut reader =
+        TraceReader::new("t", Box::new(Cursor::new(bytes.to_vec())), &TraceOptions::default()).unwrap();
     let mut records = Vec::new();
     loop {
         match reader.next() {
@@ -73,7 +74,7 @@ fn by_arrival(mut entries: Vec<RecordingEntry>) -> Vec<(u64, u64, String)> {
 
 proptest! {
     #[test]
-    fn a_block_is_read_as_it_was_written(mut entries in vec(entry(), 0..50), lost in any::<u64>()) {
+    fn block_round_trips(mut entries in vec(entry(), 0..50), lost in any::<u64>()) {
         entries.sort_by_key(|entry| entry.arrival_ns);
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
         let block = RecordingBlock { lost, disks: names(&DISKS), limits: names(&LIMITS), entries };
@@ -94,7 +95,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_cut_off_is_read_up_to_the_last_whole_block(
+    fn truncated_recording_is_read_up_to_the_last_complete_block(
         entries in vec(entry(), 1..30),
         at in any::<prop::sample::Index>(),
     ) {
@@ -258,7 +259,7 @@ fn an_older_version_is_read_and_a_newer_one_is_named() {
 }
 
 #[test]
-fn blocks_of_long_names_are_as_small_as_a_reader_takes() {
+fn blocks_of_long_names_respect_the_reader_limit() {
     let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
     let change = |number: u64| LimitChange {
         at_ns: number,
@@ -282,7 +283,7 @@ fn a_block_of_another_kind_is_refused() {
 }
 
 #[test]
-fn a_request_takes_few_bytes() {
+fn request_is_encoded_in_few_bytes() {
     let mut random = fastrand::Rng::with_seed(1);
     let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
     let count = 200_000;

@@ -5,9 +5,9 @@ use std::io::{self, Write};
 use zstd::stream::raw::CParameter;
 
 use super::{
-    RecordingEntry, LIMITS, LimitChange, MAGIC, MOST_BYTES, MOST_ENTRIES, REQUESTS, SKIPPABLE, VERSION,
+    LIMITS, LimitChange, MAGIC, MAX_BYTES, MAX_ENTRIES, REQUESTS, RecordingEntry, SKIPPABLE, VERSION,
     block::{RecordingBlock, push_column},
-    limits::{self, MOST_CHANGES},
+    limits::{self, MAX_CHANGES},
 };
 
 // zstd's default. On requests at random offsets, level 1 is a tenth faster and its output a tenth
@@ -15,7 +15,7 @@ use super::{
 const LEVEL: i32 = 3;
 
 // Bytes of the two numbers before the changes of a block.
-const MOST_NUMBER_BYTES: usize = 20;
+const MAX_NUMBER_BYTES: usize = 20;
 
 /// Writer of a recording. Requests may be added in any order; each block is sorted by arrival.
 pub struct RecordingWriter<W> {
@@ -84,7 +84,7 @@ impl<W: Write> RecordingWriter<W> {
             entry.limit = Some(self.limits.place(number, limit, &mut self.block.limits));
         }
         self.block.entries.push(entry);
-        if self.block.entries.len() == MOST_ENTRIES { self.end_block() } else { Ok(()) }
+        if self.block.entries.len() == MAX_ENTRIES { self.end_block() } else { Ok(()) }
     }
 
     /// Adds a change of limits. The changes of an owner must be in order of time.
@@ -94,7 +94,7 @@ impl<W: Write> RecordingWriter<W> {
     pub fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
         let bytes = limits::most_bytes(&change);
         // Both bounds are those of the reader.
-        if self.changes.len() == MOST_CHANGES || self.change_bytes + bytes > MOST_BYTES - MOST_NUMBER_BYTES {
+        if self.changes.len() == MAX_CHANGES || self.change_bytes + bytes > MAX_BYTES - MAX_NUMBER_BYTES {
             self.end_change_block()?;
         }
         self.changes.push(change);

@@ -7,7 +7,7 @@
 
 use super::{
     super::{error::shown, fields::LineFields, record::RequestOp},
-    FirstLine, RecordOutput, LineParser, is_header, nanoseconds,
+    FirstLine, LineParser, RecordOutput, is_header, nanoseconds,
 };
 
 const US_NS: u64 = 1000;

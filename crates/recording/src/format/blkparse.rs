@@ -16,7 +16,7 @@
 
 use super::{
     super::{fields, record::RequestOp},
-    RecordOutput, LineParser, bytes,
+    LineParser, RecordOutput, bytes,
 };
 
 const S_NS: u64 = 1_000_000_000;

@@ -9,7 +9,7 @@
 
 use super::{
     super::{error::shown, fields, record::RequestOp},
-    RecordOutput, LineParser, bytes, nanoseconds, stem,
+    LineParser, RecordOutput, bytes, nanoseconds, stem,
 };
 
 const S_NS: u64 = 1_000_000_000;

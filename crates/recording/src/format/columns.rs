@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use super::{
     super::{error::shown, fields, record::RequestOp},
-    RecordOutput, LineParser, SECTOR_BYTES, nanoseconds, stem,
+    LineParser, RecordOutput, SECTOR_BYTES, nanoseconds, stem,
 };
 
 const MAX_COLUMNS: usize = 64;
@@ -207,7 +207,12 @@ impl ColumnSpec {
         if is_own(&self.writes) {
             return Ok(RequestOp::Write);
         }
-        let known = [(READS, RequestOp::Read), (WRITES, RequestOp::Write), (FLUSHES, RequestOp::Flush), (DISCARDS, RequestOp::Discard)];
+        let known = [
+            (READS, RequestOp::Read),
+            (WRITES, RequestOp::Write),
+            (FLUSHES, RequestOp::Flush),
+            (DISCARDS, RequestOp::Discard),
+        ];
         let op = known.iter().find(|(words, _)| is_one_of(words));
         op.map(|&(_, op)| op)
             .ok_or_else(|| format!("the op {} is unknown (define it: reads=WORD, writes=WORD)", shown(word)))

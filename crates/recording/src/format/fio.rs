@@ -16,13 +16,13 @@ use super::{
         fields::{self},
         record::RequestOp,
     },
-    RecordOutput, LineParser, nanoseconds,
+    LineParser, RecordOutput, nanoseconds,
 };
 
 const US_NS: u64 = 1000;
 /// Minimum of a wait, in microseconds. fio's HOWTO: "Wait for `offset` microseconds. Everything
 /// below 100 is discarded."
-pub const SHORTEST_WAIT_US: u64 = 100;
+pub const MIN_WAIT_US: u64 = 100;
 
 pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio version 3 iolog", 3)];
 
@@ -50,7 +50,7 @@ impl Fio {
         if self.version == 3 {
             return Err("version 3 of fio's iolog has no wait action: every line has a time".to_owned());
         }
-        if us >= SHORTEST_WAIT_US {
+        if us >= MIN_WAIT_US {
             let waited_ns = self.waited_ns.checked_add(nanoseconds(us, US_NS)?);
             self.waited_ns = waited_ns.ok_or("the waits together do not fit into 64 bits of nanoseconds")?;
         }

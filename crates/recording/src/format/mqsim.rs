@@ -8,7 +8,7 @@
 
 use super::{
     super::{error::shown, fields, record::RequestOp},
-    RecordOutput, LineParser, bytes,
+    LineParser, RecordOutput, bytes,
 };
 
 #[derive(Default)]

@@ -10,7 +10,7 @@
 
 use super::{
     super::{error::shown, fields::LineFields, record::RequestOp},
-    FirstLine, RecordOutput, LineParser, is_header, nanoseconds,
+    FirstLine, LineParser, RecordOutput, is_header, nanoseconds,
 };
 
 /// Unit of the timestamp in nanoseconds.

@@ -10,7 +10,7 @@
 
 use super::{
     super::{error::shown, fields, fields::LineFields, record::RequestOp},
-    RecordOutput, LineParser, bytes,
+    LineParser, RecordOutput, bytes,
 };
 
 #[derive(Default)]

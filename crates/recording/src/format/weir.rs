@@ -13,7 +13,7 @@ use super::{
         outcome::ParsedOutcome,
         record::RequestOp,
     },
-    RecordOutput, LineParser,
+    LineParser, RecordOutput,
 };
 
 /// First line of weir's CSV, without further columns.
@@ -72,8 +72,10 @@ fn outcome<'a>(
         };
         later_ns.checked_sub(earlier_ns).ok_or_else(why)
     };
-    let times =
-        RecordedTimes { wait_ns: after(admitted_ns, time_ns)?, service_ns: after(completed_ns, admitted_ns)? };
+    let times = RecordedTimes {
+        wait_ns: after(admitted_ns, time_ns)?,
+        service_ns: after(completed_ns, admitted_ns)?,
+    };
     Ok(Some(ParsedOutcome { times, has_failed: false, limit }))
 }
 
@@ -116,6 +118,10 @@ fn op(name: &[u8]) -> Result<RequestOp, String> {
         b"flush" => Ok(RequestOp::Flush),
         b"discard" => Ok(RequestOp::Discard),
         b"write-zeroes" => Ok(RequestOp::WriteZeroes),
-        _ => Err(format!("the op {} is none of {}", shown(name), RequestOp::ALL.map(RequestOp::name).join(", "))),
+        _ => Err(format!(
+            "the op {} is none of {}",
+            shown(name),
+            RequestOp::ALL.map(RequestOp::name).join(", ")
+        )),
     }
 }

@@ -6,9 +6,9 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, parser::Va
 
 use super::limits;
 use crate::{
-    DiskConfig, GroupConfig, Origin, ConfigError,
+    ConfigError, DiskConfig, GroupConfig, Origin,
     key::{ConfigKey, KeyType},
-    origins::{KeyTable, ConfigWithOrigins},
+    origins::{ConfigWithOrigins, KeyTable},
 };
 
 /// Selection of the keys that are options of a command, and their adaptation to it.

@@ -9,7 +9,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::parse_with_options;
-use crate::{DiskConfig, ParsedConfig, GroupConfig, Diagnostics, Origin, ConfigWithOrigins};
+use crate::{ConfigWithOrigins, Diagnostics, DiskConfig, GroupConfig, Origin, ParsedConfig};
 
 /// Reads the disk `name` with these keys; `export` is an array of tables. Paths are relative to
 /// `directory`.
@@ -34,7 +34,8 @@ pub fn group_from_json(
 ) -> Option<ConfigWithOrigins<GroupConfig>> {
     let group = parsed("group", name, keys, Path::new(""), mistakes)?.groups.pop()?;
     // For disks `CheckedDisk::new` checks the name.
-    mistakes.ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
+    mistakes
+        .ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
     group.judge(mistakes);
     (mistakes.count() == 0).then_some(group)
 }

@@ -12,7 +12,7 @@ use toml::{
     de::{DeInteger, DeTable, DeValue},
 };
 
-use crate::{Diagnostics, Origin, Spanned, ConfigError, suggest};
+use crate::{ConfigError, Diagnostics, Origin, Spanned, suggest};
 
 /// Characters of a value in a message.
 const MAX_SHOWN: usize = 60;
@@ -72,7 +72,13 @@ pub(super) struct TomlEntry<'a> {
 
 impl<'a> TomlSection<'a> {
     pub(super) fn root(source: &'a ConfigText<'a>, table: &'a DeTable<'a>) -> Self {
-        Self { source, path: String::new(), table, place: Origin::new(source.name), requested: RefCell::default() }
+        Self {
+            source,
+            path: String::new(),
+            table,
+            place: Origin::new(source.name),
+            requested: RefCell::default(),
+        }
     }
 
     pub(super) fn place(&self) -> &Origin {
@@ -267,11 +273,20 @@ impl<'a> TomlEntry<'a> {
             return None;
         };
         let place = self.source.place(self.key.start, &self.path);
-        Some(TomlSection { source: self.source, path: self.path, table, place, requested: RefCell::default() })
+        Some(TomlSection {
+            source: self.source,
+            path: self.path,
+            table,
+            place,
+            requested: RefCell::default(),
+        })
     }
 
     /// As [`Self::parse`], with `true` and `false` for `on` and `off`.
-    fn parse_switch<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Spanned<T>, ConfigError> {
+    fn parse_switch<T>(
+        &self,
+        parser: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Result<Spanned<T>, ConfigError> {
         let Some(on) = self.value.get_ref().as_bool() else { return self.parse(parser) };
         let place = self.place();
         let value = parser(if on { "on" } else { "off" }).map_err(|rule| place.error(rule))?;

@@ -14,7 +14,9 @@ use reactor::PollingMode;
 use storage::CacheMode;
 
 use super::*;
-use crate::{ListenAddress, TlsCredentialFiles, ListenEndpoint, DesiredState, SandboxMode, ThrottleConfig, TlsConfig};
+use crate::{
+    DesiredState, ListenAddress, ListenEndpoint, SandboxMode, ThrottleConfig, TlsConfig, TlsCredentialFiles,
+};
 
 /// Plan of a file that all tests call `/etc/weir/weir.toml`, by its base name.
 fn plan_with(text: &str, inherited: usize) -> Result<DesiredState, String> {
@@ -102,7 +104,8 @@ fn a_disk_with_every_key() {
         plan.groups.iter().map(|group| (group.name.as_str(), group.group.as_deref())).collect();
     assert_eq!(names, [("host", None), ("gold", Some("host"))], "a group comes after the one it lies in");
     assert_eq!(disk.group.as_deref(), Some("gold"));
-    let ThrottleConfig { limits, weight, iops_reservation, bps_reservation, watermark } = plan.groups[1].settings;
+    let ThrottleConfig { limits, weight, iops_reservation, bps_reservation, watermark } =
+        plan.groups[1].settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (300, 600, 2 << 20, 90));
     let iops = limits.limit(LimitKind::IopsTotal);
     assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (6000, 12_000, 30));
@@ -175,7 +178,10 @@ fn the_daemon_with_every_key() {
     assert_eq!(names, Some(NameRules::any_of(["CN=*".to_owned()])));
     assert_eq!(service.poll, PollingMode::UpTo(Duration::from_micros(100)));
     let directory = PathBuf::from("/etc/weir/pki");
-    assert_eq!(service.tls, TlsConfig::Required(TlsCredentialFiles::Certificates { directory, verify_peer: true }));
+    assert_eq!(
+        service.tls,
+        TlsConfig::Required(TlsCredentialFiles::Certificates { directory, verify_peer: true })
+    );
     assert_eq!(service.pid_file, Some(PathBuf::from("/run/weir.pid")));
     assert_eq!(service.qmp, [PathBuf::from("/etc/weir/qmp.sock"), PathBuf::from("/run/weir/qmp.sock")]);
     assert_eq!(service.state, Some(PathBuf::from("/etc/weir/state")));
@@ -184,13 +190,16 @@ fn the_daemon_with_every_key() {
 
 #[test]
 fn prefetch_keys_are_read() {
-    use policy::prefetch::{PrefetchMode, PrefetchConfig};
+    use policy::prefetch::{PrefetchConfig, PrefetchMode};
     let prefetch =
         |lines: &str| plan(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{lines}\n")).disks[0].prefetch;
     assert_eq!(prefetch(""), PrefetchConfig::default());
-    for (value, mode) in
-        [("true", PrefetchMode::On), ("false", PrefetchMode::Off), ("\"on\"", PrefetchMode::On), ("\"auto\"", PrefetchMode::Auto)]
-    {
+    for (value, mode) in [
+        ("true", PrefetchMode::On),
+        ("false", PrefetchMode::Off),
+        ("\"on\"", PrefetchMode::On),
+        ("\"auto\"", PrefetchMode::Auto),
+    ] {
         assert_eq!(prefetch(&format!("prefetch = {value}")).mode, mode, "{value}");
     }
     let all = "prefetch-memory = \"1G\"\nprefetch-largest-request = 4096\nprefetch-window-min = \"8K\"\n\
@@ -220,7 +229,10 @@ fn on_and_off_may_be_true_and_false() {
         "[daemon]\ntls = false\nsandbox = false\npoll = false\n[disk.vm1]\nimage = \"vm1.raw\"\ndetect-zeroes = true\n",
     );
     let service = &plan.process;
-    assert_eq!((&service.tls, service.sandbox, service.poll), (&TlsConfig::Off, SandboxMode::Off, PollingMode::Off));
+    assert_eq!(
+        (&service.tls, service.sandbox, service.poll),
+        (&TlsConfig::Off, SandboxMode::Off, PollingMode::Off)
+    );
     assert_eq!(plan.disks[0].detect_zeroes, DetectZeroes::On);
     // `discard` has no off: true and false are no synonyms there.
     check_disk("discard = false", "is neither unmap nor ignore");
@@ -329,7 +341,11 @@ fn endpoints_are_checked_against_each_other() {
         ),
     ] {
         let plan = plan_with(&text, inherited).unwrap();
-        assert_eq!(plan.servers.iter().map(|server| server.default_read_only).collect::<Vec<_>>(), expect, "{text}");
+        assert_eq!(
+            plan.servers.iter().map(|server| server.default_read_only).collect::<Vec<_>>(),
+            expect,
+            "{text}"
+        );
     }
     assert_eq!(
         plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),

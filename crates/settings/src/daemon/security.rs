@@ -2,8 +2,8 @@
 
 use super::DaemonConfig;
 use crate::{
-    TlsCredentialFiles, TlsConfig, TlsMode, clients,
-    diagnostics::{Origin, ConfigError},
+    TlsConfig, TlsCredentialFiles, TlsMode, clients,
+    diagnostics::{ConfigError, Origin},
     origins::ConfigWithOrigins,
 };
 
@@ -18,7 +18,8 @@ impl ConfigWithOrigins<DaemonConfig> {
         let verify_peer = self.origin_of_given("tls-verify-peer").filter(|_| self.tls_verify_peer);
         if self.tls_mode == TlsMode::Off {
             // An error instead of silence: a typo in `tls` must not disable encryption.
-            let unused = self.origin_of_given("tls-certificates").or(self.origin_of_given("tls-psk")).or(verify_peer);
+            let unused =
+                self.origin_of_given("tls-certificates").or(self.origin_of_given("tls-psk")).or(verify_peer);
             return match unused {
                 Some(place) => {
                     Err(place.error("is not used, because tls is off (set tls to on or required)"))
@@ -31,9 +32,10 @@ impl ConfigWithOrigins<DaemonConfig> {
                 let rule = "tls-certificates is given too (choose certificates or keys)";
                 return Err(self.error("tls-psk", rule));
             }
-            (Some(directory), None) => {
-                TlsCredentialFiles::Certificates { directory: directory.clone(), verify_peer: self.tls_verify_peer }
-            }
+            (Some(directory), None) => TlsCredentialFiles::Certificates {
+                directory: directory.clone(),
+                verify_peer: self.tls_verify_peer,
+            },
             (None, Some(keys)) => match verify_peer {
                 Some(place) => {
                     return Err(place.error("has no effect with tls-psk (the keys verify clients)"));
@@ -104,7 +106,8 @@ mod tests {
 
     #[test]
     fn a_token_needs_tls_or_a_local_address() {
-        let certificates = TlsConfig::On(TlsCredentialFiles::Certificates { directory: "tls".into(), verify_peer: false });
+        let certificates =
+            TlsConfig::On(TlsCredentialFiles::Certificates { directory: "tls".into(), verify_peer: false });
         let keys = TlsConfig::On(TlsCredentialFiles::PreShared("keys.psk".into()));
         let with_token = |address| daemon(&[("http", address), ("http-token-file", "token")]);
         for local in [

@@ -4,7 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use super::{ExportConfig, NbdExportConfig};
-use crate::{ListenAddress, ExportTarget, ListenEndpoint, KeyLiteral, VhostUserSocket, VhostUserBlkConfig, option_syntax::AddressedConfig};
+use crate::{
+    ExportTarget, KeyLiteral, ListenAddress, ListenEndpoint, VhostUserBlkConfig, VhostUserSocket,
+    option_syntax::AddressedConfig,
+};
 
 impl ExportConfig {
     /// The table, with `type` first.
@@ -29,8 +32,13 @@ impl ExportConfig {
     pub fn relative_to(mut self, directory: &Path) -> Self {
         let whole = |path: &mut PathBuf| *path = directory.join(&*path);
         match &mut self {
-            Self::Nbd(NbdExportConfig { listen: ListenEndpoint::Address(ListenAddress::Unix(path)), .. }) => whole(path),
-            Self::Target(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(path), .. })) => whole(path),
+            Self::Nbd(NbdExportConfig {
+                listen: ListenEndpoint::Address(ListenAddress::Unix(path)), ..
+            }) => whole(path),
+            Self::Target(ExportTarget::VhostUserBlk(VhostUserBlkConfig {
+                socket: VhostUserSocket::Path(path),
+                ..
+            })) => whole(path),
             Self::Target(ExportTarget::Fuse(fuse)) => whole(&mut fuse.file),
             // TCP addresses, passed sockets and device numbers have no path.
             Self::Nbd(_) | Self::Target(_) => {}
@@ -48,8 +56,9 @@ mod tests {
     #[test]
     fn tables_omit_default_values() {
         let object = |export: &ExportConfig| Value::from(&export.table());
-        let machine =
-            |text: &str| object(&ExportConfig::Target(ExportTarget::VhostUserBlk(text.parse().expect("a socket"))));
+        let machine = |text: &str| {
+            object(&ExportConfig::Target(ExportTarget::VhostUserBlk(text.parse().expect("a socket"))))
+        };
         assert_eq!(machine("unix:/s"), json!({ "type": "vhost-user-blk", "listen": "unix:/s" }));
         let all = "unix:/s,queues=4,queue-size=64,serial=007,discard=off,write-cache=off,read-only,client";
         assert_eq!(
@@ -66,7 +75,8 @@ mod tests {
         );
         let ublk = ExportConfig::Target(ExportTarget::Ublk("3,write-cache=off".parse().expect("a device")));
         assert_eq!(object(&ublk), json!({ "type": "ublk", "number": 3, "write-cache": false }));
-        let device = ExportConfig::Target(ExportTarget::NbdDevice("auto,timeout=30".parse().expect("a device")));
+        let device =
+            ExportConfig::Target(ExportTarget::NbdDevice("auto,timeout=30".parse().expect("a device")));
         assert_eq!(object(&device), json!({ "type": "nbd-device", "device": "auto", "timeout": 30 }));
         let listen = ListenEndpoint::Address("unix:/n".parse().expect("an address"));
         let nbd = ExportConfig::Nbd(NbdExportConfig { listen, name: Some("a".to_owned()), read_only: true });

@@ -5,12 +5,12 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
 use super::reject_comma;
 use crate::{
-    option_syntax::{AddressedConfig, read_options, write_options},
     key::{
-        KeyField, ConfigKey, ConfigValue as _, KeyLiteral,
+        ConfigKey, ConfigValue as _, KeyField, KeyLiteral,
         KeyType::{Flag, Path, Word},
         one, table,
     },
+    option_syntax::{AddressedConfig, read_options, write_options},
     origins::KeyTable,
 };
 

@@ -4,12 +4,12 @@ use std::{fmt, str::FromStr, sync::LazyLock};
 
 use crate::{
     ListenAddress, ListenEndpoint,
-    option_syntax::{AddressedConfig, read_options, write_options},
     key::{
         ConfigKey,
         KeyType::{Flag, Text},
         maybe, one, table,
     },
+    option_syntax::{AddressedConfig, read_options, write_options},
     origins::KeyTable,
 };
 
@@ -91,7 +91,8 @@ impl KeyTable for NbdExportConfig {
 
 impl AddressedConfig for NbdExportConfig {
     const ADDRESS: &'static str = "listen";
-    const MISSING_ADDRESS: Option<&'static str> = Some("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
+    const MISSING_ADDRESS: Option<&'static str> =
+        Some("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
 }
 
 /// The table of an export of a disk.

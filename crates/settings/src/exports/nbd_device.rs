@@ -3,14 +3,16 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{LEAST_BLOCK_BYTES, MAX_SECONDS, parse_block_size, reject_comma, parse_number, parse_device_number};
+use super::{
+    MAX_SECONDS, MIN_BLOCK_BYTES, parse_block_size, parse_device_number, parse_number, reject_comma,
+};
 use crate::{
-    option_syntax::{AddressedConfig, read_options, write_options},
     key::{
-        KeyField, ConfigKey, KeyLiteral,
+        ConfigKey, KeyField, KeyLiteral,
         KeyType::{Flag, Integer, Text},
         maybe, one, table,
     },
+    option_syntax::{AddressedConfig, read_options, write_options},
     origins::KeyTable,
 };
 
@@ -44,7 +46,7 @@ impl Default for NbdDeviceConfig {
             connections: None,
             timeout_s: 0,
             dead_timeout_s: DEFAULT_DEAD_SECONDS,
-            block_bytes: LEAST_BLOCK_BYTES,
+            block_bytes: MIN_BLOCK_BYTES,
             read_only: false,
         }
     }
@@ -79,13 +81,13 @@ type Config = NbdDeviceConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
 const _: fn(NbdDeviceConfig) = |NbdDeviceConfig {
-                              number: _,
-                              connections: _,
-                              timeout_s: _,
-                              dead_timeout_s: _,
-                              block_bytes: _,
-                              read_only: _,
-                          }| ();
+                                    number: _,
+                                    connections: _,
+                                    timeout_s: _,
+                                    dead_timeout_s: _,
+                                    block_bytes: _,
+                                    read_only: _,
+                                }| ();
 
 /// The table.
 fn keys() -> Vec<ConfigKey<NbdDeviceConfig>> {

@@ -3,14 +3,14 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{LEAST_BLOCK_BYTES, MAX_DEVICE, MAX_SECONDS, parse_block_size, parse_number};
+use super::{MAX_DEVICE, MAX_SECONDS, MIN_BLOCK_BYTES, parse_block_size, parse_number};
 use crate::{
-    option_syntax::{AddressedConfig, read_options, write_options},
     key::{
         ConfigKey,
         KeyType::{Flag, Integer},
         maybe, one, table,
     },
+    option_syntax::{AddressedConfig, read_options, write_options},
     origins::KeyTable,
 };
 
@@ -56,7 +56,7 @@ impl Default for UblkConfig {
             queue_depth: DEFAULT_QUEUE_DEPTH,
             // A timeout would lose the unwritten data of a mounted file system.
             dead_timeout_s: 0,
-            block_bytes: LEAST_BLOCK_BYTES,
+            block_bytes: MIN_BLOCK_BYTES,
             discard: true,
             write_zeroes: true,
             write_cache: true,
@@ -90,18 +90,18 @@ type Config = UblkConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
 const _: fn(UblkConfig) = |UblkConfig {
-                         number: _,
-                         queues: _,
-                         queue_depth: _,
-                         dead_timeout_s: _,
-                         block_bytes: _,
-                         discard: _,
-                         write_zeroes: _,
-                         write_cache: _,
-                         read_only: _,
-                         unprivileged: _,
-                         zero_copy: _,
-                     }| ();
+                               number: _,
+                               queues: _,
+                               queue_depth: _,
+                               dead_timeout_s: _,
+                               block_bytes: _,
+                               discard: _,
+                               write_zeroes: _,
+                               write_cache: _,
+                               read_only: _,
+                               unprivileged: _,
+                               zero_copy: _,
+                           }| ();
 
 /// The table.
 fn keys() -> Vec<ConfigKey<UblkConfig>> {

@@ -8,17 +8,17 @@ use std::{
     sync::LazyLock,
 };
 
-use super::{LEAST_BLOCK_BYTES, parse_block_size, reject_comma};
+use super::{MIN_BLOCK_BYTES, parse_block_size, reject_comma};
 use crate::{
     address::resolve_socket,
-    option_syntax::{AddressedConfig, read_options, write_options},
+    diagnostics::Diagnostics,
     key::{
-        KeyInput, ConfigKey, ConfigValue, KeyLiteral,
+        ConfigKey, ConfigValue, KeyInput, KeyLiteral,
         KeyType::{Flag, Integer, Text},
         maybe, one, table,
     },
-    diagnostics::Diagnostics,
-    origins::{KeyTable, ConfigWithOrigins},
+    option_syntax::{AddressedConfig, read_options, write_options},
+    origins::{ConfigWithOrigins, KeyTable},
 };
 
 /// A message of the protocol has eight bits for the index of a virtqueue.
@@ -110,7 +110,7 @@ impl VhostUserBlkConfig {
             queues: DEFAULT_QUEUES,
             queue_size: DEFAULT_QUEUE_SIZE,
             serial: None,
-            block_bytes: LEAST_BLOCK_BYTES,
+            block_bytes: MIN_BLOCK_BYTES,
             discard: true,
             write_zeroes: true,
             write_cache: true,
@@ -162,17 +162,17 @@ type Config = VhostUserBlkConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
 const _: fn(VhostUserBlkConfig) = |VhostUserBlkConfig {
-                                 socket: _,
-                                 client: _,
-                                 queues: _,
-                                 queue_size: _,
-                                 serial: _,
-                                 block_bytes: _,
-                                 discard: _,
-                                 write_zeroes: _,
-                                 write_cache: _,
-                                 read_only: _,
-                             }| ();
+                                       socket: _,
+                                       client: _,
+                                       queues: _,
+                                       queue_size: _,
+                                       serial: _,
+                                       block_bytes: _,
+                                       discard: _,
+                                       write_zeroes: _,
+                                       write_cache: _,
+                                       read_only: _,
+                                   }| ();
 
 /// The table.
 fn keys() -> Vec<ConfigKey<VhostUserBlkConfig>> {

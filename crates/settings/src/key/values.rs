@@ -7,11 +7,15 @@ use image::qcow2::L2CacheSize;
 use policy::{access::Network, prefetch::PrefetchMode};
 use reactor::PollingMode;
 use storage::{
-    CacheMode, ImageFormat, StoragePart, delay::DelayOptions, fault::FaultRule, rate::RateOptions, show_duration,
+    CacheMode, ImageFormat, StoragePart, delay::DelayOptions, fault::FaultRule, rate::RateOptions,
+    show_duration,
 };
 
-use super::{KeyInput, ConfigValue, KeyLiteral};
-use crate::{ListenAddress, ListenEndpoint, ImageLocation, LogFormat, EventCommand, FileOwner, SandboxMode, SecretSource, TlsMode};
+use super::{ConfigValue, KeyInput, KeyLiteral};
+use crate::{
+    EventCommand, FileOwner, ImageLocation, ListenAddress, ListenEndpoint, LogFormat, SandboxMode,
+    SecretSource, TlsMode,
+};
 
 /// Types whose `Display` text parses as the same value.
 macro_rules! texts {
@@ -274,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_written_as_one() {
+    fn paths_round_trip() {
         let written = |text: &str| read::<ImageLocation>(text).unwrap().write().to_string();
         assert_eq!(written("file:memory:1G"), "file:memory:1G");
         assert_eq!(written("vm1.raw"), "vm1.raw");

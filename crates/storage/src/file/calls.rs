@@ -49,7 +49,11 @@ pub(super) fn allocated_bytes(fd: impl AsFd) -> Result<u64> {
 pub(super) fn stamp(fd: impl AsFd) -> Result<FileStamp> {
     debug_assert_may_block();
     let status = nix::sys::stat::fstat(fd).map_err(failed)?;
-    Ok(FileStamp { modified_s: status.st_mtime, modified_ns: status.st_mtime_nsec, size_bytes: status.st_size })
+    Ok(FileStamp {
+        modified_s: status.st_mtime,
+        modified_ns: status.st_mtime_nsec,
+        size_bytes: status.st_size,
+    })
 }
 
 /// Reads attributes from the server of a remote file system, past any cached ones.

@@ -20,13 +20,14 @@ use std::{
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{
-    BufferedCloser, CacheMode, FileCloser, FileStorage, FileIdentity, FileKind, PassedFiles, SpaceCount, Syncs, direct, isolation::FileIsolation, zero,
+    BufferedCloser, CacheMode, FileCloser, FileIdentity, FileKind, FileStorage, PassedFiles, SpaceCount,
+    Syncs, direct, isolation::FileIsolation, zero,
 };
 use reactor::{
     debug_assert_may_block,
     error::descriptor_remedy,
-    operation::{Fd, PassedFd},
     log_rate_limit::LogRateLimit,
+    operation::{Fd, PassedFd},
 };
 
 use crate::{
@@ -142,7 +143,8 @@ fn lock_and_measure(
         FileKind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
     };
     let status = buffered.metadata().map_err(|error| failed(&error))?;
-    let (lane, ending) = (Arc::new(FileIsolation::for_file(&buffered, kind == FileKind::BlockDevice)), FileCloser::new());
+    let (lane, ending) =
+        (Arc::new(FileIsolation::for_file(&buffered, kind == FileKind::BlockDevice)), FileCloser::new());
     let syncs = Syncs::new(name.clone(), !options.cache.is_direct());
     let again = buffered.try_clone().map_err(|error| failed(&error))?;
     let fd = Fd::with_close_hook(main, Arc::clone(&ending) as _);
@@ -152,7 +154,12 @@ fn lock_and_measure(
         lane,
         syncs,
         kind,
-        identity: FileIdentity::from_numbers(status.dev(), status.ino(), status.rdev(), kind == FileKind::BlockDevice),
+        identity: FileIdentity::from_numbers(
+            status.dev(),
+            status.ino(),
+            status.rdev(),
+            kind == FileKind::BlockDevice,
+        ),
         device_number: if kind == FileKind::BlockDevice { status.rdev() } else { status.dev() },
         ending,
         cache: options.cache,

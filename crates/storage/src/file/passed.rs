@@ -71,7 +71,10 @@ impl PassedFiles {
         Self(Arc::new(PassedFilesState {
             files: Mutex::new(files),
             images: Mutex::new(images.into_iter().collect()),
-            announce: Mutex::new(ClientAnnouncer { callback: Some(Box::new(announce)), announced: HashSet::new() }),
+            announce: Mutex::new(ClientAnnouncer {
+                callback: Some(Box::new(announce)),
+                announced: HashSet::new(),
+            }),
             ..PassedFilesState::default()
         }))
     }

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{FileStorage, FileKind, calls};
+use super::{FileKind, FileStorage, calls};
 use crate::{align::AlignedDevice as _, resize::ResizeError};
 
 impl FileStorage {
@@ -16,7 +16,7 @@ impl FileStorage {
             return if actual == size_bytes {
                 Ok(())
             } else {
-                Err(ResizeError::Device { size_bytes: actual })
+                Err(ResizeError::BlockDevice { size_bytes: actual })
             };
         }
         if self.read_only {

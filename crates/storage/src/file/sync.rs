@@ -20,10 +20,10 @@ use std::sync::{
 
 use super::{isolation::FileIsolation, retried};
 use reactor::{
-    error::{Error, Result},
-    operation::{self, Fd},
     coarse_now,
+    error::{Error, Result},
     log_rate_limit::LogRateLimit,
+    operation::{self, Fd},
 };
 
 use crate::flushes::Flushes;

@@ -6,7 +6,7 @@ use std::{
     task::Poll,
 };
 
-use super::{CacheMode, FileStorage, FileOptions, open};
+use super::{CacheMode, FileOptions, FileStorage, open};
 use reactor::{
     PollingMode,
     buffer::IoBuffer,

@@ -19,7 +19,7 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
 }
 
 #[test]
-fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
+fn image_is_unlocked_once_dropped_and_idle() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4096).unwrap();
     let options = FileOptions::default();
@@ -43,7 +43,8 @@ pub(super) fn guest(bytes: usize) -> (GuestMemory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
     let descriptor = file.try_clone().expect("a descriptor").into();
-    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &MappingQuota::new(1, u64::MAX)).expect("maps");
+    let region =
+        Region::map(descriptor, 0, 0, bytes as u64, 0, &MappingQuota::new(1, u64::MAX)).expect("maps");
     (GuestMemory::new(vec![region]).expect("one region"), file)
 }
 

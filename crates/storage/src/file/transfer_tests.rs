@@ -7,7 +7,7 @@ use std::{
     task::Poll,
 };
 
-use super::{FileStorage, FileOptions, isolation::FileIsolation, open, tests::guest};
+use super::{FileOptions, FileStorage, isolation::FileIsolation, open, tests::guest};
 use reactor::{
     PollingMode,
     buffer::{Segments, guest_copies},

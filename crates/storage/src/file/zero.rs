@@ -13,7 +13,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use super::{FileStorage, FileKind, is_unsupported, retried};
+use super::{FileKind, FileStorage, is_unsupported, retried};
 use reactor::{
     buffer::IoBuffer,
     error::{Error, Result},

@@ -16,8 +16,8 @@ use std::{
 
 use async_channel::{Receiver, Sender};
 
-use super::operation::{NbdResult, NbdOperation, ConnectionJob, SendableResult};
-use nbd::client::{NbdClient, EstablishedConnection};
+use super::operation::{ConnectionJob, NbdOperation, NbdResult, SendableResult};
+use nbd::client::{EstablishedConnection, NbdClient};
 use reactor::{Signal, error::Result};
 
 /// Owner of the connections, over all threads.
@@ -134,7 +134,11 @@ impl Drop for ConnectionJobs {
 
 /// Starts a connection on this thread for `link` and returns the sender of its jobs. The connection
 /// lasts until all senders are gone.
-pub(super) fn start_keeper<H: ConnectionOwner>(link: &sync::Arc<H>, session: u64, established: EstablishedConnection) -> Sender<ConnectionJob> {
+pub(super) fn start_keeper<H: ConnectionOwner>(
+    link: &sync::Arc<H>,
+    session: u64,
+    established: EstablishedConnection,
+) -> Sender<ConnectionJob> {
     // Unbounded is safe: each job has a caller that waits for it, and the number of callers is
     // bounded.
     let (sender, jobs) = async_channel::unbounded();
@@ -156,7 +160,12 @@ enum KeeperEvent {
     Broken,
 }
 
-async fn run_keeper<H: ConnectionOwner>(lane: Rc<SharedConnection>, jobs: ConnectionJobs, link: sync::Weak<H>, session: u64) {
+async fn run_keeper<H: ConnectionOwner>(
+    lane: Rc<SharedConnection>,
+    jobs: ConnectionJobs,
+    link: sync::Weak<H>,
+    session: u64,
+) {
     // Declared after `jobs`, so dropped first: a caller whose job is dropped retries and must
     // already see the session's end.
     let lost = LossReporter { link, session, is_reported: Cell::new(false) };

@@ -53,21 +53,24 @@ use policy::time::{Duration, Instant};
 
 use self::reconnect::{ReconnectAttempt, reconnect};
 use super::{
-    operation::{self, NbdResult, NbdOperation, ConnectionJob},
-    connection::{self, BreakCause, ConnectionOwner, LocalConnection, ConnectionRoute},
+    connection::{self, BreakCause, ConnectionOwner, ConnectionRoute, LocalConnection},
+    operation::{self, ConnectionJob, NbdOperation, NbdResult},
     unflushed::{NbdChange, Unflushed},
 };
 use nbd::{
-    client::{self, NbdExportInfo, NbdAddress, EstablishedConnection, CONNECTION_LOST, NbdConnectError, HandshakeOptions, shake_hands, with_timeout},
+    client::{
+        self, CONNECTION_LOST, EstablishedConnection, HandshakeOptions, NbdAddress, NbdConnectError,
+        NbdExportInfo, shake_hands, with_timeout,
+    },
     stream::NbdStream,
     uri::Uri,
 };
 use reactor::{
     buffer::Segments,
     error::{Error, Result},
+    log_rate_limit::LogRateLimit,
     now,
     operation::Fd,
-    log_rate_limit::LogRateLimit,
     spawn, spawn_detached, timeout,
 };
 
@@ -77,7 +80,7 @@ use crate::flushes::Flushes;
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between attempts to connect, and the longest.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(100);
-pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// Number of log lines about breaks that are written at once, before the limit of one a second.
 const UNLIMITED_LOG_LINES: u64 = 3;
 /// Maximum number of unflushed writes in flight while they are written again.
@@ -106,7 +109,8 @@ impl NbdDialer {
         match self {
             Self::Socket(addresses) => {
                 let addresses = addresses.clone();
-                let socket = reactor::run_blocking(move || client::dial_any(&addresses, CONNECT_TIMEOUT)).await?;
+                let socket =
+                    reactor::run_blocking(move || client::dial_any(&addresses, CONNECT_TIMEOUT)).await?;
                 Ok(NbdStream::Plain(Fd::from(socket)))
             }
             Self::Simulated(make) => Ok(make()?),
@@ -141,14 +145,18 @@ impl LinkConfig {
     async fn establish_again(&self) -> std::result::Result<EstablishedConnection, NbdConnectError> {
         let mut wanted = self.wanted.clone();
         if let Some(place) = self.keys.clone()
-            && let Ok(Ok(tls)) = timeout(CONNECT_TIMEOUT, reactor::run_blocking(move || place.credentials())).await
+            && let Ok(Ok(tls)) =
+                timeout(CONNECT_TIMEOUT, reactor::run_blocking(move || place.credentials())).await
         {
             wanted.tls = tls;
         }
         self.establish_with(&wanted).await
     }
 
-    async fn establish_with(&self, wanted: &HandshakeOptions) -> std::result::Result<EstablishedConnection, NbdConnectError> {
+    async fn establish_with(
+        &self,
+        wanted: &HandshakeOptions,
+    ) -> std::result::Result<EstablishedConnection, NbdConnectError> {
         with_timeout(CONNECT_TIMEOUT, async { shake_hands(self.dialler.dial().await?, wanted).await }).await
     }
 }
@@ -309,7 +317,7 @@ impl NbdLink {
 
     /// Longest pause between sessions without any reply.
     fn longest_pause(&self) -> Duration {
-        (self.terms.reconnect_delay / 4).clamp(FIRST_PAUSE, LONGEST_PAUSE)
+        (self.terms.reconnect_delay / 4).clamp(FIRST_PAUSE, MAX_PAUSE)
     }
 
     fn retries(&self) -> bool {
@@ -329,7 +337,11 @@ impl NbdLink {
 
     /// As [`NbdLink::execute`]; `then` records a success under the lock, before the session of the
     /// reply can end.
-    async fn execute_then(self: &Arc<Self>, ask: NbdOperation, then: impl FnOnce(&mut LinkState)) -> Result<NbdResult> {
+    async fn execute_then(
+        self: &Arc<Self>,
+        ask: NbdOperation,
+        then: impl FnOnce(&mut LinkState),
+    ) -> Result<NbdResult> {
         let _in_flight = self.track();
         let mut until = None;
         loop {
@@ -500,7 +512,9 @@ impl NbdLink {
     /// This thread's own connection, if it has one.
     fn local_connection(&self) -> Option<LocalConnection> {
         let state = self.lock();
-        matches!(state.stage, LinkStage::Open { .. }).then(|| LocalConnection::of(self.id, state.session)).flatten()
+        matches!(state.stage, LinkStage::Open { .. })
+            .then(|| LocalConnection::of(self.id, state.session))
+            .flatten()
     }
 
     fn next_step(self: &Arc<Self>) -> LinkStep {
@@ -520,7 +534,9 @@ impl NbdLink {
                     state.stage = LinkStage::Moving;
                     return LinkStep::Fetch(session, first);
                 }
-                if state.export.can_multi_conn() && reactor::is_worker() && connection::may_open(self.id, session)
+                if state.export.can_multi_conn()
+                    && reactor::is_worker()
+                    && connection::may_open(self.id, session)
                 {
                     drop(state);
                     let link = Arc::clone(self);
@@ -529,7 +545,8 @@ impl NbdLink {
                 LinkStep::Route(ConnectionRoute::Other(session, first))
             }
             LinkStage::Ready(_) => {
-                let LinkStage::Ready(established) = std::mem::replace(&mut state.stage, LinkStage::Moving) else {
+                let LinkStage::Ready(established) = std::mem::replace(&mut state.stage, LinkStage::Moving)
+                else {
                     unreachable!("matched above")
                 };
                 let jobs = vec![connection::start_keeper(self, session, *established)];
@@ -584,7 +601,11 @@ impl NbdLink {
 
     /// Retires the connection of another thread and returns it; the stage must be `Moving`. If the
     /// connection breaks, the stage becomes `Down`.
-    async fn retire_connection(self: &Arc<Self>, session: u64, jobs: Sender<ConnectionJob>) -> Option<EstablishedConnection> {
+    async fn retire_connection(
+        self: &Arc<Self>,
+        session: u64,
+        jobs: Sender<ConnectionJob>,
+    ) -> Option<EstablishedConnection> {
         let (tell, told) = async_channel::bounded(1);
         let left = match jobs.send(ConnectionJob::Leave(tell)).await {
             Ok(()) => told.recv().await.ok().flatten(),
@@ -616,7 +637,9 @@ impl NbdLink {
     pub(super) async fn release_connection(self: &Arc<Self>) {
         match self.set_moving() {
             Some((session, ConnectionLocation::Keeper(jobs))) => self.fetch_connection(session, jobs).await,
-            Some((_, ConnectionLocation::Local(established))) => self.lock().stage = LinkStage::Ready(established),
+            Some((_, ConnectionLocation::Local(established))) => {
+                self.lock().stage = LinkStage::Ready(established)
+            }
             None => {}
         }
     }
@@ -631,7 +654,9 @@ impl NbdLink {
         let Some((session, place)) = self.set_moving() else { return Err(Error::IO) };
         let before = match place {
             ConnectionLocation::Local(established) => *established,
-            ConnectionLocation::Keeper(jobs) => self.retire_connection(session, jobs).await.ok_or(Error::IO)?,
+            ConnectionLocation::Keeper(jobs) => {
+                self.retire_connection(session, jobs).await.ok_or(Error::IO)?
+            }
         };
         client::NbdClient::start(before).disconnect().await;
         let anew = match self.terms.establish().await {

@@ -9,14 +9,14 @@ use policy::time::{Duration, Instant};
 
 use super::{
     NbdStorage,
-    link::{NbdDialer, FIRST_PAUSE, LONGEST_PAUSE, NbdLink, CONNECT_TIMEOUT, LinkConfig},
+    link::{CONNECT_TIMEOUT, FIRST_PAUSE, LinkConfig, MAX_PAUSE, NbdDialer, NbdLink},
 };
 use nbd::{
-    client::{NbdAddress, NbdConnectError, HandshakeOptions, resolve, with_timeout},
+    client::{HandshakeOptions, NbdAddress, NbdConnectError, resolve, with_timeout},
     stream::NbdStream,
     uri::Uri,
 };
-use reactor::{run_blocking, now, sleep_until, timeout};
+use reactor::{now, run_blocking, sleep_until, timeout};
 use tls::TlsClient;
 
 use crate::{
@@ -118,7 +118,7 @@ where
             outcome => return outcome,
         }
         sleep_until(until.min(now() + pause)).await;
-        pause = (2 * pause).min(LONGEST_PAUSE);
+        pause = (2 * pause).min(MAX_PAUSE);
     }
 }
 
@@ -192,7 +192,7 @@ fn connect_error(name: &str, error: &NbdConnectError) -> OpenError {
         NbdConnectError::Io(_) | NbdConnectError::NoAddress => "start the server, or check the URI",
         NbdConnectError::TimedOut(_) => "is the server busy, or does it take only one client?",
         NbdConnectError::Refused { .. } => "check the export's name; `nbdinfo --list URI` lists the exports",
-        NbdConnectError::Breach(_) => "is it an NBD server that listens there?",
+        NbdConnectError::ProtocolViolation(_) => "is it an NBD server that listens there?",
         NbdConnectError::Disconnected(_) => {
             "does it require a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
              authority that it knows"

@@ -9,11 +9,11 @@ use std::sync::{Arc, OnceLock};
 
 use super::unflushed::NbdChange;
 use nbd::{
-    client::{NbdClient, EstablishedConnection, RawExtent},
+    client::{EstablishedConnection, NbdClient, RawExtent},
     proto::cmd_flag,
 };
 use reactor::{
-    buffer::{IoBuffer, FrozenBuffer, Segments},
+    buffer::{FrozenBuffer, IoBuffer, Segments},
     error::{Error, Result},
 };
 
@@ -64,7 +64,9 @@ impl NbdOperation {
             Self::Extents { length, .. } if !client.export().has_allocation() => {
                 Ok(NbdResult::Extents(vec![RawExtent { length: *length, flags: 0 }]))
             }
-            Self::Extents { offset, length } => client.extents(*offset, *length).await.map(NbdResult::Extents),
+            Self::Extents { offset, length } => {
+                client.extents(*offset, *length).await.map(NbdResult::Extents)
+            }
             Self::Flush => client.flush().await.map(|()| NbdResult::Done),
         }
     }
@@ -142,7 +144,9 @@ fn zeroes() -> &'static Arc<FrozenBuffer> {
 impl NbdChange {
     pub(super) async fn on(&self, client: &NbdClient, force: bool) -> Result<()> {
         match self {
-            Self::Data { offset, data } => write(client, *offset, IoBuffer::view_of_frozen(data).into(), force).await,
+            Self::Data { offset, data } => {
+                write(client, *offset, IoBuffer::view_of_frozen(data).into(), force).await
+            }
             Self::Zeroes { offset, length, flags } => zero(client, *offset, *length, *flags, force).await,
         }
     }

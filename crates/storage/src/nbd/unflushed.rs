@@ -181,7 +181,8 @@ impl Unflushed {
         let mut batches: Vec<Vec<RepeatedChange>> = Vec::new();
         for UnflushedEntry { change: again, .. } in &self.acknowledged {
             // Only the last batch is tried: an earlier one could overlap changes in between.
-            let is_apart = |batch: &[RepeatedChange]| !batch.iter().any(|other| other.change.overlaps(&again.change));
+            let is_apart =
+                |batch: &[RepeatedChange]| !batch.iter().any(|other| other.change.overlaps(&again.change));
             match batches.last_mut() {
                 Some(batch) if batch.len() < most && is_apart(batch) => batch.push(again.clone()),
                 _ => batches.push(vec![again.clone()]),
@@ -206,7 +207,8 @@ mod tests {
     }
 
     fn offsets(unflushed: &Unflushed) -> Vec<Vec<u64>> {
-        let of_batch = |batch: Vec<RepeatedChange>| batch.iter().map(|again| again.change.range().start).collect();
+        let of_batch =
+            |batch: Vec<RepeatedChange>| batch.iter().map(|again| again.change.range().start).collect();
         unflushed.batches(3).into_iter().map(of_batch).collect()
     }
 
@@ -229,8 +231,8 @@ mod tests {
     fn acknowledged_changes_are_repeated_in_order() {
         let mut unflushed = Unflushed::default();
         let failed = unflushed.begin(data(0, 512), false);
-        let late =
-            unflushed.begin(NbdChange::Zeroes { offset: 4096, length: 512, flags: cmd_flag::FAST_ZERO }, false);
+        let late = unflushed
+            .begin(NbdChange::Zeroes { offset: 4096, length: 512, flags: cmd_flag::FAST_ZERO }, false);
         let early = unflushed.begin(NbdChange::Zeroes { offset: 4100, length: 512, flags: 0 }, false);
         let in_flight = unflushed.begin(data(9000, 1), false);
         let abandoned = unflushed.begin(NbdChange::Zeroes { offset: 0, length: 1, flags: 0 }, false);

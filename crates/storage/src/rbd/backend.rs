@@ -30,7 +30,13 @@ pub trait RbdBackend: Debug + Send + Sync + 'static {
     /// Returns once all writes that have completed are on stable storage.
     async fn flush(&self, place: RbdRequestSlot) -> Result<()>;
     /// Zeroes a range; allocates it if `is_thick`.
-    async fn write_zeroes(&self, place: RbdRequestSlot, offset: u64, length: u64, is_thick: bool) -> Result<()>;
+    async fn write_zeroes(
+        &self,
+        place: RbdRequestSlot,
+        offset: u64,
+        length: u64,
+        is_thick: bool,
+    ) -> Result<()>;
     /// Discards a range.
     async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()>;
     /// Resizes the image.

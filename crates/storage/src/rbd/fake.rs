@@ -328,7 +328,12 @@ impl FakeCluster {
 }
 
 impl RbdBackend for FakeRbd {
-    async fn read(&self, place: RbdRequestSlot, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
+    async fn read(
+        &self,
+        place: RbdRequestSlot,
+        offset: u64,
+        mut target: Segments,
+    ) -> (Result<usize>, Segments) {
         let length = target.len();
         let read = self.run(place, move |cluster, cache| {
             // Reads are cut at the end of the image, as by librbd.
@@ -365,7 +370,13 @@ impl RbdBackend for FakeRbd {
         .await
     }
 
-    async fn write_zeroes(&self, place: RbdRequestSlot, offset: u64, length: u64, is_thick: bool) -> Result<()> {
+    async fn write_zeroes(
+        &self,
+        place: RbdRequestSlot,
+        offset: u64,
+        length: u64,
+        is_thick: bool,
+    ) -> Result<()> {
         assert!(
             !is_thick || (offset | length).is_multiple_of(512),
             "librbd would cut it, and may wait for ever"
@@ -430,7 +441,10 @@ impl RbdBackend for FakeRbd {
             twin.outcome()?;
             assert!(!twin.has_lock || twin.has_the_lock(), "a lock that it does not have");
             twin.with_view(|cluster, cache| {
-                assert!(cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()), "data that no other client sees");
+                assert!(
+                    cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()),
+                    "data that no other client sees"
+                );
                 cluster.owner = None;
             });
             Ok(())

@@ -44,7 +44,7 @@ use reactor::{
 use crate::OpenError;
 
 /// Maximum number of segments in one call, as for the kernel (UIO_MAXIOV).
-const MOST_SEGMENTS: usize = 1024;
+const MAX_SEGMENTS: usize = 1024;
 
 /// An image that is open until [`RbdBackend::close`].
 pub struct Librbd {
@@ -65,7 +65,10 @@ impl fmt::Debug for Librbd {
 
 impl Librbd {
     /// Opens an image and returns it with its size in bytes. Blocks.
-    pub(super) fn open(address: &RbdAddress, how: &RbdOptions) -> std::result::Result<(Self, u64), OpenError> {
+    pub(super) fn open(
+        address: &RbdAddress,
+        how: &RbdOptions,
+    ) -> std::result::Result<(Self, u64), OpenError> {
         let (sender, closed) = async_channel::bounded(1);
         let image = RbdImage::open(address, how, sender)?;
         let (bell, size_bytes, cache_bytes) =
@@ -100,7 +103,12 @@ impl Librbd {
         image.as_ref().map(Arc::clone).ok_or(Error::SHUTDOWN)
     }
 
-    async fn run(&self, what: RbdOperationKind, place: RbdRequestSlot, segments: Segments) -> (Result<u64>, Segments) {
+    async fn run(
+        &self,
+        what: RbdOperationKind,
+        place: RbdRequestSlot,
+        segments: Segments,
+    ) -> (Result<u64>, Segments) {
         let image = match self.image() {
             Ok(image) => image,
             Err(error) => return (Err(error), segments),
@@ -127,12 +135,17 @@ impl Librbd {
 
 /// True if the segments can be passed to the library without a copy.
 fn are_plain(segments: &Segments) -> bool {
-    segments.as_slice().len() <= MOST_SEGMENTS
+    segments.as_slice().len() <= MAX_SEGMENTS
         && segments.iter().all(|segment| matches!(segment, Segment::Own(_)))
 }
 
 impl RbdBackend for Librbd {
-    async fn read(&self, place: RbdRequestSlot, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
+    async fn read(
+        &self,
+        place: RbdRequestSlot,
+        offset: u64,
+        mut target: Segments,
+    ) -> (Result<usize>, Segments) {
         let count = |result: Result<u64>| result.map(|count| usize::try_from(count).unwrap_or(usize::MAX));
         if are_plain(&target) {
             let (result, target) = self.run(RbdOperationKind::Read { offset }, place, target).await;
@@ -155,7 +168,13 @@ impl RbdBackend for Librbd {
         self.run(RbdOperationKind::Flush, place, Segments::default()).await.0.map(drop)
     }
 
-    async fn write_zeroes(&self, place: RbdRequestSlot, offset: u64, length: u64, is_thick: bool) -> Result<()> {
+    async fn write_zeroes(
+        &self,
+        place: RbdRequestSlot,
+        offset: u64,
+        length: u64,
+        is_thick: bool,
+    ) -> Result<()> {
         let what = RbdOperationKind::WriteZeroes { offset, length, is_thick };
         self.run(what, place, Segments::default()).await.0.map(drop)
     }

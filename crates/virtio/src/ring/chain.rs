@@ -6,7 +6,7 @@
 use reactor::guest::GuestBytes;
 
 pub(super) use super::regions::DESCRIPTOR_BYTES;
-use super::regions::{Places, Regions};
+use super::regions::{ChainMemory, Regions};
 
 /// Maximum number of descriptors in one chain, including those of an indirect table. Linux's vhost
 /// and QEMU have the same limit; a driver's `seg_max` is far below it.
@@ -46,7 +46,7 @@ pub struct DescriptorChain {
     /// Ticket to return when the chain is completed.
     pub ticket: ChainTicket,
     /// Readable memory, then writable memory.
-    pub(crate) places: Places,
+    pub(crate) places: ChainMemory,
     /// Number of readable pieces.
     pub(crate) reads: usize,
     /// Number of descriptors, including those of an indirect table.
@@ -152,7 +152,7 @@ pub(super) enum TableOrder {
 pub(super) struct ChainParser<'m> {
     regions: &'m Regions,
     indirect: Option<TableOrder>,
-    places: Places,
+    places: ChainMemory,
     reads: usize,
     /// True if a writable descriptor was seen, even one of zero bytes.
     writes: bool,
@@ -167,7 +167,7 @@ impl<'m> ChainParser<'m> {
         Self {
             regions,
             indirect,
-            places: Places::new(),
+            places: ChainMemory::new(),
             reads: 0,
             writes: false,
             bytes: 0,
@@ -215,7 +215,7 @@ impl<'m> ChainParser<'m> {
         if self.writes && !descriptor.has(flag::WRITE) {
             return self.fault(ChainFault::Order);
         }
-        if !self.regions.places(descriptor.address, descriptor.bytes as usize, &mut self.places) {
+        if !self.regions.append_range(descriptor.address, descriptor.bytes as usize, &mut self.places) {
             self.fault(ChainFault::Outside);
         }
         if self.places.len() > MAX_PLACES {

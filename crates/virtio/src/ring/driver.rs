@@ -127,12 +127,12 @@ impl RingDriver {
 
     /// Suppresses calls while the ring is polled.
     pub fn suppress_calls(&mut self) {
-        either!(&mut self.0, half => half.silence());
+        either!(&mut self.0, half => half.suppress_calls());
     }
 
     /// Requests a call when the next chain is completed. True if one is completed already.
     #[must_use]
     pub fn enable_calls(&mut self) -> bool {
-        either!(&mut self.0, half => half.listen())
+        either!(&mut self.0, half => half.enable_calls())
     }
 }

@@ -17,7 +17,10 @@ use std::collections::VecDeque;
 use self::ownership::DescriptorOwnership;
 use super::{
     RingError, cells,
-    chain::{self, DescriptorChain, ChainFault, RingDescriptor, ChainParser, MAX_DESCRIPTORS, TableOrder, ChainTicket},
+    chain::{
+        self, ChainFault, ChainParser, ChainTicket, DescriptorChain, MAX_DESCRIPTORS, RingDescriptor,
+        TableOrder,
+    },
     inflight::{InflightQueueArea, PackedLog},
     layout::RingLayout,
     position::{self, RingPosition},
@@ -173,12 +176,12 @@ impl PackedRing {
         self.turns.wants_call()
     }
 
-    pub(super) fn silence(&mut self) {
-        self.turns.silence();
+    pub(super) fn suppress_kicks(&mut self) {
+        self.turns.suppress_kicks();
     }
 
-    pub(super) fn listen(&mut self) -> bool {
-        self.turns.listen() || !self.again.is_empty()
+    pub(super) fn enable_kicks(&mut self) -> bool {
+        self.turns.enable_kicks() || !self.again.is_empty()
     }
 
     pub(super) fn base(&self) -> u32 {

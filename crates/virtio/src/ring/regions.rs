@@ -2,14 +2,14 @@
 
 use std::{cell::Cell, sync::atomic::Ordering};
 
-use reactor::guest::{GuestMemory, GuestBytes};
+use reactor::guest::{GuestBytes, GuestMemory};
 use smallvec::SmallVec;
 
 /// Size of a descriptor in bytes, in both formats and in indirect tables.
 pub(super) const DESCRIPTOR_BYTES: usize = 16;
 
 /// Guest memory of a chain, in order. A buffer that crosses a border of regions has several pieces.
-pub type Places = SmallVec<[GuestBytes; 4]>;
+pub type ChainMemory = SmallVec<[GuestBytes; 4]>;
 
 /// The regions of a guest, accessed without a reference to any of them.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl Regions {
 
     /// Appends the memory of a range, in order; nothing for an empty one. False if a part is
     /// outside.
-    pub(super) fn places(&self, address: u64, bytes: usize, into: &mut Places) -> bool {
+    pub(super) fn append_range(&self, address: u64, bytes: usize, into: &mut ChainMemory) -> bool {
         if bytes == 0 {
             return true;
         }
@@ -70,7 +70,7 @@ impl Regions {
             return Some((word(offset), word(offset + 8)));
         }
         let mut bytes = [0; DESCRIPTOR_BYTES];
-        let mut pieces = Places::new();
+        let mut pieces = ChainMemory::new();
         if !self.memory.ranges(address, DESCRIPTOR_BYTES, &mut pieces) {
             return None;
         }

@@ -10,7 +10,8 @@ use super::{
     RingError, cells,
     cells::{Cells, Ordering},
     chain::{
-        DescriptorChain, ChainFault, DESCRIPTOR_BYTES, RingDescriptor, ChainParser, MAX_DESCRIPTORS, TableOrder, ChainTicket, flag,
+        ChainFault, ChainParser, ChainTicket, DESCRIPTOR_BYTES, DescriptorChain, MAX_DESCRIPTORS,
+        RingDescriptor, TableOrder, flag,
     },
     inflight::{InflightQueueArea, SplitLog},
     layout::RingLayout,
@@ -182,12 +183,12 @@ impl SplitRing {
         self.indices.wants_call()
     }
 
-    pub(super) fn silence(&mut self) {
-        self.indices.silence();
+    pub(super) fn suppress_kicks(&mut self) {
+        self.indices.suppress_kicks();
     }
 
-    pub(super) fn listen(&mut self) -> bool {
-        self.indices.listen() || !self.resumed.is_empty()
+    pub(super) fn enable_kicks(&mut self) -> bool {
+        self.indices.enable_kicks() || !self.resumed.is_empty()
     }
 
     pub(super) fn base(&self) -> u32 {

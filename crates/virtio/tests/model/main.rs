@@ -15,6 +15,9 @@
 #[path = "../../src/ring/split/indices.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod indices;
+#[path = "../../src/ring/packed/ownership.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod ownership;
 #[path = "../../src/ring/driver/packed.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod packed;
@@ -24,9 +27,6 @@ mod position;
 #[path = "../../src/ring/driver/split.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod split;
-#[path = "../../src/ring/packed/ownership.rs"]
-#[allow(dead_code, reason = "the model needs a part of it")]
-mod ownership;
 
 use loom::{
     cell::Cell,
@@ -36,10 +36,10 @@ use loom::{
 
 use cells::{Cells, Ordering};
 use indices::Indices;
+use ownership::DescriptorOwnership;
 use packed::PackedDriver;
 use position::RingPosition;
 use split::SplitDriver;
-use ownership::DescriptorOwnership;
 
 /// Replaces `super::cells` of the files. A word is one atomic, whatever its width, as each word is
 /// always accessed in one width.
@@ -214,11 +214,11 @@ impl Device for SplitDevice {
     }
 
     fn silence(&mut self) {
-        self.0.silence();
+        self.0.suppress_kicks();
     }
 
     fn listen(&mut self) -> bool {
-        self.0.listen()
+        self.0.enable_kicks()
     }
 }
 

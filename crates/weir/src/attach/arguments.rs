@@ -119,7 +119,11 @@ impl AttachArgs {
 
     /// The kind of device that was requested.
     pub(super) fn requested_kind(&self) -> Option<AttachKind> {
-        let asked = [(self.ublk.is_some(), AttachKind::Ublk), (self.nbd_device, AttachKind::Nbd), (self.fuse, AttachKind::Fuse)];
+        let asked = [
+            (self.ublk.is_some(), AttachKind::Ublk),
+            (self.nbd_device, AttachKind::Nbd),
+            (self.fuse, AttachKind::Fuse),
+        ];
         asked.into_iter().find_map(|(asked, way)| asked.then_some(way))
     }
 }

@@ -12,15 +12,17 @@ use console::{CommandFailure, print_json, print_notice};
 use control::openers::DeviceOpeners;
 use serde_json::json;
 
-use super::{Attachment, DetachArgs, find_attachment, host, keeper, lasting_users, orphans, record::AttachmentRecord, server};
-use crate::client::{ControlClient, ControlAddress};
+use super::{
+    Attachment, DetachArgs, find_attachment, host, keeper, lasting_users, orphans, record::AttachmentRecord,
+    server,
+};
+use crate::client::{ControlAddress, ControlClient};
 
 /// Remedy for a device in use.
 const IN_USE: &str = "end these, or detach it with --force: data that is not written yet is lost";
 
 /// Reason for rejecting an attachment whose keeper is attaching or detaching it.
-const BUSY: &str =
-    "is being attached or detached (try again when that is done: see `weir attach --list`)";
+const BUSY: &str = "is being attached or detached (try again when that is done: see `weir attach --list`)";
 
 /// The attachment recorded at a place; `None` while its keeper starts or ends. Includes the remains
 /// of an attachment whose keeper was killed early, which may be empty.
@@ -81,7 +83,8 @@ pub(crate) fn detach(place: &AttachmentRecord, attached: &Attachment, force: boo
     // Read now: the keeper deletes the record of the loop device together with the device.
     let made = place.made_loop();
     let made = made.as_ref();
-    let mount = mount.as_ref().filter(|directory| DeviceOpeners::of_device(device).mounts.contains(directory));
+    let mount =
+        mount.as_ref().filter(|directory| DeviceOpeners::of_device(device).mounts.contains(directory));
     ensure_unused(device, made, mount, force)?;
     // Before unmounting: a server that does not respond could not finish the writeback.
     server::check_answers(attached, force)?;
@@ -123,7 +126,11 @@ fn ensure_unused(
 }
 
 /// Lasting users of a device. Prints a message if the kernel still writes it back.
-pub(super) fn lasting_users_of(device: &Path, made: Option<&host::AttachedLoop>, except: Option<&PathBuf>) -> DeviceOpeners {
+pub(super) fn lasting_users_of(
+    device: &Path,
+    made: Option<&host::AttachedLoop>,
+    except: Option<&PathBuf>,
+) -> DeviceOpeners {
     let tell = || {
         print_notice(&format!(
             "{}: the kernel still uses it, for example to write back an unmounted file system: waiting up to {} s",

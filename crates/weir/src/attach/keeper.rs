@@ -28,11 +28,11 @@ use nix::{
 };
 
 use super::{
-    Attachment, KeeperResponse, AttachRequest, host,
-    lasting_users::{LAST_POLL, WRITEBACK_TIMEOUT, is_claimed, lasting_users},
-    record::{RecordLock, AttachmentRecord},
-    server::{self, AttachmentEvent},
+    AttachRequest, Attachment, KeeperResponse, host,
     kind::AttachKind,
+    lasting_users::{LAST_POLL, WRITEBACK_TIMEOUT, is_claimed, lasting_users},
+    record::{AttachmentRecord, RecordLock},
+    server::{self, AttachmentEvent},
 };
 
 /// Hidden command that starts a keeper.
@@ -42,7 +42,8 @@ pub(super) const COMMAND: &str = "attach-keeper";
 pub(crate) fn run() -> Result<(), CommandFailure> {
     // A session without a terminal: Ctrl-C of the caller must not end the keeper.
     let _ = nix::unistd::setsid();
-    let wanted: AttachRequest = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
+    let wanted: AttachRequest =
+        serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
     close_inherited(&wanted);
     let mut made = AttachmentKeeper::default();
     let outcome = made.attach(&wanted);
@@ -104,7 +105,16 @@ struct AttachmentKeeper {
 impl Default for AttachmentKeeper {
     fn default() -> Self {
         let (kept, server, process, fuse, mounted, unmounted) = Default::default();
-        Self { is_recorded: false, record: kept, server, process, fuse, mounted, unmounted, events: channel() }
+        Self {
+            is_recorded: false,
+            record: kept,
+            server,
+            process,
+            fuse,
+            mounted,
+            unmounted,
+            events: channel(),
+        }
     }
 }
 
@@ -271,7 +281,8 @@ impl AttachmentKeeper {
         // In reverse order of attaching: each layer keeps the one below in use.
         remove_loops(&place);
         if let Some(server) = self.server.take() {
-            let _ = server::check_answers(&server, true).and_then(|()| server::remove_export(&server, &place));
+            let _ =
+                server::check_answers(&server, true).and_then(|()| server::remove_export(&server, &place));
         }
         if let Some(process) = self.process.take() {
             // The server has closed its image by then.
@@ -339,7 +350,8 @@ pub(super) fn partial_record(place: &AttachmentRecord) -> Attachment {
         attached.file = Some(file);
     }
     let mount = wanted.mount.map(|mount| mount.directory);
-    attached.mount = mount.filter(|directory| DeviceOpeners::of_device(&attached.device).mounts.contains(directory));
+    attached.mount =
+        mount.filter(|directory| DeviceOpeners::of_device(&attached.device).mounts.contains(directory));
     attached
 }
 

@@ -79,7 +79,10 @@ impl AttachKind {
 
 /// The requested kind of device, or the first that works, with the obstacles of all kinds before
 /// it.
-pub(super) fn choose(asked: Option<AttachKind>, by_daemon: bool) -> anyhow::Result<(AttachKind, Vec<String>)> {
+pub(super) fn choose(
+    asked: Option<AttachKind>,
+    by_daemon: bool,
+) -> anyhow::Result<(AttachKind, Vec<String>)> {
     if let Some(way) = asked {
         return match way.missing(by_daemon) {
             None => Ok((way, Vec::new())),

@@ -22,7 +22,11 @@ pub(super) const WRITEBACK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lasting users of a device, excluding the mount at `except`. Empty if the device was the loop
 /// device `made` and that is gone: its name may belong to another device.
-pub(super) fn lasting_users(device: &Path, made: Option<&AttachedLoop>, except: Option<&PathBuf>) -> DeviceOpeners {
+pub(super) fn lasting_users(
+    device: &Path,
+    made: Option<&AttachedLoop>,
+    except: Option<&PathBuf>,
+) -> DeviceOpeners {
     let began = Instant::now();
     loop {
         let mut users = DeviceOpeners::of_device(device);

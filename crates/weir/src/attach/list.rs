@@ -10,11 +10,11 @@ use console::{
     CommandFailure, figures, print, print_json,
     table::{ColumnAlignment, TextTable},
 };
-use control::openers::{OpenerProcess, DeviceOpeners};
+use control::openers::{DeviceOpeners, OpenerProcess};
 use serde::Serialize;
 
-use super::{detach::attachment_at, orphans, record::AttachmentRecord, kind::AttachKind};
-use crate::client::{ControlClient, ControlAddress, report::DaemonReport};
+use super::{detach::attachment_at, kind::AttachKind, orphans, record::AttachmentRecord};
+use crate::client::{ControlAddress, ControlClient, report::DaemonReport};
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -55,7 +55,9 @@ pub(super) fn run(json: bool, qmp: Option<ControlAddress>) -> Result<(), Command
         ("IMAGE", ColumnAlignment::Left),
     ]);
     let nothing = || "-".to_owned();
-    for AttachmentRow { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in rows {
+    for AttachmentRow { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in
+        rows
+    {
         let mounts = mounts.iter().map(|point| point.display().to_string());
         let users: Vec<_> = mounts.chain(holders).chain(processes).collect();
         table.row(vec![
@@ -105,7 +107,9 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
     for place in AttachmentRecord::all()? {
         let whole = place.attached();
         let broken = whole.is_none();
-        let Some(attached) = whole.map_or_else(|| attachment_at(&place), |whole| Ok(Some(whole)))? else { continue };
+        let Some(attached) = whole.map_or_else(|| attachment_at(&place), |whole| Ok(Some(whole)))? else {
+            continue;
+        };
         let report = attached.qmp.parse().ok().and_then(|target| status(&target));
         // A server that responds but does not have the disk counts as dead too.
         let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
@@ -132,7 +136,8 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
         });
     }
     let is_asked_for = qmp.is_some();
-    let target = ControlAddress::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+    let target =
+        ControlAddress::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
     let report = match ControlClient::connect(&target).and_then(|mut client| client.status()) {
         Ok(report) => report,
         Err(error) if is_asked_for => return Err(error.into()),

@@ -33,7 +33,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use control::openers::{OpenerProcess, DeviceOpeners, is_stopped};
+use control::openers::{DeviceOpeners, OpenerProcess, is_stopped};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -43,7 +43,7 @@ use nix::{
 use serde::{Serialize, de::DeserializeOwned};
 use settings::ImageLocation;
 
-use super::{Attachment, AttachRequest, host::AttachedLoop, lasting_users::lasting_users};
+use super::{AttachRequest, Attachment, host::AttachedLoop, lasting_users::lasting_users};
 
 /// Longest name, that of a QMP node name.
 const MAX_NAME: usize = 31;
@@ -113,7 +113,10 @@ impl AttachmentRecord {
 
     /// Locks the place of this name for a new keeper. An incomplete attachment is `cleared`; a
     /// complete one can only be continued with an equal request.
-    pub(super) fn lock_for(wanted: &AttachRequest, cleared: impl Fn(&Self)) -> anyhow::Result<(Self, RecordLock)> {
+    pub(super) fn lock_for(
+        wanted: &AttachRequest,
+        cleared: impl Fn(&Self),
+    ) -> anyhow::Result<(Self, RecordLock)> {
         let place = Self(Self::base()?.join(&wanted.name));
         loop {
             fs::DirBuilder::new()
@@ -263,7 +266,12 @@ impl AttachmentRecord {
     }
 
     /// Takes a lock, waiting while `is_expected` holds.
-    fn lock_while(&self, file: fs::File, how: FlockArg, is_expected: impl Fn() -> bool) -> Option<RecordLock> {
+    fn lock_while(
+        &self,
+        file: fs::File,
+        how: FlockArg,
+        is_expected: impl Fn() -> bool,
+    ) -> Option<RecordLock> {
         let (place, (taken, taking)) = (self.clone(), channel());
         thread::spawn(move || {
             // flock(2) has no timeout, so a thread waits. Its lock is dropped if the receiver is

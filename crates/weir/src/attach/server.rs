@@ -26,12 +26,12 @@ use nix::{
     unistd::{Pid, Uid},
 };
 use serde_json::json;
-use settings::{ExportTarget, ExportConfig, FuseConfig, NbdDeviceConfig, UblkConfig};
+use settings::{ExportConfig, ExportTarget, FuseConfig, NbdDeviceConfig, UblkConfig};
 
-use super::{Attachment, AttachRequest, record::AttachmentRecord, kind::AttachKind};
+use super::{AttachRequest, Attachment, kind::AttachKind, record::AttachmentRecord};
 use crate::{
     added_keys,
-    client::{ControlClient, ClientError, ControlAddress},
+    client::{ClientError, ControlAddress, ControlClient},
 };
 
 /// Events for a keeper.
@@ -137,7 +137,12 @@ fn watch(qmp: &str, export: &str, events: &Sender<AttachmentEvent>) -> anyhow::R
 
 /// Calls `tell` once an export has ended: with true if it was removed, false if its server died. An
 /// upgrade disconnects watchers, and the export continues at the new process.
-fn report_end(target: ControlAddress, mut watch: ControlClient, export: &str, tell: impl FnOnce(bool) + Send + 'static) {
+fn report_end(
+    target: ControlAddress,
+    mut watch: ControlClient,
+    export: &str,
+    tell: impl FnOnce(bool) + Send + 'static,
+) {
     let export = export.to_owned();
     thread::spawn(move || {
         // A lost connection does not mean a lost export.
@@ -223,7 +228,12 @@ fn make_file(place: &AttachmentRecord) -> anyhow::Result<String> {
 }
 
 /// Adds the disk to a running daemon. Reports the end of the export or of the daemon.
-pub(super) fn add(wanted: &AttachRequest, place: &AttachmentRecord, qmp: &str, events: &Sender<AttachmentEvent>) -> anyhow::Result<()> {
+pub(super) fn add(
+    wanted: &AttachRequest,
+    place: &AttachmentRecord,
+    qmp: &str,
+    events: &Sender<AttachmentEvent>,
+) -> anyhow::Result<()> {
     let target: ControlAddress = qmp.parse().map_err(anyhow::Error::msg)?;
     let mut client = ControlClient::connect(&target)?;
     // Connected before the export exists, so that its end cannot be missed.
@@ -251,7 +261,9 @@ pub(super) fn add(wanted: &AttachRequest, place: &AttachmentRecord, qmp: &str, e
 fn export_config(wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<ExportTarget> {
     Ok(match wanted.way {
         AttachKind::Ublk => ExportTarget::Ublk(wanted.ublk()?),
-        AttachKind::Nbd => ExportTarget::NbdDevice(NbdDeviceConfig { number: wanted.number, ..NbdDeviceConfig::default() }),
+        AttachKind::Nbd => {
+            ExportTarget::NbdDevice(NbdDeviceConfig { number: wanted.number, ..NbdDeviceConfig::default() })
+        }
         AttachKind::Fuse => ExportTarget::Fuse(FuseConfig::new(make_file(place)?.into())),
     })
 }

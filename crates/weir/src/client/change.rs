@@ -11,7 +11,7 @@ use policy::{
     throttle::{LimitPart, LimitSetting},
 };
 use serde_json::{Map, Value};
-use settings::{DiskConfig, KeyTable as _, Origin, ConfigError, key::ValueError, suggest};
+use settings::{ConfigError, DiskConfig, KeyTable as _, Origin, key::ValueError, suggest};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SettingName {
@@ -37,7 +37,8 @@ impl SettingName {
     }
 
     pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
-        std::iter::once(Self::Prefetch).chain(prefetch::PrefetchSetting::ALL.into_iter().map(Self::PrefetchNumber))
+        std::iter::once(Self::Prefetch)
+            .chain(prefetch::PrefetchSetting::ALL.into_iter().map(Self::PrefetchNumber))
     }
 
     pub(crate) fn text(self) -> &'static str {
@@ -79,7 +80,9 @@ impl SettingName {
             Self::Weight => SettingValue::Number(100),
             Self::Limit(LimitSetting::Limit(_, LimitPart::BurstLength)) => SettingValue::Number(1),
             Self::Prefetch => SettingValue::Text(PrefetchMode::default().to_string()),
-            Self::PrefetchNumber(setting) => SettingValue::Number(prefetch::PrefetchConfig::default().get(setting)),
+            Self::PrefetchNumber(setting) => {
+                SettingValue::Number(prefetch::PrefetchConfig::default().get(setting))
+            }
             _ => SettingValue::Number(0),
         }
     }
@@ -93,7 +96,8 @@ impl SettingName {
             Self::Watermark => settings.watermark,
             Self::Group => return SettingValue::Text(settings.group.clone().unwrap_or_default()),
             Self::Prefetch => {
-                let mode = settings.prefetch.as_ref().map(|prefetch| SettingValue::Text(prefetch.mode.clone()));
+                let mode =
+                    settings.prefetch.as_ref().map(|prefetch| SettingValue::Text(prefetch.mode.clone()));
                 return mode.unwrap_or_else(|| self.default());
             }
             Self::PrefetchNumber(setting) => {
@@ -107,7 +111,9 @@ impl SettingName {
     pub(crate) fn read(self, text: &str) -> Result<SettingValue, String> {
         let value = match self {
             Self::Group => Ok(SettingValue::Text(text.to_owned())),
-            Self::Prefetch => settings::parse::<PrefetchMode>(text).map(|mode| SettingValue::Text(mode.to_string())),
+            Self::Prefetch => {
+                settings::parse::<PrefetchMode>(text).map(|mode| SettingValue::Text(mode.to_string()))
+            }
             Self::Limit(setting) => settings::limit_parser(setting)(text).map(SettingValue::Number),
             _ if self.is_size() => settings::size(text).map(SettingValue::Number),
             _ => settings::count(text).map(SettingValue::Number),
@@ -267,7 +273,8 @@ mod tests {
 
     #[test]
     fn burst_length_of_one_second_is_the_default() {
-        let change = SettingsChange::from_listing(&settings(), &(listing(&settings()) + " iops-total-max-length=1"));
+        let change =
+            SettingsChange::from_listing(&settings(), &(listing(&settings()) + " iops-total-max-length=1"));
         assert!(change.unwrap().is_empty());
     }
 

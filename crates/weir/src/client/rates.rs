@@ -13,7 +13,7 @@ use policy::{
 
 use super::{
     latency::{RequestLatency, RequestTimes},
-    report::{StatusNode, DaemonReport},
+    report::{DaemonReport, StatusNode},
 };
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -118,7 +118,12 @@ impl IntervalRates {
 
     /// Throttle cause of a disk or group, now or in the interval of [`Rate::limited`]; `GROUP:
     /// LIMIT` if it is a limit of a group, the nearest one.
-    pub(crate) fn throttle_cause(&self, report: &DaemonReport, name: &str, node: StatusNode<'_>) -> Option<String> {
+    pub(crate) fn throttle_cause(
+        &self,
+        report: &DaemonReport,
+        name: &str,
+        node: StatusNode<'_>,
+    ) -> Option<String> {
         let now = || (node.throttle().waiting.total() > 0).then(|| throttle_cause_of(report, node)).flatten();
         self.throttle_causes.get(name).cloned().or_else(now).or_else(|| node.throttle().binding.clone())
     }
@@ -143,7 +148,15 @@ impl ReportComparison<'_> {
         let (write_iops, write_bps) = self.work(before.writes, disk.writes)?;
         let waited = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns())?;
         let limited = self.limited(StatusNode::Disk(before), StatusNode::Disk(disk), waited)?;
-        Some(NodeRate { read_iops, write_iops, read_bps, write_bps, limited, latency: None, wait_p99_ns: None })
+        Some(NodeRate {
+            read_iops,
+            write_iops,
+            read_bps,
+            write_bps,
+            limited,
+            latency: None,
+            wait_p99_ns: None,
+        })
     }
 
     /// Latencies of the requests completed in the interval.
@@ -250,9 +263,17 @@ mod tests {
     #[test]
     fn group_waiting_for_a_parent_is_limited() {
         let (earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 0));
-        assert_eq!(IntervalRates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "nobody waits in it");
+        assert_eq!(
+            IntervalRates::between(&earlier, &later).of("inner").unwrap().limited,
+            0.0,
+            "nobody waits in it"
+        );
         later.status.disks[1].throttle.reads.waited_ns = 300_000_000;
-        assert_eq!(IntervalRates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "another does");
+        assert_eq!(
+            IntervalRates::between(&earlier, &later).of("inner").unwrap().limited,
+            0.0,
+            "another does"
+        );
         later.status.disks[0].throttle.reads.waited_ns = 300_000_000;
         assert_eq!(IntervalRates::between(&earlier, &later).of("inner").unwrap().limited, 0.5);
     }
@@ -269,8 +290,9 @@ mod tests {
         };
         let (mut earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 0, 0));
         (earlier.latencies, later.latencies) = (counted(900, 7), counted(910, 107));
-        let latency =
-            |name: &str, earlier: &DaemonReport| IntervalRates::between(earlier, &later).of(name).unwrap().latency;
+        let latency = |name: &str, earlier: &DaemonReport| {
+            IntervalRates::between(earlier, &later).of(name).unwrap().latency
+        };
         let both = |p50_ns, p99_ns| Some(RequestLatency { p50_ns, p99_ns });
         assert_eq!(latency("a", &earlier), both(11, 11));
         assert_eq!(latency("inner", &earlier), both(11, 11));
@@ -305,7 +327,11 @@ mod tests {
     #[test]
     fn incomparable_reports_have_no_rate() {
         let now = report(500_000_000, 150, 0, 0);
-        assert_eq!(IntervalRates::between(&report(9_000_000_000, 1, 0, 0), &now), IntervalRates::default(), "restarted");
+        assert_eq!(
+            IntervalRates::between(&report(9_000_000_000, 1, 0, 0), &now),
+            IntervalRates::default(),
+            "restarted"
+        );
         assert_eq!(IntervalRates::between(&report(0, 900, 0, 0), &now).of("a"), None, "counted anew");
         assert_eq!(IntervalRates::between(&DaemonReport::default(), &now).of("a"), None, "not there before");
     }

@@ -3,7 +3,7 @@
 use std::ops::Deref;
 
 use api::{
-    DiskStatus, ExportStatus, GroupStatus, MemberSettings, PrefetchSettings, PrefetchStatus, DaemonStatus,
+    DaemonStatus, DiskStatus, ExportStatus, GroupStatus, MemberSettings, PrefetchSettings, PrefetchStatus,
     ThrottleStatus, WatermarkStatus,
 };
 use policy::prefetch::{PrefetchMode, PrefetchSetting};

@@ -8,7 +8,8 @@ use clap::{Args, Subcommand};
 use console::{CommandFailure, print, progress::DelayedNotice};
 use serde_json::{Value, json};
 use settings::{
-    ListenAddress, DiskConfig, ListenEndpoint, ExportConfig, ImageLocation, KeyTable as _, NbdServerConfig, NbdExportConfig, arguments::ConfigKeyArgs,
+    DiskConfig, ExportConfig, ImageLocation, KeyTable as _, ListenAddress, ListenEndpoint, NbdExportConfig,
+    NbdServerConfig, arguments::ConfigKeyArgs,
 };
 
 use super::{ControlArgs, exports::ExportArgs, finish, finish_with_response};
@@ -148,7 +149,9 @@ fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
     };
     nbd.into_iter().chain(doors).for_each(|export| added_keys::add_export(&mut config, export));
     // The config file is parsed and edited first: its mistakes surface before the daemon changes.
-    let saving = settings_command::prepare(&report, &save, |text| settings_command::with_table(text, "disk", &name, &config))?;
+    let saving = settings_command::prepare(&report, &save, |text| {
+        settings_command::with_table(text, "disk", &name, &config)
+    })?;
     let answer = added_keys::add_to_daemon(&mut client, &config)?;
     finish_with_response(("disk", &name, "added"), saving, json, &answer)
 }
@@ -216,7 +219,9 @@ fn nbd_placements<'a>(
     let mut places: Vec<NbdExportPlacement<'_>> = Vec::new();
     for NbdServerConfig { endpoint: at, read_only } in said {
         let at = match at {
-            ListenEndpoint::Address(ListenAddress::Unix(path)) => format!("unix:{}", here.join(path).display()),
+            ListenEndpoint::Address(ListenAddress::Unix(path)) => {
+                format!("unix:{}", here.join(path).display())
+            }
             other => other.to_string(),
         };
         let is_there = |server: &&ServerStatus| {
@@ -251,7 +256,9 @@ fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
     let Some((_, image)) = served.chain(unopened).find(|(known, _)| **known == name) else {
         return Err(anyhow!(report.unknown_disk_error(&name)).into());
     };
-    let saving = settings_command::prepare(&report, &save, |text| settings_command::without_table(text, "disk", &name))?;
+    let saving = settings_command::prepare(&report, &save, |text| {
+        settings_command::without_table(text, "disk", &name)
+    })?;
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
     // Closing an image may wait for its storage: the message explains a delay, and that Ctrl-C does
     // not undo the removal.
@@ -271,7 +278,9 @@ fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
     if !report.disks.iter().any(|disk| disk.name == name) {
         return Err(anyhow!(report.unknown_disk_error(&name)).into());
     }
-    let saving = settings_command::prepare(&report, &save, |text| settings_command::without_table(text, "disk", &name))?;
+    let saving = settings_command::prepare(&report, &save, |text| {
+        settings_command::without_table(text, "disk", &name)
+    })?;
     let is_saved = saving.is_some();
     let mut wish = json!({ "name": name, "to": to, "force": force });
     if let Some(address) = &nbd {

@@ -6,7 +6,7 @@ use clap::{Arg, Args, Subcommand};
 use console::CommandFailure;
 use serde_json::json;
 use settings::{
-    GroupConfig, ConfigKey, Origin, ConfigWithOrigins,
+    ConfigKey, ConfigWithOrigins, GroupConfig, Origin,
     arguments::{ConfigKeyArgs, OptionSelection},
 };
 
@@ -107,10 +107,13 @@ fn add(arguments: GroupAddArgs) -> Result<(), CommandFailure> {
     let config = GroupConfig { name: name.clone(), ..GroupConfig::default() };
     let mut group = ConfigWithOrigins::new(config, Origin::new(&*name));
     let read = keys.read_into(&mut group, Path::new(""), |_| true);
-    let group = read.and_then(|()| group.into_checked()).map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
+    let group =
+        read.and_then(|()| group.into_checked()).map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
     let mut client = ControlClient::reach(qmp)?;
     let report = client.status()?;
-    let saving = settings_command::prepare(&report, &save, |text| settings_command::with_table(text, "group", &name, &group))?;
+    let saving = settings_command::prepare(&report, &save, |text| {
+        settings_command::with_table(text, "group", &name, &group)
+    })?;
     client.execute("x-weir-add-group", json!({ "name": name, "keys": added_keys::keys(&group) }))?;
     finish(("group", &name, "added"), saving, json)
 }
@@ -130,7 +133,9 @@ fn remove(arguments: GroupRemoveArgs) -> Result<(), CommandFailure> {
         )
         .into());
     }
-    let saving = settings_command::prepare(&report, &save, |text| settings_command::without_table(text, "group", &name))?;
+    let saving = settings_command::prepare(&report, &save, |text| {
+        settings_command::without_table(text, "group", &name)
+    })?;
     client.execute("object-del", json!({ "id": name }))?;
     finish(("group", &name, "removed"), saving, json)
 }

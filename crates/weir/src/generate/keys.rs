@@ -1,8 +1,8 @@
 //! Tables of keys for the generators, without the types of the configs.
 
 use settings::{
-    AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, FuseConfig, GroupConfig, ConfigKey, KeyTable, NbdDeviceConfig, NbdExportConfig,
-    RecordingConfig, UblkConfig, VhostUserBlkConfig,
+    AddressedConfig, ClusterConfig, ConfigKey, DaemonConfig, DiskConfig, FuseConfig, GroupConfig, KeyTable,
+    NbdDeviceConfig, NbdExportConfig, RecordingConfig, UblkConfig, VhostUserBlkConfig,
     key::{ChangePolicy, KeyType},
 };
 
@@ -72,7 +72,11 @@ pub(super) fn sections() -> Vec<KeySection> {
     vec![
         KeySection::of::<DaemonConfig>("daemon", "[daemon]", "The process"),
         KeySection::of::<RecordingConfig>("record", "record", "Recordings of all requests"),
-        KeySection::of::<ClusterConfig>("cluster", "[cluster]", "The hosts that share limits, and their etcd"),
+        KeySection::of::<ClusterConfig>(
+            "cluster",
+            "[cluster]",
+            "The hosts that share limits, and their etcd",
+        ),
         KeySection::of::<GroupConfig>("group", "[group.NAME]", "Limits that disks and other groups share"),
         KeySection::of::<DiskConfig>("disk", "[disk.NAME]", "A disk"),
         KeySection::export::<NbdExportConfig>("nbd", "export-nbd", "An export at an NBD server"),

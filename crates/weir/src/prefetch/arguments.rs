@@ -11,7 +11,7 @@ use settings::{
 use crate::{
     client::{
         ControlAddress,
-        change::{SettingsChange, SettingName, SettingValue},
+        change::{SettingName, SettingValue, SettingsChange},
     },
     settings_command::SaveArgs,
 };

@@ -26,7 +26,7 @@ use clap::Parser as _;
 use console::CommandFailure;
 
 use self::{arguments::QemuNbdArgs, image::ServedImage, objects::QemuObjects, overlay::SnapshotOverlay};
-use super::{print_clap_error, exit_status, serve, version, error_line};
+use super::{error_line, exit_status, print_clap_error, serve, version};
 use crate::{background, cli::Cli};
 
 /// Name of the link.
@@ -76,11 +76,12 @@ fn run(arguments: &QemuNbdArgs) -> Result<(), CommandFailure> {
     let overlay = overlay.transpose()?;
     let words = to_serve(arguments, image, &objects)?;
     let arguments = Cli::serve(words.into_iter().map(OsString::from));
-    let arguments =
-        arguments.map_err(|error| anyhow!(error_line(&error.render().to_string()).to_owned()))?;
+    let arguments = arguments.map_err(|error| anyhow!(error_line(&error.render().to_string()).to_owned()))?;
     // When the server is ready, the daemon has the overlay open and its name can go.
     serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
-        CommandFailure::Failed(error) | CommandFailure::Usage(error) => CommandFailure::Failed(with_qemu_options(error)),
+        CommandFailure::Failed(error) | CommandFailure::Usage(error) => {
+            CommandFailure::Failed(with_qemu_options(error))
+        }
         other => other,
     })
 }
@@ -112,7 +113,11 @@ fn reject_unsupported(arguments: &QemuNbdArgs) -> anyhow::Result<()> {
 }
 
 /// Equivalent command line of `weir serve`.
-fn to_serve(arguments: &QemuNbdArgs, image: ServedImage, objects: &QemuObjects) -> anyhow::Result<Vec<String>> {
+fn to_serve(
+    arguments: &QemuNbdArgs,
+    image: ServedImage,
+    objects: &QemuObjects,
+) -> anyhow::Result<Vec<String>> {
     // qemu-nbd prints nothing on success.
     let level = if arguments.verbose { "info" } else { "error" };
     let mut words = vec![format!("--log={level}"), "--qmp=none".to_owned()];
@@ -184,7 +189,10 @@ fn listen_option(arguments: &QemuNbdArgs) -> anyhow::Result<Option<String>> {
     match &arguments.socket {
         // QEMU ignores a port beside a socket too.
         Some(path) => return Ok(Some(format!("--nbd=unix:{path}"))),
-        None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_socket_activated()) => {
+        None if port.is_none()
+            && bind.is_none()
+            && (arguments.connect.is_some() || is_socket_activated()) =>
+        {
             return Ok(None);
         }
         None => {}

@@ -4,7 +4,7 @@
 
 use std::{env, ffi::OsString, process::ExitCode};
 
-use super::{print_clap_error, exit_status, serve, version};
+use super::{exit_status, print_clap_error, serve, version};
 use crate::{background, cli::Cli};
 
 /// Name of the link.

@@ -116,7 +116,8 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<String>> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));
-    let plan = |text| config::parse(&name, text, directory).and_then(|draft| DesiredState::new(draft, 0).map(drop));
+    let plan =
+        |text| config::parse(&name, text, directory).and_then(|draft| DesiredState::new(draft, 0).map(drop));
     match (plan(old_text), plan(new_text)) {
         (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
         (Err(_), Err(wrong)) => {
@@ -147,7 +148,7 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
     use super::{super::edit, *};
-    use crate::client::change::{SettingsChange, SettingName, SettingValue};
+    use crate::client::change::{SettingName, SettingValue, SettingsChange};
 
     const CONFIG: &str = "[disk.a]\nimage = \"memory:1M\"\niops-total = 5 # sold\n";
 
@@ -257,7 +258,9 @@ mod tests {
             refusal(&missing, &set("iops-total", 1)).contains("none.toml: cannot be saved to: No such file")
         );
         let change = set("iops-total", 1);
-        let said = PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change)).err().unwrap();
+        let said = PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change))
+            .err()
+            .unwrap();
         let said = format!("{said:#}");
         assert!(said.contains("has no [group.g]"), "{said}");
         assert!(

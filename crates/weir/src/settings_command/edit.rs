@@ -9,15 +9,20 @@
 use std::path::Path;
 
 use settings::{
-    DiskConfig, ConfigKey, KeyTable, KeyLiteral, ConfigWithOrigins,
-    key::{ValueError, KeyType},
+    ConfigKey, ConfigWithOrigins, DiskConfig, KeyLiteral, KeyTable,
+    key::{KeyType, ValueError},
 };
 use toml_edit::{Array, Decor, DocumentMut, InlineTable, Item, Table, TableLike, Value};
 
-use crate::client::change::{SettingsChange, SettingName, SettingValue};
+use crate::client::change::{SettingName, SettingValue, SettingsChange};
 
 /// Applies a change. Fails if the text is not TOML or has no table `[kind.name]`.
-pub(super) fn with_change(text: &str, kind: &str, name: &str, change: &SettingsChange) -> Result<String, String> {
+pub(super) fn with_change(
+    text: &str,
+    kind: &str,
+    name: &str,
+    change: &SettingsChange,
+) -> Result<String, String> {
     let mut document = parsed(text)?;
     let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|it| it.get_mut(name));
     // In an inline table, whitespace around the values is part of their decor.
@@ -401,7 +406,9 @@ group = \"gold\"
         let said = edit("disk", "vm9", "iops-total=1").unwrap_err();
         assert_eq!(said, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
         assert!(
-            with_change("[disk", "disk", "a", &SettingsChange::default()).unwrap_err().starts_with("is not valid TOML")
+            with_change("[disk", "disk", "a", &SettingsChange::default())
+                .unwrap_err()
+                .starts_with("is not valid TOML")
         );
     }
 }

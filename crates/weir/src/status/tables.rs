@@ -13,12 +13,20 @@ use console::{
 use super::{StatusForm, StatusSelection};
 use crate::client::{
     latency::RequestLatency,
-    rates::{NodeRate, IntervalRates},
-    report::{StatusNode, DaemonReport, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
+    rates::{IntervalRates, NodeRate},
+    report::{
+        DaemonReport, StatusNode, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches,
+    },
 };
 
 /// All tables with rows, separated by empty lines. `bold` is for terminals.
-pub(super) fn render(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection, form: StatusForm, bold: bool) -> String {
+pub(super) fn render(
+    report: &DaemonReport,
+    rates: &IntervalRates,
+    shown: &StatusSelection,
+    form: StatusForm,
+    bold: bool,
+) -> String {
     let mut tables = vec![
         disks(report, rates, shown, form),
         groups(report, rates, shown, form),
@@ -54,8 +62,17 @@ fn weight(settings: &MemberSettings) -> String {
     settings.weight.map_or_else(dash, |weight| weight.to_string())
 }
 
-fn disks(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection, form: StatusForm) -> TextTable {
-    let mut columns = vec![("DISK", ColumnAlignment::Left), ("GROUP", ColumnAlignment::Left), ("LIMITS", ColumnAlignment::Left)];
+fn disks(
+    report: &DaemonReport,
+    rates: &IntervalRates,
+    shown: &StatusSelection,
+    form: StatusForm,
+) -> TextTable {
+    let mut columns = vec![
+        ("DISK", ColumnAlignment::Left),
+        ("GROUP", ColumnAlignment::Left),
+        ("LIMITS", ColumnAlignment::Left),
+    ];
     columns.extend(form.wide.then_some(WEIGHT));
     let measured_columns = measured_columns(form, rates);
     columns.extend(measured_columns.iter().map(|(name, side)| (name.as_str(), *side)));
@@ -101,7 +118,8 @@ fn vhost_user_exports(report: &DaemonReport, shown: &StatusSelection) -> TextTab
         ("CALLS", ColumnAlignment::Right),
         ("COPIES", ColumnAlignment::Right),
     ]);
-    for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.includes(&export.disk)) {
+    for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.includes(&export.disk))
+    {
         let ExportStatus { id, disk, counters, .. } = export;
         let ExportCounters { queues, requests, in_flight, kicks, calls, copies, .. } = *counters;
         let mut row = vec![
@@ -157,8 +175,11 @@ fn host_devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 
 /// Images in Ceph. A cluster that does not respond shows as a request that grows old.
 fn ceph_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
-    let mut table =
-        TextTable::new([("DISK", ColumnAlignment::Left), ("CEPH IMAGE", ColumnAlignment::Left), ("OLDEST REQUEST", ColumnAlignment::Right)]);
+    let mut table = TextTable::new([
+        ("DISK", ColumnAlignment::Left),
+        ("CEPH IMAGE", ColumnAlignment::Left),
+        ("OLDEST REQUEST", ColumnAlignment::Right),
+    ]);
     for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
         // Disks at NBD servers report the oldest request too, and have their own table.
         if let (Some(oldest), None) = (disk.oldest_request, &disk.server) {
@@ -320,7 +341,12 @@ fn read_ahead(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     table
 }
 
-fn groups(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection, form: StatusForm) -> TextTable {
+fn groups(
+    report: &DaemonReport,
+    rates: &IntervalRates,
+    shown: &StatusSelection,
+    form: StatusForm,
+) -> TextTable {
     let all = || report.groups.iter().filter(|group| shown.includes(&group.name));
     // Columns with dashes only are omitted.
     let has_parents = form.wide || all().any(|group| group.settings.group.is_some());
@@ -348,8 +374,9 @@ fn groups(report: &DaemonReport, rates: &IntervalRates, shown: &StatusSelection,
 
 /// Local groups of cluster-wide limits.
 fn cluster_groups(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
-    let mut table =
-        TextTable::new(["GROUP", "CLUSTER", "CLUSTER LIMITS", "QUOTA"].map(|name| (name, ColumnAlignment::Left)));
+    let mut table = TextTable::new(
+        ["GROUP", "CLUSTER", "CLUSTER LIMITS", "QUOTA"].map(|name| (name, ColumnAlignment::Left)),
+    );
     let Some(cluster) = &report.cluster else { return table };
     for group in report.groups.iter().filter(|group| shown.includes(&group.name)) {
         let Some(whole) = &group.cluster else { continue };
@@ -364,7 +391,8 @@ fn cluster_groups(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 
 /// Unmet reservations.
 fn unmet_reservations(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
-    let mut table = TextTable::new(["NAME", "UNMET RESERVATION", "REASON"].map(|name| (name, ColumnAlignment::Left)));
+    let mut table =
+        TextTable::new(["NAME", "UNMET RESERVATION", "REASON"].map(|name| (name, ColumnAlignment::Left)));
     let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
     let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
     for (name, settings) in all.filter(|(name, _)| shown.includes(name)) {

@@ -14,7 +14,7 @@ use settings::arguments::limits;
 use crate::{
     client::{
         ControlAddress,
-        change::{SettingsChange, SettingName, SettingValue},
+        change::{SettingName, SettingValue, SettingsChange},
     },
     settings_command::SaveArgs,
 };

@@ -69,7 +69,8 @@ mod tests {
     fn report(names: &[&str], second: u64) -> DaemonReport {
         let disk = |name: &&str| json!({ "name": name, "reads": { "requests": second * 10, "bytes": 0 } });
         let disks: Vec<_> = names.iter().map(disk).collect();
-        DaemonReport::read(&json!({ "uptime-ns": second * 1_000_000_000, "disks": disks }).to_string()).unwrap()
+        DaemonReport::read(&json!({ "uptime-ns": second * 1_000_000_000, "disks": disks }).to_string())
+            .unwrap()
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use std::cmp::Ordering;
 
 use crate::client::{
-    rates::{NodeRate, IntervalRates},
-    report::{StatusNode, DaemonReport},
+    rates::{IntervalRates, NodeRate},
+    report::{DaemonReport, StatusNode},
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,12 @@ pub(super) struct TopRow<'a> {
 }
 
 /// Rows whose name or group contains `filter`, ignoring case.
-pub(super) fn rows<'a>(report: &'a DaemonReport, rates: &'a IntervalRates, filter: &str, order: TopSortOrder) -> Vec<TopRow<'a>> {
+pub(super) fn rows<'a>(
+    report: &'a DaemonReport,
+    rates: &'a IntervalRates,
+    filter: &str,
+    order: TopSortOrder,
+) -> Vec<TopRow<'a>> {
     let groups = report.groups.iter().map(|group| (group.name.as_str(), StatusNode::Group(group)));
     let disks = report.disks.iter().map(|disk| (disk.name.as_str(), StatusNode::Disk(disk)));
     let filter = filter.to_lowercase();
@@ -138,8 +143,10 @@ mod tests {
     #[track_caller]
     fn check(filter: &str, column: WeirTopColumn, reversed: bool, expect: &[&str]) {
         let (report, rates) = (report(), IntervalRates::default());
-        let names: Vec<_> =
-            rows(&report, &rates, filter, TopSortOrder { column, reversed }).iter().map(|row| row.name).collect();
+        let names: Vec<_> = rows(&report, &rates, filter, TopSortOrder { column, reversed })
+            .iter()
+            .map(|row| row.name)
+            .collect();
         assert_eq!(names, expect);
     }
 

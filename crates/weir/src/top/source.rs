@@ -13,7 +13,9 @@ use std::{
 
 use console::input::{self, TerminalEvent};
 
-use crate::client::{ControlClient, ClientError, ControlAddress, change::SettingsChange, report::DaemonReport};
+use crate::client::{
+    ClientError, ControlAddress, ControlClient, change::SettingsChange, report::DaemonReport,
+};
 
 #[derive(Debug)]
 pub(super) enum WeirTopEvent {
@@ -59,7 +61,12 @@ impl TopEventSource {
     }
 }
 
-fn ask(client: ControlClient, requests: &Receiver<SettingsUpdate>, events: &Sender<WeirTopEvent>, interval: Duration) {
+fn ask(
+    client: ControlClient,
+    requests: &Receiver<SettingsUpdate>,
+    events: &Sender<WeirTopEvent>,
+    interval: Duration,
+) {
     let mut daemon = DaemonConnection { target: client.target().clone(), client: Some(client) };
     loop {
         let event = match daemon.execute(ControlClient::status_with_latencies) {
@@ -90,7 +97,10 @@ struct DaemonConnection {
 }
 
 impl DaemonConnection {
-    fn execute<T>(&mut self, command: impl FnOnce(&mut ControlClient) -> Result<T, ClientError>) -> Result<T, ClientError> {
+    fn execute<T>(
+        &mut self,
+        command: impl FnOnce(&mut ControlClient) -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
         let client = match &mut self.client {
             Some(client) => client,
             none => none.insert(ControlClient::connect(&self.target)?),
@@ -130,7 +140,9 @@ mod tests {
         assert_eq!(uptime(receiver.recv().unwrap()), 1);
         assert!(matches!(receiver.recv().unwrap(), WeirTopEvent::Changed(Ok(()))));
         assert_eq!(uptime(receiver.recv().unwrap()), 2);
-        let WeirTopEvent::QueryFailed(said) = receiver.recv().unwrap() else { panic!("the script has ended") };
+        let WeirTopEvent::QueryFailed(said) = receiver.recv().unwrap() else {
+            panic!("the script has ended")
+        };
         assert!(said.contains("closed the connection"), "{said}");
         let commands: Vec<_> = fake.commands().iter().map(|command| command["execute"].clone()).collect();
         let measured = ["x-weir-query-status", "x-weir-query-latencies"];

@@ -5,13 +5,13 @@
 use std::time::Duration;
 
 use api::MemberSettings;
-use console::keys::{self, SelectedRow, ListKey, ExitKey};
+use console::keys::{self, ExitKey, ListKey, SelectedRow};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 use super::{
     field::TextField,
     history::RateHistory,
-    list::{self, WeirTopColumn, TopSortOrder, TopRow},
+    list::{self, TopRow, TopSortOrder, WeirTopColumn},
 };
 use crate::client::{
     change::{SettingsChange, listing},
@@ -183,7 +183,14 @@ impl TopState {
         // A trailing space, so that the next setting can be typed at once.
         let field = TextField::new(if text.is_empty() { text } else { text + " " });
         let name = row.name.to_owned();
-        let edit = SettingsEditor { name, field, error: None, is_waiting: false, before, success_message: String::new() };
+        let edit = SettingsEditor {
+            name,
+            field,
+            error: None,
+            is_waiting: false,
+            before,
+            success_message: String::new(),
+        };
         self.mode = TopMode::Edit(Box::new(edit));
     }
 

@@ -150,7 +150,9 @@ fn only_the_users_changes_are_sent() {
     other.status.disks[0].settings.limits.insert("iops-total".to_owned(), 7);
     state.add_report(other, Duration::from_secs(2));
     write(&mut state, "weight=200");
-    let Some(TopAction::Change { change, .. }) = press(&mut state, KeyCode::Enter) else { panic!("no change") };
+    let Some(TopAction::Change { change, .. }) = press(&mut state, KeyCode::Enter) else {
+        panic!("no change")
+    };
     assert_eq!(Value::Object(change.arguments()), json!({ "weight": 200 }));
 }
 
@@ -168,8 +170,9 @@ fn malformed_input_is_reported_and_not_sent() {
 
 #[test]
 fn control_ends_and_stops_from_everywhere() {
-    let control =
-        |state: &mut TopState, letter| state.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL));
+    let control = |state: &mut TopState, letter| {
+        state.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL))
+    };
     for key in ["", "t", "/", "?"] {
         let mut state = watched(1, &["vm1"]);
         write(&mut state, key);

@@ -16,7 +16,7 @@ use policy::{
     throttle::{LimitKind, LimitPart, LimitSetting},
 };
 
-use crate::client::report::{StatusNode, DaemonReport};
+use crate::client::report::{DaemonReport, StatusNode};
 
 /// Fractions of a reservation and of a share that must be met, as in the alerts of
 /// `packaging/prometheus`.
@@ -175,7 +175,8 @@ impl GuaranteeChecker {
                 seen.waiting[0] += passed.requests;
                 seen.waiting[1] += passed.bytes;
             }
-            if let (StatusNode::Disk(_), Some(WaitPercentiles { p99, .. })) = (node, node.throttle().recent_wait_ns)
+            if let (StatusNode::Disk(_), Some(WaitPercentiles { p99, .. })) =
+                (node, node.throttle().recent_wait_ns)
             {
                 seen.longest_wait_ns = seen.longest_wait_ns.max(p99);
             }
@@ -268,7 +269,8 @@ impl CheckedNode {
 
     /// Burst capacity: see `policy::throttle`.
     fn burst(&self, kind: LimitKind) -> f64 {
-        let burst = self.setting(kind, LimitPart::BurstRate) * self.setting(kind, LimitPart::BurstLength).max(1.0);
+        let burst =
+            self.setting(kind, LimitPart::BurstRate) * self.setting(kind, LimitPart::BurstLength).max(1.0);
         // Without a burst rate the capacity is a tenth of a second's worth (QEMU,
         // docs/throttle.txt).
         if burst > 0.0 { burst } else { self.setting(kind, LimitPart::Rate) / 10.0 }
@@ -301,19 +303,22 @@ impl CheckedNode {
     }
 
     fn findings(&self, kind: &'static str, name: &str, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
-        let line =
-            |promise: &str, [asked, measured]: [String; 2], figures: FindingFigures, verdict: GuaranteeVerdict| GuaranteeFinding {
-                kind,
-                name: name.to_owned(),
-                promise: promise.to_owned(),
-                asked,
-                measured,
-                figures,
-                verdict: self.unclear.map_or(verdict, GuaranteeVerdict::NotChecked),
-            };
+        let line = |promise: &str,
+                    [asked, measured]: [String; 2],
+                    figures: FindingFigures,
+                    verdict: GuaranteeVerdict| GuaranteeFinding {
+            kind,
+            name: name.to_owned(),
+            promise: promise.to_owned(),
+            asked,
+            measured,
+            figures,
+            verdict: self.unclear.map_or(verdict, GuaranteeVerdict::NotChecked),
+        };
         let mut findings = Vec::new();
         for kind in LimitKind::ALL.into_iter().filter(|&kind| self.setting(kind, LimitPart::Rate) > 0.0) {
-            let LimitAdmissions { units, seconds, excess: beyond, largest_request: one, .. } = self.limits[kind.index()];
+            let LimitAdmissions { units, seconds, excess: beyond, largest_request: one, .. } =
+                self.limits[kind.index()];
             let burst = self.burst(kind);
             let one = if kind.counts_bytes() { one.max(LARGEST_IO) } else { one };
             let verdict = match () {
@@ -339,7 +344,11 @@ impl CheckedNode {
             let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
             let held = self.shared >= SHARE_FRACTION * self.share;
             // Over a short time, a single large request can distort a share.
-            let verdict = if self.sharing_s < MIN_LOAD_S { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(held) };
+            let verdict = if self.sharing_s < MIN_LOAD_S {
+                GuaranteeVerdict::NoLoad
+            } else {
+                GuaranteeVerdict::of(held)
+            };
             let measured = format!("{:.0}% of its share", 100.0 * got / should.max(1e-9));
             let figures = vec![("weight", weight as f64), ("share", should), ("passed", got)];
             findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
@@ -351,7 +360,8 @@ impl CheckedNode {
         }
         if let (Some(most), "disk") = (wait_p99_ns, kind) {
             let longest = self.longest_wait_ns;
-            let verdict = if longest == 0 { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(longest <= most) };
+            let verdict =
+                if longest == 0 { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(longest <= most) };
             let figures = vec![("most-ns", most as f64), ("wait-p99-ns", longest as f64)];
             let texts = [most, longest].map(figures::time);
             findings.push(line("wait-p99", texts, figures, verdict));
@@ -361,7 +371,10 @@ impl CheckedNode {
 
     /// Findings for reservations. If both rates are reserved, one suffices: the size of the
     /// requests determines which.
-    fn reservations(&self, line: impl Fn(&str, [String; 2], FindingFigures, GuaranteeVerdict) -> GuaranteeFinding) -> Vec<GuaranteeFinding> {
+    fn reservations(
+        &self,
+        line: impl Fn(&str, [String; 2], FindingFigures, GuaranteeVerdict) -> GuaranteeFinding,
+    ) -> Vec<GuaranteeFinding> {
         let promised = [
             ("iops-reservation", false, self.settings.iops_reservation, self.waiting[0]),
             ("bps-reservation", true, self.settings.bps_reservation, self.waiting[1]),
@@ -374,7 +387,8 @@ impl CheckedNode {
         let is_kept = |rate: f64, units: f64| units >= RESERVATION_FRACTION * rate * seconds;
         let any = promised.iter().any(|&(_, _, rate, units)| is_kept(rate, units));
         let lines = promised.into_iter().map(|(promise, is_bytes, rate, units)| {
-            let verdict = if seconds < MIN_LOAD_S { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(any) };
+            let verdict =
+                if seconds < MIN_LOAD_S { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(any) };
             let got = a_second(units, seconds);
             let asked = format!("{}/s", shown(is_bytes, rate));
             let measured = format!("{}/s in {seconds:.0}s of waiting", shown(is_bytes, got));

@@ -8,7 +8,7 @@ use settings::{DesiredState, config, prefetch::short_name};
 use super::checker::{GuaranteeFinding, GuaranteeVerdict};
 use crate::client::{
     change::SettingName,
-    report::{StatusNode, DaemonReport},
+    report::{DaemonReport, StatusNode},
 };
 
 /// Desired state of disks and groups: settings that can be changed at run time, and how disks are
@@ -101,7 +101,11 @@ impl ConfiguredNode {
         let set = names.filter_map(|name| {
             let [runs, said] = [node.settings(), &self.settings].map(|settings| name.of(settings));
             let differs = runs != said;
-            differs.then(|| SettingDifference { key: name.text(), running: name.format(&runs), configured: name.format(&said) })
+            differs.then(|| SettingDifference {
+                key: name.text(),
+                running: name.format(&runs),
+                configured: name.format(&said),
+            })
         });
         opened.into_iter().chain(set).collect()
     }
@@ -120,7 +124,8 @@ fn reported_form(
     prefetch: Option<&policy::prefetch::PrefetchConfig>,
 ) -> MemberSettings {
     let hold = settings.to_group_settings();
-    let limit = |setting: policy::throttle::LimitSetting| (setting.name().to_owned(), hold.limits.get(setting));
+    let limit =
+        |setting: policy::throttle::LimitSetting| (setting.name().to_owned(), hold.limits.get(setting));
     let number = |prefetch: &policy::prefetch::PrefetchConfig, setting| {
         (short_name(setting).to_owned(), prefetch.get(setting))
     };
@@ -158,8 +163,11 @@ fn open_differences(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Setti
     let told = told.into_iter().filter_map(|(key, runs, said)| Some((key, runs?, said?)));
     let differing =
         told.filter(|(key, runs, said)| runs != said && !(*key == "image" && is_same(runs, said)));
-    let difference =
-        |(key, runs, said): (_, &str, &str)| SettingDifference { key, running: runs.to_owned(), configured: said.to_owned() };
+    let difference = |(key, runs, said): (_, &str, &str)| SettingDifference {
+        key,
+        running: runs.to_owned(),
+        configured: said.to_owned(),
+    };
     differing.map(difference).collect()
 }
 
@@ -185,7 +193,8 @@ mod tests {
         let intended = load(&file).unwrap();
         let group = |name: &str, weight: u64| json!({ "name": name, "weight": weight, "limits": { "iops-total": 500 } });
         let report =
-            DaemonReport::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string()).unwrap();
+            DaemonReport::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string())
+                .unwrap();
         let told: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
         let expect =
             ["in force", "iops-total is 500, in the file none", "weight is 100, in the file 50", "missing"];

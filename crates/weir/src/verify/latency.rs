@@ -5,7 +5,7 @@
 
 use console::figures;
 
-use super::checker::{GuaranteeFinding, RESTARTED, GuaranteeVerdict};
+use super::checker::{GuaranteeFinding, GuaranteeVerdict, RESTARTED};
 use crate::client::latency::{self, DiskRequestTimes, RequestTimes};
 
 /// Fraction of requests that must meet the target.

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::{
-    checker::{GuaranteeFinding, GuaranteeChecker, TimedReport, GuaranteeVerdict},
+    checker::{GuaranteeChecker, GuaranteeFinding, GuaranteeVerdict, TimedReport},
     *,
 };
 use crate::client::latency;
@@ -13,7 +13,9 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
     let mut disk = json!({ "name": name, "weight": 100, "throttle": { "reads": passed } });
     for (key, value) in more.as_object().unwrap() {
         match key.as_str() {
-            "waiting" | "limited-ns" | "throttle-cause" | "recent-wait-ns" => disk["throttle"][key] = value.clone(),
+            "waiting" | "limited-ns" | "throttle-cause" | "recent-wait-ns" => {
+                disk["throttle"][key] = value.clone()
+            }
             _ => disk[key] = value.clone(),
         }
     }
@@ -23,7 +25,11 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
 fn look(second: f64, disks: &[Value], groups: &[Value]) -> TimedReport {
     let uptime_ns = 1_000_000_000 + (second * 1e9) as u64;
     let report = json!({ "uptime-ns": uptime_ns, "disks": disks, "groups": groups });
-    TimedReport { report: DaemonReport::read(&report.to_string()).unwrap(), requested_s: second, received_s: second }
+    TimedReport {
+        report: DaemonReport::read(&report.to_string()).unwrap(),
+        requested_s: second,
+        received_s: second,
+    }
 }
 
 fn judged(looks: impl IntoIterator<Item = TimedReport>, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
@@ -121,7 +127,8 @@ fn shares_compare_disks_that_wait_together() {
     assert_eq!(shares(&one([500, 500], 4)), both(GuaranteeVerdict::Broken, GuaranteeVerdict::Held));
     assert_eq!(shares(&one([500, 500], 0)), []);
     // The part of the capacity that weights should have divided is unknown.
-    let why = GuaranteeVerdict::NotChecked("a disk of its group has a reservation, which comes before weights");
+    let why =
+        GuaranteeVerdict::NotChecked("a disk of its group has a reservation, which comes before weights");
     assert_eq!(shares(&promising(400, [750, 250], 4)), both(why.clone(), why));
 }
 

@@ -13,7 +13,7 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::prefetch::{ReadAhead, Fetch, FetchId, whole_blocks};
+use policy::prefetch::{Fetch, FetchId, ReadAhead, whole_blocks};
 use smallvec::SmallVec;
 
 use super::{PrefetchChunk, PrefetchShared};
@@ -53,15 +53,15 @@ impl FetchCounter {
 
 impl FetchGuard {
     fn begin(shared: Arc<PrefetchShared>) -> Self {
-        shared.flights.count.fetch_add(1, Ordering::AcqRel);
+        shared.fetches.count.fetch_add(1, Ordering::AcqRel);
         Self(shared)
     }
 }
 
 impl Drop for FetchGuard {
     fn drop(&mut self) {
-        if self.0.flights.count.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.flights.landed.notify(usize::MAX);
+        if self.0.fetches.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.fetches.landed.notify(usize::MAX);
         }
     }
 }
@@ -73,7 +73,7 @@ impl PendingChunk {
         let is_there = data.is_some();
         // Before the cache is updated, so that no reader waits for a chunk that counts as complete.
         self.chunk.set(data);
-        self.flight.0.with(|state| {
+        self.flight.0.with_state(|state| {
             if is_there { state.cache.complete(id, reactor::now()) } else { state.cache.fail(id) }
         });
     }
@@ -86,14 +86,19 @@ impl Drop for PendingChunk {
 }
 
 /// Reads a range of `ahead` into memory. Failures are ignored.
-pub(super) fn fetch(shared: Arc<PrefetchShared>, ahead: ReadAhead, range: Range<u64>) -> impl Future<Output = ()> {
+pub(super) fn fetch(
+    shared: Arc<PrefetchShared>,
+    ahead: ReadAhead,
+    range: Range<u64>,
+) -> impl Future<Output = ()> {
     let flight = FetchGuard::begin(Arc::clone(&shared));
     async move {
         // A guest's read of a hole costs nothing, so holes are not read ahead.
         let Ok(pieces) = reactor::in_background(data_ranges(&shared.image, range)).await else { return };
         for piece in pieces {
             let now = reactor::now();
-            let fetches = shared.with(|state| state.cache.begin(&ahead, piece, now, Arc::<PrefetchChunk>::default));
+            let fetches = shared
+                .with_state(|state| state.cache.begin(&ahead, piece, now, Arc::<PrefetchChunk>::default));
             // Mostly one chunk. All are read concurrently, since a reader may wait for any of them
             // next.
             for fetch in fetches {

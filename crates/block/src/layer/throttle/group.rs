@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
     throttle::{
-        ThrottleSummary, CumulativeStats, Enforcement, BucketSnapshot, InvalidLimit, QuotaLease, Limits, NodeId, ThrottleError, ReservableCapacity, ThrottleStats,
-        MemberDemands,
+        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId,
+        QuotaLease, ReservableCapacity, ThrottleError, ThrottleStats, ThrottleSummary,
     },
     time::Instant,
     watermark::Watermark,
 };
 
-use super::{tree::SharedThrottleTree, settings::GroupSettings, timer::arm};
+use super::{settings::GroupSettings, timer::arm, tree::SharedThrottleTree};
 
 /// Disks and groups that share one set of limits.
 #[derive(Debug)]
@@ -43,7 +43,8 @@ impl ThrottleGroup {
         parent: Option<&Arc<Self>>,
     ) -> Result<Arc<Self>, ThrottleError> {
         let now = reactor::now();
-        let arbiter = parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.arbiter));
+        let arbiter =
+            parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.arbiter));
         let GroupSettings { limits, share, .. } = settings;
         let node = arbiter.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();

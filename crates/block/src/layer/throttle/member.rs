@@ -7,16 +7,19 @@ use std::sync::Arc;
 
 use policy::{
     request::Direction,
-    throttle::{ThrottleSummary, RequestCost, CumulativeStats, Enforcement, BucketSnapshot, SpareRefund, LevelCause, InvalidLimit, ThrottleError, ThrottleStats},
+    throttle::{
+        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, LevelCause, RequestCost, SpareRefund,
+        ThrottleError, ThrottleStats, ThrottleSummary,
+    },
     watermark::Watermark,
 };
 
 use super::{
-    tree::SharedThrottleTree,
     group::ThrottleGroup,
-    slot::{AskOutcome, SlotDestination, ThrottleSlot},
     settings::DiskSettings,
+    slot::{AskOutcome, SlotDestination, ThrottleSlot},
     timer::arm,
+    tree::SharedThrottleTree,
 };
 
 /// A disk in a throttle tree. Leaves its group when dropped.
@@ -100,7 +103,11 @@ impl ThrottleMember {
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn configure_and_move(&self, settings: DiskSettings, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
+    pub fn configure_and_move(
+        &self,
+        settings: DiskSettings,
+        group: Option<&Arc<ThrottleGroup>>,
+    ) -> Result<(), ThrottleError> {
         if self.is_in(group) {
             return self.set(settings);
         }
@@ -218,7 +225,8 @@ impl ThrottleMember {
             return None;
         }
         // The clock of the reactor's turn: most requests are admitted at once and save reading it.
-        if let AskOutcome::Waiting(passage, arbiter) = self.slot.admit(direction, cost, reactor::coarse_now()) {
+        if let AskOutcome::Waiting(passage, arbiter) = self.slot.admit(direction, cost, reactor::coarse_now())
+        {
             arm(arbiter.admit_ready(reactor::now()));
             drop(arbiter);
             return passage.await;
@@ -274,6 +282,8 @@ fn destination(group: Option<&Arc<ThrottleGroup>>) -> SlotDestination<Option<Arc
             parent: Some(group.node),
             kept: Some(Arc::clone(group)),
         },
-        None => SlotDestination { arbiter: SharedThrottleTree::new(reactor::now()), parent: None, kept: None },
+        None => {
+            SlotDestination { arbiter: SharedThrottleTree::new(reactor::now()), parent: None, kept: None }
+        }
     }
 }

@@ -23,22 +23,25 @@ use std::{
 
 use policy::{
     request::Direction,
-    throttle::{AdmissionResult, ThrottleSummary, RequestCost, CumulativeStats, AdmissionCounters, SpareRefund, LevelCause, NodeId, ThrottleError, ThrottleStats},
+    throttle::{
+        AdmissionCounters, AdmissionResult, CumulativeStats, LevelCause, NodeId, RequestCost, SpareRefund,
+        ThrottleError, ThrottleStats, ThrottleSummary,
+    },
     time::Instant,
 };
 
 use super::{
-    tree::{TreeTimer, SharedThrottleTree, UnlimitedFlag},
     settings::DiskSettings,
     sync::{AtomicBool, Mutex, MutexGuard, Ordering},
-    waiter::{WaiterPosition, ThrottleWaiter},
+    tree::{SharedThrottleTree, TreeTimer, UnlimitedFlag},
+    waiter::{ThrottleWaiter, WaiterPosition},
 };
 
 /// A disk's slot. `K` is data of its owner that changes together with the location.
 #[derive(Debug)]
 pub(super) struct ThrottleSlot<K> {
     place: Mutex<SlotLocation<K>>,
-    gate: UnlimitedFlag,
+    unlimited_flag: UnlimitedFlag,
 }
 
 /// Location of a slot in a tree.
@@ -87,14 +90,24 @@ pub(super) struct WaitingAdmission<'a, K> {
 
 impl<K> ThrottleSlot<K> {
     /// Adds the disk to a tree.
-    pub(super) fn new(settings: DiskSettings, at: SlotDestination<K>, now: Instant) -> Result<Self, ThrottleError> {
+    pub(super) fn new(
+        settings: DiskSettings,
+        at: SlotDestination<K>,
+        now: Instant,
+    ) -> Result<Self, ThrottleError> {
         let gate = UnlimitedFlag::new(AtomicBool::new(false));
         let SlotDestination { arbiter, parent, kept } = at;
         let DiskSettings { limits, share, .. } = settings;
         let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&gate)), now)?;
         Ok(Self {
-            place: Mutex::new(SlotLocation { arbiter, node, settings, kept, earlier: EarlierStats::default() }),
-            gate,
+            place: Mutex::new(SlotLocation {
+                arbiter,
+                node,
+                settings,
+                kept,
+                earlier: EarlierStats::default(),
+            }),
+            unlimited_flag: gate,
         })
     }
 
@@ -107,7 +120,7 @@ impl<K> ThrottleSlot<K> {
     /// True if no limit applies to the disk now, so that its requests bypass the tree.
     pub(super) fn is_unlimited(&self) -> bool {
         // Relaxed: a request that just misses new limits counts as one before them.
-        self.gate.load(Ordering::Relaxed)
+        self.unlimited_flag.load(Ordering::Relaxed)
     }
 
     /// Asks for admission of a request.
@@ -223,7 +236,7 @@ impl<K> ThrottleSlot<K> {
             // overtake another one.
             let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
-            let gate = Some(Arc::clone(&self.gate));
+            let gate = Some(Arc::clone(&self.unlimited_flag));
             // Within one tree, the reservation must not be counted twice in the groups above both
             // nodes.
             let leaving = other.is_none().then_some(place.node);
@@ -236,13 +249,15 @@ impl<K> ThrottleSlot<K> {
             let charged = old.tree().carried_charges(place.node, beside, now);
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
-            new.tree().take_over(node, charged, now);
+            new.tree().add_carried_charges(node, charged, now);
             // In queue order, so that the order of the disk's requests is kept.
             for request in waiting {
                 let waiter = Arc::clone(&request.token);
                 match new.tree().submit(node, request.direction, request.cost, request.token, now) {
                     AdmissionResult::Admitted(waiter) => admitted.push(waiter),
-                    AdmissionResult::Queued(ticket) => waiter.set_position(WaiterPosition { tree: new.id(), ticket }),
+                    AdmissionResult::Queued(ticket) => {
+                        waiter.set_position(WaiterPosition { tree: new.id(), ticket })
+                    }
                 }
             }
             place.earlier.add(&past);

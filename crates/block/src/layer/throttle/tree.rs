@@ -27,7 +27,10 @@ use std::{
 };
 
 use policy::{
-    throttle::{PollDecision, Enforcement, LevelCause as HeldBy, InvalidLimit, QuotaLease, Limits, NodeId, ThrottleError, NodeShare, ThrottleTree},
+    throttle::{
+        Enforcement, InvalidLimit, LevelCause as HeldBy, Limits, NodeId, NodeShare, PollDecision, QuotaLease,
+        ThrottleError, ThrottleTree,
+    },
     time::Instant,
 };
 
@@ -88,7 +91,12 @@ impl SharedThrottleTree {
     /// Creates an empty tree.
     pub(super) fn new(now: Instant) -> Arc<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
-        let state = SharedThrottleTreeState { tree: ThrottleTree::new(now), timer: None, nodes: Nodes::default(), lifted: false };
+        let state = SharedThrottleTreeState {
+            tree: ThrottleTree::new(now),
+            timer: None,
+            nodes: Nodes::default(),
+            lifted: false,
+        };
         let id = NEXT_ID.fetch_add(1, Order::Relaxed);
         Arc::new(Self { id, state: Mutex::new(state) })
     }
@@ -209,7 +217,10 @@ impl LockedTree<'_> {
     }
 
     /// Removes a node without children; returns its waiting requests.
-    pub(super) fn remove(&mut self, node: NodeId) -> Vec<policy::throttle::ReturnedRequest<Arc<ThrottleWaiter>>> {
+    pub(super) fn remove(
+        &mut self,
+        node: NodeId,
+    ) -> Vec<policy::throttle::ReturnedRequest<Arc<ThrottleWaiter>>> {
         self.state.nodes.remove(&node);
         self.state.tree.remove(node)
     }

@@ -74,7 +74,7 @@ impl Log {
         self.entries.push(Entry { at: now(), event, request });
     }
 
-    pub(super) fn asked(&mut self, disk: usize, charge: Charge, unlimited: bool) -> usize {
+    pub(super) fn requested(&mut self, disk: usize, charge: Charge, unlimited: bool) -> usize {
         let free = unlimited || self.is_lifted;
         self.requests.push(Request { disk, charge, free, ended: false });
         let request = self.requests.len() - 1;
@@ -141,8 +141,9 @@ impl Log {
             forest.settle(exact);
         }
         windows.iter().for_each(Window::check);
-        let counters =
-            |stats: &ThrottleStats| [stats.reads, stats.writes].map(|counters| [counters.requests, counters.bytes]);
+        let counters = |stats: &ThrottleStats| {
+            [stats.reads, stats.writes].map(|counters| [counters.requests, counters.bytes])
+        };
         assert_eq!(stats.iter().map(counters).collect::<Vec<_>>(), counted, "counters of all nodes");
         assert!(stats.iter().all(|stats| stats.waiting == [0; 2]), "something waits when all is over");
     }

@@ -6,8 +6,10 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
-use policy::throttle::{Enforcement, RateLimit, LimitKind, Limits, ThrottleError, LimitScale, NodeShare, ThrottleStats};
+use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup, ThrottleMember};
+use policy::throttle::{
+    Enforcement, LimitKind, LimitScale, Limits, NodeShare, RateLimit, ThrottleError, ThrottleStats,
+};
 use reactor::sim;
 
 use super::{
@@ -194,7 +196,7 @@ impl World {
         let before = self.nodes.borrow()[at];
         // Changed in the record first, to predict the result.
         self.nodes.borrow_mut()[at] = after;
-        let fits = after.limits.validate().is_ok() && promises_fit(&self.nodes.borrow());
+        let fits = after.limits.validate().is_ok() && reservations_fit(&self.nodes.borrow());
         if !fits {
             self.nodes.borrow_mut()[at] = before;
         }
@@ -221,7 +223,9 @@ impl World {
         let enforcement = match sim::random(|random| random.u8(..3)) {
             0 => Enforcement::Enforced,
             1 => Enforcement::Lifted,
-            _ => Enforcement::Scaled(LimitScale::from_thousandths(sim::random(|random| random.u64(1000..10_000)))),
+            _ => Enforcement::Scaled(LimitScale::from_thousandths(sim::random(|random| {
+                random.u64(1000..10_000)
+            }))),
         };
         self.log.borrow_mut().changed(at, Change::Enforced(enforcement));
         match &self.handles[at] {
@@ -302,7 +306,7 @@ fn path(nodes: &[Node], from: usize) -> impl Iterator<Item = usize> + '_ {
 }
 
 /// True if all reservations, of each node and below it, are within its limits.
-fn promises_fit(nodes: &[Node]) -> bool {
+fn reservations_fit(nodes: &[Node]) -> bool {
     let mut below = vec![[0; 2]; nodes.len()];
     // In reverse, children precede their parents, so sums below a node are complete.
     for (at, node) in nodes.iter().enumerate().rev() {

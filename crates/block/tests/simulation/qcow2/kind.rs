@@ -6,7 +6,7 @@ use image::{
         CacheSettings, L2CacheSize, Qcow2Components,
         create::{CreateOptions, create},
         header::BackingReference,
-        luks::{SectorCipher, CipherKind},
+        luks::{CipherKind, SectorCipher},
         snapshot::NewSnapshot,
     },
 };
@@ -59,8 +59,11 @@ impl ImageKind {
         }
         let backing_bytes = sim::random(|random| random.usize(1..=options.size_bytes as usize + 5000));
         // Minimal caches, so that entries are evicted all the time.
-        let small =
-            CacheSettings { l2: Some(L2CacheSize::Bytes(0)), entry_bytes: Some(512), ..CacheSettings::default() };
+        let small = CacheSettings {
+            l2: Some(L2CacheSize::Bytes(0)),
+            entry_bytes: Some(512),
+            ..CacheSettings::default()
+        };
         let has_data_file = options.data_file.is_some();
         Self {
             block_bytes,
@@ -108,7 +111,12 @@ impl ImageKind {
     }
 
     /// The parts from which an image is opened.
-    pub(crate) async fn parts(&self, storage: Storage, data: Option<Storage>, read_only: bool) -> Qcow2Components {
+    pub(crate) async fn parts(
+        &self,
+        storage: Storage,
+        data: Option<Storage>,
+        read_only: bool,
+    ) -> Qcow2Components {
         let backing = match &self.backing {
             Some(content) => {
                 Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(content).await).read_only())))

@@ -12,10 +12,12 @@ use anyhow::Context as _;
 use block::device::DeviceNumber;
 
 use super::{
-    BackingDisk, Evidence, CgroupFacts, MountedFileSystem, KernelRelease, MemoryController, IoLocation, ExaminedProcess, FileUse, AccessMode, write_accounting, other_controls, levels,
+    AccessMode, BackingDisk, CgroupFacts, Evidence, ExaminedProcess, FileUse, IoLocation, KernelRelease,
+    MemoryController, MountedFileSystem, levels,
     mounts::MountTable,
+    other_controls, other_writers,
     reader::{FactReader, has_ended},
-    other_writers, uses,
+    uses, write_accounting,
 };
 use crate::{
     control_group::{ControlGroup, Version},
@@ -225,9 +227,9 @@ fn hypothetical_uses(
         // The two ways differ most in their charge.
         for way in [AccessMode::Direct, AccessMode::Buffered] {
             possible.push(FileUse {
-                place: IoLocation::FileSystem(index),
+                location: IoLocation::FileSystem(index),
                 path: point.clone(),
-                way,
+                access_mode: way,
                 reads: true,
                 writes: true,
                 evidence: evidence.clone(),

@@ -15,10 +15,10 @@ use std::{
 use block::device::{DeviceIdentity, DeviceNumber};
 
 use super::{
-    BackingDisk, DiskFacts, DiskKind, Evidence, MountedFileSystem, Mapper,
+    BackingDisk, DiskFacts, DiskKind, Evidence, Mapper, MountedFileSystem,
     mount_rows::{MountRow, mount_containing},
 };
-use crate::{hierarchy::KernelRoots, kernel, kernel::mountinfo::Mount, file_system_class::FileSystemClass};
+use crate::{file_system_class::FileSystemClass, hierarchy::KernelRoots, kernel, kernel::mountinfo::Mount};
 
 /// The kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;
@@ -119,7 +119,8 @@ impl<'a> DiskStack<'a> {
                 break;
             }
             // The options of an overlay name its directories in the mount namespace of the host.
-            let Some(below) = row.mount.option("upperdir").and_then(|upper| mount_containing(own, &upper)) else {
+            let Some(below) = row.mount.option("upperdir").and_then(|upper| mount_containing(own, &upper))
+            else {
                 break;
             };
             row = below;

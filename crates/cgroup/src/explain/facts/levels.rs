@@ -4,7 +4,7 @@ use std::path::Path;
 
 use policy::steering::IoMaxRates;
 
-use super::{Evidence, CgroupLevel, LevelLimit, reader::FactReader};
+use super::{CgroupLevel, Evidence, LevelLimit, reader::FactReader};
 use crate::{
     control_group::{ControlGroup, Version},
     hierarchy::CgroupHierarchy,
@@ -19,7 +19,10 @@ use crate::{
     limit_files::{self, LimitFile},
 };
 
-pub(super) fn ancestors(reader: &mut FactReader<'_>, group: &ControlGroup) -> anyhow::Result<Vec<CgroupLevel>> {
+pub(super) fn ancestors(
+    reader: &mut FactReader<'_>,
+    group: &ControlGroup,
+) -> anyhow::Result<Vec<CgroupLevel>> {
     let chain = std::iter::successors(Some(group.clone()), ControlGroup::parent);
     let levels = chain.map(|group| read_level(reader, &group)).collect::<Result<Vec<_>, _>>()?;
     if let Some(top) = levels.last().filter(|top| !top.root) {
@@ -41,21 +44,26 @@ pub(super) fn apply_configured_limits(hierarchy: &CgroupHierarchy, file: &Path, 
         return;
     }
     for (group, disk, rates) in settling::settled_rates(hierarchy, &kept).unwrap_or_default() {
-        let is_it =
-            |entry: &CgroupEntry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == disk);
+        let is_it = |entry: &CgroupEntry| {
+            entry.cgroup == group.name && entry.device().is_ok_and(|number| number == disk)
+        };
         if !steered.iter().any(is_it) {
             continue;
         }
         let name = group.name.display().to_string();
         let Some(level) = levels.iter_mut().find(|level| level.name == name) else { continue };
-        let told =
-            level.limits.iter().find(|limit| limit.disk == disk).map_or(IoMaxRates::NONE, |limit| limit.rates);
+        let told = level
+            .limits
+            .iter()
+            .find(|limit| limit.disk == disk)
+            .map_or(IoMaxRates::NONE, |limit| limit.rates);
         let rates = write::as_printed_by_kernel(rates);
         // The kernel's value equals the configured limit: its own evidence is enough.
         if told == rates {
             continue;
         }
-        let asked = ConfiguredLimits::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
+        let asked =
+            ConfiguredLimits::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
         let now =
             Evidence::of(&group.directory.join(io_max::FILE), format!("{} (now)", io_max::line(told, disk)));
         let evidence = vec![Evidence::of(file, asked), now];

@@ -13,8 +13,8 @@ use block::device::DeviceNumber;
 use super::{
     BackingDisk, DiskFacts, DiskKind, Evidence, MountedFileSystem,
     disks::DiskStack,
-    reader::FactReader,
     mount_rows::{MountRow, mount_containing, parse},
+    reader::FactReader,
 };
 use crate::file_system_class::FileSystemClass;
 
@@ -61,7 +61,11 @@ impl MountTable {
         })
     }
 
-    pub(super) fn file_systems_on(&mut self, disks: &mut DiskStack<'_>, limited: &[DeviceNumber]) -> Vec<usize> {
+    pub(super) fn file_systems_on(
+        &mut self,
+        disks: &mut DiskStack<'_>,
+        limited: &[DeviceNumber],
+    ) -> Vec<usize> {
         let mut found = Vec::new();
         let (own, file) = (self.own.clone(), self.own_file.clone());
         let mut seen = Vec::new();

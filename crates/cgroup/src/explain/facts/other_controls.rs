@@ -4,7 +4,9 @@ use std::path::Path;
 
 use block::device::DeviceNumber;
 
-use super::{BackingDisk, OtherControl, OtherControlKind, Evidence, SwapArea, mounts::MountTable, reader::FactReader};
+use super::{
+    BackingDisk, Evidence, OtherControl, OtherControlKind, SwapArea, mounts::MountTable, reader::FactReader,
+};
 use crate::{
     control_group::{ControlGroup, Version},
     kernel::{io_latency, memory_stat, memory_stat::DirtyBytes, weight},
@@ -54,7 +56,11 @@ pub(super) fn left_dirty(reader: &mut FactReader<'_>, group: &ControlGroup, empt
     (!lines.is_empty()).then(|| Evidence::of(&file, lines.join(", ")))
 }
 
-pub(super) fn controls(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
+pub(super) fn controls(
+    reader: &mut FactReader<'_>,
+    group: &ControlGroup,
+    limited: &[DeviceNumber],
+) -> Vec<OtherControl> {
     let mut found = Vec::new();
     if group.version == Version::V2 {
         found.extend(cost(reader, limited));

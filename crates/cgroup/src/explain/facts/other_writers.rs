@@ -7,7 +7,9 @@
 
 use std::{fs, path::Path};
 
-use super::{Evidence, OtherWriter, ExaminedProcess, AccessMode, mounts::MountTable, reader::FactReader, uses};
+use super::{
+    AccessMode, Evidence, ExaminedProcess, OtherWriter, mounts::MountTable, reader::FactReader, uses,
+};
 use crate::{
     control_group::{ControlGroup, Version},
     kernel::proc_cgroup,
@@ -21,7 +23,8 @@ pub(super) fn find_other_writers(
     processes: &mut [ExaminedProcess],
     mounts: &mut MountTable,
 ) {
-    let written = |process: &ExaminedProcess| process.uses.iter().any(|used| used.writes && cached(used.way));
+    let written =
+        |process: &ExaminedProcess| process.uses.iter().any(|used| used.writes && cached(used.access_mode));
     // Version 1 limits no writeback, so other writers make no difference.
     if group.version == Version::V1 || !processes.iter().any(written) {
         return;
@@ -43,7 +46,8 @@ pub(super) fn find_other_writers(
         };
         looked += 1;
         if looked > MAX_PROCESSES {
-            let text = format!("more than {MAX_PROCESSES} processes: the files of the rest were not examined");
+            let text =
+                format!("more than {MAX_PROCESSES} processes: the files of the rest were not examined");
             reader.gap(&proc, text);
             return;
         }
@@ -81,7 +85,7 @@ fn add_shared_files(
     for open in files.into_iter().filter(|open| open.writes() && cached(open.access_mode())) {
         let name = open.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let uses = processes.iter_mut().flat_map(|process| &mut process.uses);
-        let uses = uses.filter(|used| used.writes && cached(used.way));
+        let uses = uses.filter(|used| used.writes && cached(used.access_mode));
         // Compare file names first: they are the same wherever the directory is mounted, and
         // `identify` has to read mount tables.
         let mut alike = uses

@@ -20,10 +20,10 @@ use block::device::DeviceNumber;
 use nix::fcntl::OFlag;
 
 use super::{
-    Evidence, WrittenFileId, IoLocation, FileUse, AccessMode,
+    AccessMode, Evidence, FileUse, IoLocation, WrittenFileId,
+    mount_rows::MountRow,
     mounts::MountTable,
     reader::{FactReader, has_ended},
-    mount_rows::MountRow,
 };
 use crate::file_system_class::FileSystemClass;
 
@@ -62,12 +62,12 @@ pub(super) fn open_files(reader: &mut FactReader<'_>, process: &Path) -> Vec<Ope
         let Some(path) = fs::read_link(entry.path()).ok().filter(|path| path.is_absolute()) else {
             continue;
         };
-        files.extend(file(process, &entry.file_name().to_string_lossy(), path));
+        files.extend(open_file(process, &entry.file_name().to_string_lossy(), path));
     }
     files
 }
 
-fn file(process: &Path, number: &str, path: PathBuf) -> Option<OpenFile> {
+fn open_file(process: &Path, number: &str, path: PathBuf) -> Option<OpenFile> {
     let info = process.join("fdinfo").join(number);
     let text = fs::read_to_string(&info).ok()?;
     let field =
@@ -126,7 +126,11 @@ impl OpenFile {
     }
 }
 
-pub(super) fn file_uses(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<FileUse> {
+pub(super) fn file_uses(
+    reader: &mut FactReader<'_>,
+    process: &Path,
+    mounts: &mut MountTable,
+) -> Vec<FileUse> {
     mounts.select_process(reader, process);
     let mut uses: Vec<FileUse> = Vec::new();
     for open in open_files(reader, process) {
@@ -147,9 +151,11 @@ pub(super) fn file_uses(reader: &mut FactReader<'_>, process: &Path, mounts: &mu
         }
         let path = open.path.display().to_string();
         let (way, reads, writes) = (open.access_mode(), open.reads(), open.writes());
-        let identity = writes.then(|| identity(mounts, place, open.inode, &open.path));
+        let identity = writes.then(|| file_id(mounts, place, open.inode, &open.path));
         let same = |known: &FileUse| {
-            known.place == place && known.way == way && (known.reads, known.writes) == (reads, writes)
+            known.location == place
+                && known.access_mode == way
+                && (known.reads, known.writes) == (reads, writes)
         };
         // Written files stay separate: each may have other writers.
         if uses.iter().any(|known| same(known) && (!writes || known.path == path)) {
@@ -159,9 +165,9 @@ pub(super) fn file_uses(reader: &mut FactReader<'_>, process: &Path, mounts: &mu
         let cached = writes && way == AccessMode::Buffered;
         let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
         uses.push(FileUse {
-            place,
+            location: place,
             path,
-            way,
+            access_mode: way,
             reads,
             writes,
             identity,
@@ -171,7 +177,7 @@ pub(super) fn file_uses(reader: &mut FactReader<'_>, process: &Path, mounts: &mu
             others: Vec::new(),
         });
     }
-    uses.extend(mapped(reader, process, mounts));
+    uses.extend(mapped_files(reader, process, mounts));
     uses
 }
 
@@ -184,7 +190,7 @@ fn metadata(mounts: &MountTable, place: IoLocation, link: &Path) -> Option<fs::M
     near.then(|| fs::metadata(link).ok()).flatten()
 }
 
-fn mapped(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<FileUse> {
+fn mapped_files(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<FileUse> {
     let file = process.join("maps");
     let Some(text) = reader.text(&file) else {
         return Vec::new();
@@ -209,18 +215,18 @@ fn mapped(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) 
         let Some(place) = location_of_mount(reader, mounts, process, &row) else {
             continue;
         };
-        let identity = Some(identity(mounts, place, inode.parse().ok(), &path));
+        let identity = Some(file_id(mounts, place, inode.parse().ok(), &path));
         let path = path.display().to_string();
         // A file is often mapped in several parts.
-        if uses.iter().any(|known| known.place == place && known.path == path) {
+        if uses.iter().any(|known| known.location == place && known.path == path) {
             continue;
         }
         let shown = format!("{mode} {device} {path}");
         let evidence = Evidence::of(&file, shown);
         uses.push(FileUse {
-            place,
+            location: place,
             path,
-            way: AccessMode::Mapped,
+            access_mode: AccessMode::Mapped,
             reads: false,
             writes: true,
             identity,
@@ -235,7 +241,10 @@ fn mapped(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) 
 
 fn hexadecimal(text: &str) -> Option<DeviceNumber> {
     let (major, minor) = text.split_once(':')?;
-    Some(DeviceNumber { major: u64::from_str_radix(major, 16).ok()?, minor: u64::from_str_radix(minor, 16).ok()? })
+    Some(DeviceNumber {
+        major: u64::from_str_radix(major, 16).ok()?,
+        minor: u64::from_str_radix(minor, 16).ok()?,
+    })
 }
 
 /// Location of an open file; `None` for pseudo file systems.
@@ -253,7 +262,12 @@ fn location_of_file(
     location_of_mount(reader, mounts, process, &row)
 }
 
-fn location_of_mount(reader: &mut FactReader<'_>, mounts: &mut MountTable, process: &Path, row: &MountRow) -> Option<IoLocation> {
+fn location_of_mount(
+    reader: &mut FactReader<'_>,
+    mounts: &mut MountTable,
+    process: &Path,
+    row: &MountRow,
+) -> Option<IoLocation> {
     if FileSystemClass::of(&row.mount.kind) == FileSystemClass::Pseudo {
         return None;
     }
@@ -264,7 +278,7 @@ fn location_of_mount(reader: &mut FactReader<'_>, mounts: &mut MountTable, proce
     Some(IoLocation::FileSystem(index))
 }
 
-fn identity(mounts: &MountTable, place: IoLocation, inode: Option<u64>, path: &Path) -> WrittenFileId {
+fn file_id(mounts: &MountTable, place: IoLocation, inode: Option<u64>, path: &Path) -> WrittenFileId {
     match (place, inode) {
         // Several device nodes of a disk share one page cache.
         (IoLocation::Disk(disk), _) => WrittenFileId { device: disk, inode: None, path: None },
@@ -286,5 +300,5 @@ pub(super) fn identify(
 ) -> Option<WrittenFileId> {
     mounts.select_process(reader, process);
     let place = location_of_file(reader, mounts, process, &open.path, open.mount)?;
-    Some(identity(mounts, place, open.inode, &open.path))
+    Some(file_id(mounts, place, open.inode, &open.path))
 }

@@ -13,14 +13,18 @@
 
 use std::time::Duration;
 
-use super::{WriteAccounting, Evidence, ExaminedProcess, reader::FactReader};
+use super::{Evidence, ExaminedProcess, WriteAccounting, reader::FactReader};
 use crate::{
     control_group::{ControlGroup, Version},
     kernel::{io_stat, memory_stat, proc_io},
 };
 
 /// Counters of version 2. `None` for the root, which is charged for all unattributed I/O.
-pub(super) fn collect_accounting(reader: &mut FactReader<'_>, group: &ControlGroup, processes: &[ExaminedProcess]) -> Option<WriteAccounting> {
+pub(super) fn collect_accounting(
+    reader: &mut FactReader<'_>,
+    group: &ControlGroup,
+    processes: &[ExaminedProcess],
+) -> Option<WriteAccounting> {
     if group.version == Version::V1 || group.is_root() {
         return None;
     }

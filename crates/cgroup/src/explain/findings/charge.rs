@@ -15,7 +15,7 @@
 use super::{Cause, Coverage, Io, RequestVerdict};
 use crate::{
     control_group::Version,
-    explain::facts::{Evidence, CgroupFacts, MountedFileSystem, MemoryController, IoLocation, FileUse},
+    explain::facts::{CgroupFacts, Evidence, FileUse, IoLocation, MemoryController, MountedFileSystem},
     file_system_class::FileSystemClass,
 };
 
@@ -52,7 +52,7 @@ fn without_disk(nature: FileSystemClass) -> Option<Cause> {
 /// The cgroup charged for this kind of I/O, as far as cgroup and file system decide it; the disks
 /// below may change it (`reach`).
 pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> ChargedCgroup {
-    let file_system = match used.place {
+    let file_system = match used.location {
         IoLocation::FileSystem(index) => Some(&facts.file_systems[index]),
         IoLocation::Disk(_) => None,
     };

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     control_group::Version,
-    explain::facts::{DiskFacts, DiskKind, Evidence, CgroupFacts, CgroupLevel, LevelLimit, Mapper},
+    explain::facts::{CgroupFacts, CgroupLevel, DiskFacts, DiskKind, Evidence, LevelLimit, Mapper},
 };
 
 /// Maximum number of stacked layers, more than in real setups; also ends the recursion in a cycle.
@@ -61,7 +61,13 @@ pub(super) struct FoundLimit {
 }
 
 /// Searches a limit from `disk` downwards. The charged cgroup may change on the way.
-pub(super) fn find_limit(facts: &CgroupFacts, group: &str, disk: DeviceNumber, io: Io, charge: ChargedCgroup) -> (ChargedCgroup, LimitSearch) {
+pub(super) fn find_limit(
+    facts: &CgroupFacts,
+    group: &str,
+    disk: DeviceNumber,
+    io: Io,
+    charge: ChargedCgroup,
+) -> (ChargedCgroup, LimitSearch) {
     let levels = in_force(facts, group);
     if let Some(reached) = limit_on(&levels, disk, io) {
         return (charge, LimitSearch::Limit(reached));
@@ -70,7 +76,9 @@ pub(super) fn find_limit(facts: &CgroupFacts, group: &str, disk: DeviceNumber, i
     // A limit on the uppermost disk acts before any driver changes the owner; lower ones act after.
     if let Some((reached, crossed)) = find_limit_below(facts, &levels, disk, io, &mut way) {
         let charge = match (charge, crossed) {
-            (ChargedCgroup::Own(own) | ChargedCgroup::Several(_, own), Some(crossed)) => crossed.with_evidence(own),
+            (ChargedCgroup::Own(own) | ChargedCgroup::Several(_, own), Some(crossed)) => {
+                crossed.with_evidence(own)
+            }
             (charge, _) => charge,
         };
         return (charge, LimitSearch::Limit(reached));
@@ -136,7 +144,8 @@ fn find_limit_below(
 /// Charge of the requests that a disk's driver submits to lower disks, if not to the submitter.
 fn charge_below(facts: &CgroupFacts, disk: &DiskFacts, io: Io) -> Option<ChargedCgroup> {
     let because = |cause| Some(ChargedCgroup::Elsewhere(cause, disk.evidence.clone()));
-    let of_kernel = |cause| because(cause).map(|charge| charge.with_evidence(vec![facts.kernel.evidence.clone()]));
+    let of_kernel =
+        |cause| because(cause).map(|charge| charge.with_evidence(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
         // A dm-raid mirror keeps the owner of direct requests, parity RAID does not; the level is
         // unknown here.
@@ -171,14 +180,21 @@ fn charge_below(facts: &CgroupFacts, disk: &DiskFacts, io: Io) -> Option<Charged
                 // Charged to the cgroup that wrote to the file first; ownership moves to the
                 // submitter slowly.
                 Ok(evidence) => ChargedCgroup::Several(Cause::BufferedLoop, cited).with_evidence(evidence),
-                Err((_, evidence)) => ChargedCgroup::Elsewhere(Cause::BufferedLoop, cited).with_evidence(evidence),
+                Err((_, evidence)) => {
+                    ChargedCgroup::Elsewhere(Cause::BufferedLoop, cited).with_evidence(evidence)
+                }
             })
         }
         DiskKind::Plain | DiskKind::Memory | DiskKind::Raid(_) | DiskKind::Gone => None,
     }
 }
 
-pub(super) fn explain_missing_limit(facts: &CgroupFacts, group: &str, levels: &[&CgroupLevel], disk: DeviceNumber) -> RequestVerdict {
+pub(super) fn explain_missing_limit(
+    facts: &CgroupFacts,
+    group: &str,
+    levels: &[&CgroupLevel],
+    disk: DeviceNumber,
+) -> RequestVerdict {
     let judged =
         |coverage, cause, evidence| RequestVerdict { coverage, cause, evidence, detail: facts.node(disk) };
     let own = facts.level_of(group);
@@ -191,7 +207,8 @@ pub(super) fn explain_missing_limit(facts: &CgroupFacts, group: &str, levels: &[
         return judged(Coverage::Escapes, Cause::RootCgroup, evidence);
     }
     // From the most specific cause to the most general: the order of these checks decides.
-    let here: Vec<&CgroupLevel> = levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
+    let here: Vec<&CgroupLevel> =
+        levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
     if !here.is_empty() {
         return judged(Coverage::Unlimited, Cause::OtherDirection, evidence(&here, disk));
     }
@@ -221,7 +238,9 @@ pub(super) fn explain_missing_limit(facts: &CgroupFacts, group: &str, levels: &[
         return judged(Coverage::Escapes, Cause::NoLimit, evidence);
     };
     let evidence = other.evidence.clone();
-    let used = |disk: DeviceNumber| facts.disks_in_use().any(|used| used == disk || is_stacked_on(facts, used, disk, 0));
+    let used = |disk: DeviceNumber| {
+        facts.disks_in_use().any(|used| used == disk || is_stacked_on(facts, used, disk, 0))
+    };
     // Another disk in use has a limit, so the lack of one here may be intended.
     if limited.iter().any(|(_, limit)| used(limit.disk)) {
         return judged(Coverage::Unlimited, Cause::DiskWithoutLimit, evidence);
@@ -255,12 +274,13 @@ fn not_enabled(
 
 fn is_stacked_on(facts: &CgroupFacts, upper: DeviceNumber, lower: DeviceNumber, depth: usize) -> bool {
     let parts = facts.disk(upper).map_or(&[][..], |disk| &disk.parts);
-    depth < MAX_DEPTH && parts.iter().any(|&part| part == lower || is_stacked_on(facts, part, lower, depth + 1))
+    depth < MAX_DEPTH
+        && parts.iter().any(|&part| part == lower || is_stacked_on(facts, part, lower, depth + 1))
 }
 
 impl CgroupFacts {
     fn disks_in_use(&self) -> impl Iterator<Item = DeviceNumber> {
         let uses = self.processes.iter().flat_map(|process| &process.uses);
-        uses.filter_map(|used| self.disk_of(used.place))
+        uses.filter_map(|used| self.disk_of(used.location))
     }
 }

@@ -9,13 +9,16 @@ use console::figures;
 use policy::steering::IoMaxRates;
 
 use super::{
-    Cause, Coverage, CoverageFinding, Io, RequestVerdict, charge, merge_finding,
+    Cause, Coverage, CoverageFinding, Io, RequestVerdict, charge,
     limit_search::{self, LimitSearch},
-    wording,
+    merge_finding, wording,
 };
 use crate::{
     control_group::Version,
-    explain::facts::{BackingDisk, OtherControlKind, DiskKind, Evidence, CgroupFacts, MemoryController, IoLocation, ExaminedProcess, AccessMode},
+    explain::facts::{
+        AccessMode, BackingDisk, CgroupFacts, DiskKind, Evidence, ExaminedProcess, IoLocation,
+        MemoryController, OtherControlKind,
+    },
     kernel::io_max,
 };
 
@@ -44,7 +47,12 @@ pub(super) fn swapping(facts: &CgroupFacts, process: &ExaminedProcess, found: &m
     }
 }
 
-fn swapping_on(facts: &CgroupFacts, process: &ExaminedProcess, disk: DeviceNumber, mut evidence: Vec<Evidence>) -> RequestVerdict {
+fn swapping_on(
+    facts: &CgroupFacts,
+    process: &ExaminedProcess,
+    disk: DeviceNumber,
+    mut evidence: Vec<Evidence>,
+) -> RequestVerdict {
     let detail = facts.node(disk);
     // zram and brd are memory: swapping to them does no I/O on a disk.
     if facts.disk(disk).is_some_and(|disk| disk.kind == DiskKind::Memory) {
@@ -59,7 +67,12 @@ fn swapping_on(facts: &CgroupFacts, process: &ExaminedProcess, disk: DeviceNumbe
                 && facts.kernel.release >= SWAP_CHARGES;
             evidence.extend(limit.evidence);
             if charged {
-                RequestVerdict { coverage: Coverage::Covered, cause: Cause::Covered, evidence, detail: limit.rate }
+                RequestVerdict {
+                    coverage: Coverage::Covered,
+                    cause: Cause::Covered,
+                    evidence,
+                    detail: limit.rate,
+                }
             } else {
                 evidence.push(facts.kernel.evidence.clone());
                 RequestVerdict { coverage: Coverage::Escapes, cause: Cause::SwapNotCharged, evidence, detail }
@@ -129,10 +142,25 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
     }
 }
 
-fn note(facts: &CgroupFacts, cause: Cause, detail: &str, disk: Option<DeviceNumber>, evidence: Vec<Evidence>) -> CoverageFinding {
+fn note(
+    facts: &CgroupFacts,
+    cause: Cause,
+    detail: &str,
+    disk: Option<DeviceNumber>,
+    evidence: Vec<Evidence>,
+) -> CoverageFinding {
     let (why, mend) = wording::cause_and_remedy(facts, cause, detail);
     let place = disk.map_or_else(String::new, |disk| facts.node(disk));
-    CoverageFinding { coverage: Coverage::Note, cause, acts: BTreeSet::new(), disk, place, why, evidence, remedy: mend }
+    CoverageFinding {
+        coverage: Coverage::Note,
+        cause,
+        acts: BTreeSet::new(),
+        disk,
+        place,
+        why,
+        evidence,
+        remedy: mend,
+    }
 }
 
 fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
@@ -154,7 +182,12 @@ fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
         let told = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(told);
         if !told {
             let disk = DeviceNumber { major: 0, minor: 0 };
-            let nothing = limit_search::explain_missing_limit(facts, &own.name, &limit_search::in_force(facts, &own.name), disk);
+            let nothing = limit_search::explain_missing_limit(
+                facts,
+                &own.name,
+                &limit_search::in_force(facts, &own.name),
+                disk,
+            );
             found.push(escape(nothing.cause, &nothing.detail, nothing.evidence));
         }
     }
@@ -223,8 +256,9 @@ fn page_cache(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
         return;
     };
     let uses = facts.processes.iter().flat_map(|process| &process.uses).chain(&facts.hypothetical_uses);
-    let evidence =
-        uses.filter(|used| used.reads && used.way != AccessMode::Direct).map(|used| used.evidence.clone());
+    let evidence = uses
+        .filter(|used| used.reads && used.access_mode != AccessMode::Direct)
+        .map(|used| used.evidence.clone());
     let evidence = evidence.take(1).collect();
     found.push(note(facts, Cause::PageCache, "", disk, evidence));
 }
@@ -239,7 +273,7 @@ fn older_files(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
         found.iter().filter(this).any(|finding| finding.ios().contains(&Io::BufferedWrites))
     };
     let uses = facts.processes.iter().flat_map(|process| &process.uses);
-    let older = uses.filter(|used| covered(facts.disk_of(used.place)));
+    let older = uses.filter(|used| covered(facts.disk_of(used.location)));
     let evidence: Vec<Evidence> =
         older.filter_map(|used| used.older.clone()).take(super::MAX_EVIDENCE).collect();
     if !evidence.is_empty() && facts.version == Version::V2 {

@@ -7,7 +7,7 @@ use policy::steering::IoMaxRates;
 use super::Cause;
 use crate::explain::facts::{CgroupFacts, IoLocation};
 
-pub(super) fn place(facts: &CgroupFacts, place: IoLocation) -> String {
+pub(super) fn location_text(facts: &CgroupFacts, place: IoLocation) -> String {
     match place {
         IoLocation::Disk(number) => facts.node(number),
         IoLocation::FileSystem(index) => {

@@ -73,8 +73,8 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), CommandFailure> {
             Ok(order) => execute(&arguments.directory, &order, &mut kept),
             Err(error) => Err(error),
         };
-        let answer =
-            answer.unwrap_or_else(|error| LoadReply { error: Some(format!("{error:#}")), ..LoadReply::default() });
+        let answer = answer
+            .unwrap_or_else(|error| LoadReply { error: Some(format!("{error:#}")), ..LoadReply::default() });
         let mut text = serde_json::to_string(&answer).context("an answer")?;
         text.push('\n');
         let mut out = io::stdout().lock();

@@ -15,8 +15,8 @@ use nix::{fcntl::OFlag, unistd::syncfs};
 use policy::{counter, steering::IoMaxRates};
 
 use super::{
-    PathFigures, LimitCompliance, PathResult, MeasureOptions,
-    load::{self, LoadReply, BLOCK, LoadOrder},
+    LimitCompliance, MeasureOptions, PathFigures, PathResult,
+    load::{self, BLOCK, LoadOrder, LoadReply},
     temporary_cgroup::TemporaryCgroup,
     trace::TraceInstance,
     worker::LoadWorker,
@@ -32,8 +32,8 @@ const TIMEOUT_MARGIN: Duration = Duration::from_secs(60);
 const TOLERANCE: f64 = 0.25;
 /// Share of the limit below which something else slowed the I/O.
 const SLOW: f64 = 0.5;
-const LEAST_BYTES: u64 = BLOCK as u64;
-const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
+const MIN_BYTES: u64 = BLOCK as u64;
+const MIN_SIZE_OPTION: u64 = 16 * BLOCK as u64;
 
 type PathTest<'a> = fn(&mut PathTests<'a>, u64) -> anyhow::Result<PathFigures>;
 
@@ -63,7 +63,7 @@ impl<'a> PathTests<'a> {
         ];
         for (name, way) in writes {
             progress.step(name);
-            ways.push(self.way(name, write_bps, way));
+            ways.push(self.measure_path(name, write_bps, way));
             progress.end();
         }
         let file = self.file_to_read(read_bps);
@@ -75,7 +75,7 @@ impl<'a> PathTests<'a> {
         for (name, io, forget) in reads {
             progress.step(name);
             let limit_bps = if name.ends_with("cache") { None } else { read_bps };
-            let way = self.way(name, limit_bps, |this, bytes| {
+            let way = self.measure_path(name, limit_bps, |this, bytes| {
                 let (path, file_bytes) = file
                     .as_ref()
                     .map(|(_, path, bytes)| (path, *bytes))
@@ -89,7 +89,7 @@ impl<'a> PathTests<'a> {
         if let Some(way) = ways.last_mut()
             && let Ok(figures) = &mut way.result
         {
-            figures.kept = LimitCompliance::NoIo;
+            figures.compliance = LimitCompliance::NoIo;
         }
         ways
     }
@@ -104,10 +104,10 @@ impl<'a> PathTests<'a> {
 
     /// Bytes that the limit admits in the time of one path, in whole blocks.
     fn amount(&self, limit_bps: Option<u64>) -> u64 {
-        let most = self.wish.most_bytes.max(LEAST_WISH_BYTES);
+        let most = self.wish.max_bytes.max(MIN_SIZE_OPTION);
         let seconds = self.wish.time.as_secs_f64();
         let bytes = limit_bps.map_or(most, |bps| (bps as f64 * seconds) as u64);
-        bytes.clamp(LEAST_BYTES, most) / BLOCK as u64 * BLOCK as u64
+        bytes.clamp(MIN_BYTES, most) / BLOCK as u64 * BLOCK as u64
     }
 
     fn timeout(&self, bytes: u64, limit_bps: Option<u64>) -> Duration {
@@ -115,15 +115,15 @@ impl<'a> PathTests<'a> {
         Duration::try_from_secs_f64(expected).unwrap_or(TIMEOUT_MARGIN) * TIMEOUT_FACTOR + TIMEOUT_MARGIN
     }
 
-    fn way(
+    fn measure_path(
         &mut self,
         name: &'static str,
         limit_bps: Option<u64>,
         way: impl FnOnce(&mut Self, u64) -> anyhow::Result<PathFigures>,
     ) -> PathResult {
         let bytes = self.amount(limit_bps);
-        let result =
-            way(self, bytes).map(|figures| PathFigures { kept: limit_compliance(figures.bps(), limit_bps), ..figures });
+        let result = way(self, bytes)
+            .map(|figures| PathFigures { compliance: limit_compliance(figures.bps(), limit_bps), ..figures });
         PathResult { name, limit_bps, result: result.map_err(|error| format!("{error:#}")) }
     }
 
@@ -159,7 +159,7 @@ impl<'a> PathTests<'a> {
             charged_bytes: charged,
             disk_bytes: if reads { disk.read_bytes } else { disk.written_bytes },
             traced,
-            kept: LimitCompliance::NotLimited,
+            compliance: LimitCompliance::NotLimited,
         })
     }
 

@@ -8,7 +8,7 @@ use console::{
 };
 use serde_json::{Value, json};
 
-use super::{PathFigures, LimitCompliance, MeasuredPaths, PathResult, trace::TraceTotals};
+use super::{LimitCompliance, MeasuredPaths, PathFigures, PathResult, trace::TraceTotals};
 use crate::explain::text::clean;
 
 pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
@@ -23,12 +23,16 @@ pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
         ("WAITED IN", ColumnAlignment::Left),
     ];
     let mut table = TextTable::new(columns);
-    for way in &measured.ways {
+    for way in &measured.paths {
         let limit = way.limit_bps.map_or_else(|| "-".to_owned(), |limit| rate(limit as f64));
         let row = match &way.result {
-            Ok(figures) => {
-                [limit, rate(figures.bps()), charged(figures), kept(figures.kept).to_owned(), describe_waiting(figures)]
-            }
+            Ok(figures) => [
+                limit,
+                rate(figures.bps()),
+                charged(figures),
+                compliance_name(figures.compliance).to_owned(),
+                describe_waiting(figures),
+            ],
             // The error takes the place of the last column.
             Err(error) => [limit, "-".to_owned(), "-".to_owned(), "not measured".to_owned(), error.clone()],
         };
@@ -46,11 +50,11 @@ pub(in super::super) fn json(measured: &MeasuredPaths) -> Value {
         "directory": measured.directory.display().to_string(),
         "device": measured.node,
         "untraced": measured.untraced,
-        "paths": measured.ways.iter().map(one).collect::<Vec<_>>(),
+        "paths": measured.paths.iter().map(path_json).collect::<Vec<_>>(),
     })
 }
 
-fn one(way: &PathResult) -> Value {
+fn path_json(way: &PathResult) -> Value {
     let mut answer = json!({ "path": way.name.replace(' ', "-"), "limit-bps": way.limit_bps });
     match &way.result {
         Err(error) => answer["error"] = json!(error),
@@ -61,7 +65,7 @@ fn one(way: &PathResult) -> Value {
             answer["bps"] = json!(figures.bps());
             answer["charged-bytes"] = json!(figures.charged_bytes);
             answer["device-bytes"] = json!(figures.disk_bytes);
-            answer["limit-is"] = json!(kept(figures.kept));
+            answer["limit-is"] = json!(compliance_name(figures.compliance));
             answer["waited"] = json!(describe_waiting(figures));
             if let Some(traced) = figures.traced {
                 answer["trace"] = json!({
@@ -87,7 +91,7 @@ fn charged(figures: &PathFigures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }
 
-fn kept(kept: LimitCompliance) -> &'static str {
+fn compliance_name(kept: LimitCompliance) -> &'static str {
     match kept {
         LimitCompliance::Yes => "kept",
         LimitCompliance::No => "IGNORED",
@@ -155,7 +159,7 @@ mod tests {
                 held_ms: 950,
                 ..TraceTotals::default()
             }),
-            kept: LimitCompliance::Yes,
+            compliance: LimitCompliance::Yes,
         }
     }
 
@@ -180,8 +184,12 @@ mod tests {
                 result: Err("the file system has no direct I/O".to_owned()),
             },
         ];
-        let measured =
-            MeasuredPaths { directory: "/data".into(), node: "/dev/vda".to_owned(), untraced: None, ways };
+        let measured = MeasuredPaths {
+            directory: "/data".into(),
+            node: "/dev/vda".to_owned(),
+            untraced: None,
+            paths: ways,
+        };
         let told = text(&measured);
         let lines: Vec<&str> = told.lines().collect();
         assert_eq!(lines[1], "measured in /data on /dev/vda:");

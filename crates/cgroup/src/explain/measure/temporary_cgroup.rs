@@ -24,7 +24,7 @@ use crate::{
 
 /// Lower bound of memory.high. Twice the written amount makes a writer reach its share of dirty
 /// pages in seconds; below this bound weir itself would be reclaimed.
-const LEAST_MEMORY_BYTES: u64 = 24 << 20;
+const MIN_MEMORY_BYTES: u64 = 24 << 20;
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
 /// Removed when dropped.
@@ -68,7 +68,7 @@ impl TemporaryCgroup {
 
     /// Lowers memory.high so that a writer of `bytes` soon waits. Returns true on success.
     pub(super) fn restrict_memory(&self, bytes: u64) -> bool {
-        let memory = bytes.saturating_mul(2).max(LEAST_MEMORY_BYTES).to_string();
+        let memory = bytes.saturating_mul(2).max(MIN_MEMORY_BYTES).to_string();
         self.group.version == Version::V2 && self.group.write("memory.high", &memory).is_ok()
     }
 

@@ -15,7 +15,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::load::{LoadReply, LoadOrder};
+use super::load::{LoadOrder, LoadReply};
 
 /// Killed when dropped.
 #[derive(Debug)]

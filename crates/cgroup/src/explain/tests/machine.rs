@@ -28,7 +28,8 @@ pub(super) struct ExplainMachine {
 
 impl ExplainMachine {
     pub(super) fn new() -> Self {
-        let mut machine = Self::on(crate::fake_machine::FakeMachine::v2("cpu io memory"), "6.12.117+deb12-amd64");
+        let mut machine =
+            Self::on(crate::fake_machine::FakeMachine::v2("cpu io memory"), "6.12.117+deb12-amd64");
         machine.group("/", "cpu io memory", "cpu io memory").group("/app", "io memory", "");
         machine.write("cgroup/app/io.max", "254:0 rbps=4000000 wbps=4000000 riops=max wiops=max\n");
         machine

@@ -11,7 +11,7 @@ use super::{
         json, text,
         verdict::Verdict,
     },
-    machine::{DATA, DIRECT, LIMITS, ExplainMachine, READ, SYNC, WRITE},
+    machine::{DATA, DIRECT, ExplainMachine, LIMITS, READ, SYNC, WRITE},
 };
 
 /// A machine, and every failure expected for `/app`, in any order.
@@ -55,18 +55,24 @@ fn of_cgroups() -> Vec<ExplainCase> {
         case("the same, and nobody to apply it again", &[(Escapes, NoLimit)], |m| {
             m.write("cgroup/app/io.max", "").write(LIMITS, LIFTED).dd()
         }),
-        on(ExplainMachine::version_one(), "a limit of version 1 and a buffered dd", &[(Escapes, VersionOne)], |m| {
-            m.dd()
-        }),
+        on(
+            ExplainMachine::version_one(),
+            "a limit of version 1 and a buffered dd",
+            &[(Escapes, VersionOne)],
+            |m| m.dd(),
+        ),
         on(ExplainMachine::version_one(), "version 1, but past the page cache", &[], |m| {
             m.dd_in("/app", WRITE | DIRECT)
         }),
         on(ExplainMachine::version_one(), "version 1, but waiting for each write", &[], |m| {
             m.dd_in("/app", WRITE | SYNC)
         }),
-        on(ExplainMachine::version_one(), "version 1, a cgroup below the limit", &[(Escapes, NotInherited)], |m| {
-            m.group_one("/app/in", "").dd_in("/app/in", WRITE | DIRECT)
-        }),
+        on(
+            ExplainMachine::version_one(),
+            "version 1, a cgroup below the limit",
+            &[(Escapes, NotInherited)],
+            |m| m.group_one("/app/in", "").dd_in("/app/in", WRITE | DIRECT),
+        ),
         case("memory in version 1, io in version 2", &[(Escapes, MemoryInVersionOne)], |m| {
             m.group("/", "cpu io", "cpu io").group("/app", "io", "");
             m.write("cgroup/app/io.max", "254:0 wbps=4000000\n").memory_in_version_one().dd()
@@ -294,7 +300,7 @@ fn only(findings: &[CoverageFinding], cause: Cause) -> &CoverageFinding {
 }
 
 #[test]
-fn the_healthy_one_is_covered_in_every_way() {
+fn healthy_cgroup_is_fully_covered() {
     let mut machine = ExplainMachine::new();
     machine.dd().opens(100, "/data/in", DATA, READ).opens(100, "/data/direct", DATA, 2 | DIRECT);
     let findings = machine.explain();
@@ -334,7 +340,7 @@ fn the_level_that_keeps_a_controller_is_named() {
 }
 
 #[test]
-fn a_process_is_asked_about_alone() {
+fn single_process_is_explained() {
     let mut machine = ExplainMachine::new();
     machine.dd().mount(41, "0:50", "/net", "nfs4", "server:/x", "rw");
     machine.process(101, "dd", "/app").opens(101, "/net/out", 41, WRITE);
@@ -355,7 +361,7 @@ fn empty_cgroup_has_hypothetical_findings() {
 }
 
 #[test]
-fn notes_tell_what_is_no_failure() {
+fn notes_are_not_failures() {
     let mut machine = ExplainMachine::new();
     machine.disk("254:1", "vda/vda1").mount(DATA, "254:1", "/data", "ext4", "/dev/vda1", "rw");
     machine.write("cgroup/io.cost.qos", "254:0 enable=1 ctrl=auto\n");
@@ -384,7 +390,8 @@ fn notes_tell_what_is_no_failure() {
         assert!(!found.evidence.is_empty(), "{found:?}");
     }
     for control in ["io.cost", "io.latency", "BFQ"] {
-        let told = |finding: &CoverageFinding| finding.cause == OtherControl && finding.why.starts_with(control);
+        let told =
+            |finding: &CoverageFinding| finding.cause == OtherControl && finding.why.starts_with(control);
         assert!(findings.iter().any(told), "{control} in {findings:#?}");
     }
 }
@@ -400,7 +407,7 @@ fn dirty_pages_of_an_empty_cgroup_are_reported() {
 }
 
 #[test]
-fn where_one_direction_is_limited_the_other_is_told_to_be_free() {
+fn unlimited_direction_is_reported() {
     let mut machine = ExplainMachine::new();
     machine.write("cgroup/app/io.max", "254:0 wbps=4000000\n").dd().opens(100, "/data/in", DATA, READ);
     let findings = machine.explain();

@@ -2,12 +2,12 @@
 
 use std::{cmp::Ordering, path::PathBuf};
 
-use console::keys::{self, SelectedRow, ListKey, ExitKey};
+use console::keys::{self, ExitKey, ListKey, SelectedRow};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use crate::show::{
     rates,
-    rates::{CgroupRate, CgroupRow, CgroupSnapshot, TaskRow, RowOptions},
+    rates::{CgroupRate, CgroupRow, CgroupSnapshot, RowOptions, TaskRow},
     text,
 };
 

@@ -63,7 +63,7 @@ fn tasks_of_a_cgroup_and_those_below_it() {
 }
 
 #[test]
-fn what_goes_away_is_no_longer_there() {
+fn removed_cgroups_leave_the_list() {
     let (earlier, mut later) = snapshots();
     let mut state = sampled();
     press(&mut state, "tj");

@@ -2,7 +2,7 @@
 
 use console::{
     figures,
-    screen::{self, DIMMED, THROTTLED, FAULT},
+    screen::{self, DIMMED, FAULT, THROTTLED},
 };
 use ratatui::{
     Frame,
@@ -13,7 +13,7 @@ use ratatui::{
 };
 use reactor::sanitize::sanitize;
 
-use super::state::{TopColumn, TopLine, CgroupTopState};
+use super::state::{CgroupTopState, TopColumn, TopLine};
 use crate::show::{rates::CgroupRate, text};
 
 const HELP: &str = "\
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn cgroups_and_then_the_tasks_of_one() {
+    fn list_of_cgroups_then_tasks_of_one() {
         let mut state = sampled();
         let text = drawn(&mut state, 100, 24);
         let lines: Vec<&str> = text.lines().collect();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_and_what_is_missing_is_said() {
+    fn errors_and_missing_limits_are_shown() {
         let mut state = sampled();
         state.update(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
         let text = drawn(&mut state, 80, 24);

@@ -43,7 +43,7 @@ pub(super) struct AddGroup {
 
 impl QmpCommand for AddGroup {
     const NAME: &'static str = "x-weir-add-group";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { name: arguments.required("name")?, keys: read_keys(arguments)? })
@@ -56,7 +56,9 @@ impl QmpCommand for AddGroup {
                 self.name
             )));
         }
-        add_objects::add_group(&registry, &self.name, &self.keys).await.map_err(QmpError::from_daemon_error)?;
+        add_objects::add_group(&registry, &self.name, &self.keys)
+            .await
+            .map_err(QmpError::from_daemon_error)?;
         Ok(json!({}))
     }
 }

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     image_opening::OPEN_TIMEOUT,
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, json::excerpt},
-    registry::{LowerNode, RegistryError, Registry, RunningDisk, ProtocolNode},
+    registry::{LowerNode, ProtocolNode, Registry, RegistryError, RunningDisk},
 };
 
 /// Commands that created a disk: see [`RunningDisk::told`].
@@ -50,7 +50,7 @@ impl QmpCommand for BlockdevAdd {
         check_names(&registry, &chain)?;
         match &chain.bottom {
             ChainBottom::Node(bottom) => {
-                let _turn = registry.change().await?;
+                let _turn = registry.lock_structure().await?;
                 match chain.reopens_node() {
                     true => reopen_with_format(&registry, chain, told).await?,
                     false => add_node_over(&registry, &chain, bottom, told)?,
@@ -59,7 +59,7 @@ impl QmpCommand for BlockdevAdd {
             ChainBottom::Storage(storage) => {
                 // Without the lock: the answer of a storage server may take any time.
                 let opened = open_storage(&registry, &chain, storage, None).await?;
-                let _turn = registry.change().await?;
+                let _turn = registry.lock_structure().await?;
                 list(&registry, &chain, storage, inner_nodes(&chain), told, opened)?;
                 if let Err(why) = set::publish_reservations(&registry).await {
                     registry.remove_disk(&chain.names[0]).await.map_err(generic_error)?;
@@ -119,7 +119,11 @@ fn list(
 
 /// Adds a format node over an existing node: closes the node's file and opens it with the format.
 /// On failure the node is added again unchanged.
-async fn reopen_with_format(registry: &Rc<Registry>, chain: NodeChain, own: CreationCommands) -> Result<(), QmpError> {
+async fn reopen_with_format(
+    registry: &Rc<Registry>,
+    chain: NodeChain,
+    own: CreationCommands,
+) -> Result<(), QmpError> {
     let ChainBottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
     let (bottom, below) = (bottom.clone(), find_top_node(registry, bottom)?);
     let is_over_another = below.lower_nodes.iter().any(|node| node.is_own_disk);
@@ -135,7 +139,8 @@ async fn reopen_with_format(registry: &Rc<Registry>, chain: NodeChain, own: Crea
     let (under, told) = (taken.lower_nodes, taken.creation_commands);
     // Closes the file and releases its lock, which the new image needs.
     drop(taken.disk);
-    let (nodes, both) = (nodes_below_format(&chain, &bottom, &storage, &under), with_command(told.clone(), own));
+    let (nodes, both) =
+        (nodes_below_format(&chain, &bottom, &storage, &under), with_command(told.clone(), own));
     let added = add_disk(registry, &chain.over_storage(&storage), &storage, nodes, both, None).await;
     if added.is_err() {
         // The previous disk is restored even though the command fails.
@@ -145,9 +150,18 @@ async fn reopen_with_format(registry: &Rc<Registry>, chain: NodeChain, own: Crea
 }
 
 /// Nodes below a format node, over a node that is closed for it and has the nodes `under` below.
-fn nodes_below_format(chain: &NodeChain, bottom: &str, storage: &Rc<ProtocolNode>, under: &[LowerNode]) -> Vec<LowerNode> {
+fn nodes_below_format(
+    chain: &NodeChain,
+    bottom: &str,
+    storage: &Rc<ProtocolNode>,
+    under: &[LowerNode],
+) -> Vec<LowerNode> {
     let mut nodes = inner_nodes(chain);
-    nodes.push(LowerNode { name: bottom.to_owned(), is_own_disk: true, reopen_options: Some(Rc::clone(storage)) });
+    nodes.push(LowerNode {
+        name: bottom.to_owned(),
+        is_own_disk: true,
+        reopen_options: Some(Rc::clone(storage)),
+    });
     nodes.extend(under.iter().cloned());
     nodes
 }
@@ -175,7 +189,7 @@ pub(in crate::qmp) async fn add_transferred(
     // True for a disk that was added by keys, whose lowest node has no command.
     let is_over = chains.peek().is_some_and(|(first, _)| matches!(first.bottom, ChainBottom::Node(_)));
     if !is_over {
-        add_lowest(registry, &mut chains, passed).await?;
+        add_lowest_node(registry, &mut chains, passed).await?;
     }
     for (chain, sent) in chains {
         let ChainBottom::Node(bottom) = &chain.bottom else {
@@ -188,12 +202,14 @@ pub(in crate::qmp) async fn add_transferred(
 
 /// Adds the lowest node. Consumes the command that created it, and the next one if that reopened
 /// the node with a format.
-async fn add_lowest(
+async fn add_lowest_node(
     registry: &Rc<Registry>,
     chains: &mut Peekable<impl Iterator<Item = (NodeChain, Map<String, Value>)>>,
     passed: PassedFiles,
 ) -> Result<(), QmpError> {
-    let Some((first, sent)) = chains.next() else { return Err(QmpError::generic("the command that created it is missing")) };
+    let Some((first, sent)) = chains.next() else {
+        return Err(QmpError::generic("the command that created it is missing"));
+    };
     let ChainBottom::Storage(storage) = &first.bottom else {
         return Err(QmpError::rule("file", "names the node of another disk"));
     };
@@ -228,7 +244,9 @@ async fn restore_node(
     below: Vec<LowerNode>,
     told: CreationCommands,
 ) {
-    if let Err(error) = add_disk(registry, &NodeChain::of_storage(name, storage), storage, below, told, None).await {
+    if let Err(error) =
+        add_disk(registry, &NodeChain::of_storage(name, storage), storage, below, told, None).await
+    {
         tracing::error!(node = name, error = %error, "a node could not be opened again after the node above it was removed");
     }
 }
@@ -286,7 +304,12 @@ fn find_top_node(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, Qmp
     })
 }
 
-fn add_node_over(registry: &Rc<Registry>, chain: &NodeChain, bottom: &str, own: CreationCommands) -> Result<(), QmpError> {
+fn add_node_over(
+    registry: &Rc<Registry>,
+    chain: &NodeChain,
+    bottom: &str,
+    own: CreationCommands,
+) -> Result<(), QmpError> {
     let name = excerpt(bottom);
     let below = find_top_node(registry, bottom)?;
     if chain.read_only && !below.disk.image().is_read_only() {
@@ -345,7 +368,9 @@ fn list_renamed(
     below: Vec<LowerNode>,
 ) -> Result<(), QmpError> {
     let disk = Arc::into_inner(taken.disk).expect("taken when nobody else had it").renamed(name);
-    registry.add_disk(RunningDisk { disk: Arc::new(disk), lower_nodes: below, ..taken }).map_err(generic_error)
+    registry
+        .add_disk(RunningDisk { disk: Arc::new(disk), lower_nodes: below, ..taken })
+        .map_err(generic_error)
 }
 
 fn in_use_error(name: &str) -> impl Fn(RegistryError) -> QmpError {
@@ -367,7 +392,9 @@ async fn open_storage(
     registry.check_image(image).await.map_err(generic_error)?;
     let spec = image.to_spec().map_err(generic_error)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
-        let checked = reactor::timeout(OPEN_TIMEOUT, reactor::run_blocking(move || check_file_type(&path, device))).await;
+        let checked =
+            reactor::timeout(OPEN_TIMEOUT, reactor::run_blocking(move || check_file_type(&path, device)))
+                .await;
         checked.unwrap_or_else(|_| Err(unresponsive_text(&spec))).map_err(QmpError::generic)?;
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
@@ -443,7 +470,7 @@ pub(super) struct BlockdevDel {
 
 impl QmpCommand for BlockdevDel {
     const NAME: &'static str = "blockdev-del";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { node: arguments.required("node-name")? })
@@ -469,7 +496,12 @@ impl QmpCommand for BlockdevDel {
                 match node.reopen_options {
                     None => {
                         let taken = move_to_group(&registry, taken, None)?;
-                        list_renamed(&registry, RunningDisk { creation_commands: told, ..taken }, &node.name, below)?;
+                        list_renamed(
+                            &registry,
+                            RunningDisk { creation_commands: told, ..taken },
+                            &node.name,
+                            below,
+                        )?;
                     }
                     Some(storage) => {
                         taken.close().await;

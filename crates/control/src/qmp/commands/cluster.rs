@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use cluster::{GroupLimitChange, ClusterMembership};
+use cluster::{ClusterMembership, GroupLimitChange};
 use serde_json::Value;
 
 use crate::{
@@ -21,7 +21,9 @@ const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
 
 fn cluster(registry: &Registry) -> Result<Rc<ClusterMembership>, QmpError> {
     let none = || {
-        QmpError::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
+        QmpError::generic(
+            "cluster: this daemon is in none (add [cluster] to its config file, and restart weir)",
+        )
     };
     registry.cluster().cloned().ok_or_else(none)
 }
@@ -59,7 +61,13 @@ impl QmpCommand for ClusterSet {
         let safe_share = arguments.number("fallback-share-ppm", 0..=1_000_000)?;
         // Zero removes the setting, so that the default applies.
         let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
-        let change = GroupLimitChange { group, limits, hosts, safe_share_ppm: safe_share, ..GroupLimitChange::default() };
+        let change = GroupLimitChange {
+            group,
+            limits,
+            hosts,
+            safe_share_ppm: safe_share,
+            ..GroupLimitChange::default()
+        };
         Ok(Self { change })
     }
 

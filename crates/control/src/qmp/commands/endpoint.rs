@@ -5,8 +5,9 @@ use std::path::Path;
 
 use serde_json::Value;
 use settings::{
-    AddressedConfig, ExportTarget, FuseConfig, NbdDeviceConfig, VhostUserSocket, UblkConfig, VhostUserBlkConfig,
-    key::{ValueError, KeyType},
+    AddressedConfig, ExportTarget, FuseConfig, NbdDeviceConfig, UblkConfig, VhostUserBlkConfig,
+    VhostUserSocket,
+    key::{KeyType, ValueError},
 };
 
 use crate::qmp::{arguments::QmpArguments, error::QmpError};
@@ -113,7 +114,8 @@ fn read_vhost_user(arguments: &mut QmpArguments) -> Result<VhostUserBlkConfig, Q
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
     let write_cache = !is_writethrough(arguments)?;
     // Fits into u16 by the range.
-    let machine = VhostUserBlkConfig { queues: queues as u16, write_cache, ..VhostUserBlkConfig::new(socket) };
+    let machine =
+        VhostUserBlkConfig { queues: queues as u16, write_cache, ..VhostUserBlkConfig::new(socket) };
     let machine = read_keys(arguments, machine, &["queues", "write-cache"])?;
     machine.check().map_err(QmpError::generic)?;
     Ok(machine)
@@ -127,7 +129,8 @@ mod tests {
 
     /// Endpoint in the syntax of the command line, or the error.
     fn endpoint_text(kind: &str, arguments: Value) -> Result<String, String> {
-        QmpArguments::read_all(arguments, |arguments| read_endpoint(kind, arguments)).map(|door| door.to_string())
+        QmpArguments::read_all(arguments, |arguments| read_endpoint(kind, arguments))
+            .map(|door| door.to_string())
     }
 
     #[test]

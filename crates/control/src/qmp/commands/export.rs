@@ -14,7 +14,7 @@ use crate::openers::DeviceOpeners;
 use crate::{
     bitmaps,
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, identifier, json::excerpt},
-    registry::{RunningEndpoint as Reach, NewNbdExport, RegistryError, Registry, RunningDisk},
+    registry::{NewNbdExport, Registry, RegistryError, RunningDisk, RunningEndpoint as Reach},
     running_server::RunningServer,
 };
 
@@ -50,7 +50,7 @@ struct NbdExportArguments {
 
 impl QmpCommand for BlockExportAdd {
     const NAME: &'static str = "block-export-add";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let is_sent = arguments.sent_json().is_some();
@@ -64,8 +64,10 @@ impl QmpCommand for BlockExportAdd {
             0 => ExportArguments::Nbd(NbdExportArguments::read(arguments, &node)?),
             own => {
                 let door = endpoint::read_endpoint(endpoint::TYPES[own - 1], arguments)?;
-                let socket =
-                    door.inherited_name().and_then(|name| arguments.descriptors().take_named(name)).map(PassedFd::into_owned);
+                let socket = door
+                    .inherited_name()
+                    .and_then(|name| arguments.descriptors().take_named(name))
+                    .map(PassedFd::into_owned);
                 ExportArguments::Own(door, socket)
             }
         };
@@ -84,10 +86,9 @@ impl QmpCommand for BlockExportAdd {
         if registry.exports.get(&id).is_ok() {
             return Err(QmpError::generic(format!("Block export id '{id}' is already in use")));
         }
-        let disk = registry
-            .disks
-            .get(&node)
-            .map_err(|_| QmpError::generic(format!("Cannot find device='' nor node-name='{}'", excerpt(&node))))?;
+        let disk = registry.disks.get(&node).map_err(|_| {
+            QmpError::generic(format!("Cannot find device='' nor node-name='{}'", excerpt(&node)))
+        })?;
         if writable && disk.disk.image().is_read_only() {
             return Err(QmpError::generic("Cannot export read-only node as writable"));
         }
@@ -95,8 +96,10 @@ impl QmpCommand for BlockExportAdd {
             ExportArguments::Nbd(nbd) => nbd.add(&registry, &disk, &id, writable).await?,
             ExportArguments::Own(door, socket) => {
                 if let (Some(name), Some(socket)) = (door.inherited_name(), socket) {
-                    let terms =
-                        registry.exports.endpoint_parameters().map_err(|error| QmpError::generic(error.to_string()))?;
+                    let terms = registry
+                        .exports
+                        .endpoint_parameters()
+                        .map_err(|error| QmpError::generic(error.to_string()))?;
                     // The endpoint finds it there by its name.
                     terms.inherited.borrow_mut().add(name, socket);
                 }
@@ -191,7 +194,8 @@ impl NbdExportArguments {
                 let standard = registry.exports.default_servers();
                 let is_for_all = !standard.is_empty();
                 // Without a default server, a server that exports only this disk is unambiguous.
-                let candidates = if is_for_all { standard } else { registry.exports.servers_of_disk_only(disk) };
+                let candidates =
+                    if is_for_all { standard } else { registry.exports.servers_of_disk_only(disk) };
                 if let [only] = &*candidates {
                     return Ok(Rc::clone(only));
                 }
@@ -265,7 +269,7 @@ pub(super) struct BlockExportDel {
 
 impl QmpCommand for BlockExportDel {
     const NAME: &'static str = "block-export-del";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let removal = match arguments.choice("mode", &["safe", "hard"])? {
@@ -302,7 +306,8 @@ async fn check_unused(registry: &Registry, id: &str) -> Result<(), QmpError> {
     let export = registry.exports.get(id)?;
     let Reach::Separate(entrance) = &export.endpoint else { return Ok(()) };
     let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
-    let users = reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims()).await;
+    let users =
+        reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims()).await;
     match users.is_empty() {
         true => Ok(()),
         false => Err(QmpError::generic(format!(

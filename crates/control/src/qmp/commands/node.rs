@@ -19,11 +19,11 @@ use image::{
 };
 use policy::time::Duration;
 use settings::DiskConfig;
-use storage::{CacheMode, ImageFormat, OpenOptions, StoragePart, Root, delay::DelayOptions, rbd::RbdAddress};
+use storage::{CacheMode, ImageFormat, OpenOptions, Root, StoragePart, delay::DelayOptions, rbd::RbdAddress};
 
 use crate::{
     qmp::{
-        arguments::{QmpArguments, NodeReference},
+        arguments::{NodeReference, QmpArguments},
         caches::Qcow2CacheChanges,
         error::QmpError,
         errors::ErrorPolicyChanges,
@@ -334,7 +334,10 @@ impl InheritedOptions {
             own.direct = cache.optional("direct")?.unwrap_or(above.direct);
             own.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
             if own.direct && own.no_flush {
-                return Err(QmpError::rule(&cache.full_name("no-flush"), "does not go with 'direct' (give one)"));
+                return Err(QmpError::rule(
+                    &cache.full_name("no-flush"),
+                    "does not go with 'direct' (give one)",
+                ));
             }
             cache.finish()?;
         }
@@ -351,7 +354,12 @@ impl InheritedOptions {
 }
 
 /// Checks an option whose value is fixed in weir: only `possible` values are accepted.
-fn read_fixed(arguments: &mut QmpArguments, key: &str, words: &[&str], possible: &[&str]) -> Result<(), QmpError> {
+fn read_fixed(
+    arguments: &mut QmpArguments,
+    key: &str,
+    words: &[&str],
+    possible: &[&str],
+) -> Result<(), QmpError> {
     match arguments.choice(key, words)? {
         Some(place) if !possible.contains(&words[place]) => Err(QmpError::rule(
             &arguments.full_name(key),
@@ -366,7 +374,11 @@ fn read_driver(arguments: &mut QmpArguments) -> Result<&'static str, QmpError> {
     place.map(|place| DRIVERS[place]).ok_or_else(|| QmpError::missing(&arguments.full_name("driver")))
 }
 
-fn read_storage(driver: &str, arguments: &mut QmpArguments, common: InheritedOptions) -> Result<ChainBottom, QmpError> {
+fn read_storage(
+    driver: &str,
+    arguments: &mut QmpArguments,
+    common: InheritedOptions,
+) -> Result<ChainBottom, QmpError> {
     let (mut latency, mut device) = (None, None);
     let (mut reconnect_delay, mut open_timeout) = (Duration::ZERO, Duration::ZERO);
     let spec = match driver {
@@ -395,7 +407,8 @@ fn read_storage(driver: &str, arguments: &mut QmpArguments, common: InheritedOpt
             format!("null:{}", read_size(arguments)?.unwrap_or(NULL_BYTES))
         }
         _ => {
-            let bytes = read_size(arguments)?.ok_or_else(|| QmpError::missing(&arguments.full_name("size")))?;
+            let bytes =
+                read_size(arguments)?.ok_or_else(|| QmpError::missing(&arguments.full_name("size")))?;
             format!("memory:{bytes}")
         }
     };
@@ -477,7 +490,11 @@ fn read_size(arguments: &mut QmpArguments) -> Result<Option<u64>, QmpError> {
 /// QEMU's rule for node names.
 fn check_name(name: &str) -> Result<(), QmpError> {
     if !identifier::is_well_formed(name) {
-        return Err(QmpError::generic(format!("Invalid node-name: '{}' {}", excerpt(name), identifier::RULE)));
+        return Err(QmpError::generic(format!(
+            "Invalid node-name: '{}' {}",
+            excerpt(name),
+            identifier::RULE
+        )));
     }
     if name.len() > MAX_NODE_NAME {
         return Err(QmpError::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));

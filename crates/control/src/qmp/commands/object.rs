@@ -17,7 +17,7 @@ use ::settings::TlsCredentialFiles;
 use block::layer::throttle::GroupSettings;
 use image::Secret;
 use policy::{
-    access::{NameRules, NameRule},
+    access::{NameRule, NameRules},
     throttle::LimitSetting,
 };
 use serde_json::{Map, Value, json};
@@ -30,10 +30,10 @@ use crate::{
     qmp::{
         arguments::QmpArguments,
         command::QmpCommand,
-        error::{QmpErrorClass, QmpError},
+        error::{QmpError, QmpErrorClass},
         identifier,
         json::excerpt,
-        settings::{self, SettingChanges, LimitChanges, SettingNaming},
+        settings::{self, LimitChanges, SettingChanges, SettingNaming},
     },
     registry::{NamedObject, Registry},
 };
@@ -85,7 +85,7 @@ pub(super) enum SecretInput {
 
 impl QmpCommand for ObjectAdd {
     const NAME: &'static str = "object-add";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let is_sent = arguments.sent_json().is_some();
@@ -124,7 +124,9 @@ impl QmpCommand for ObjectAdd {
         let parent = parent.map(|name| registry.groups.get(&name)).transpose()?;
         let settings = changes.apply_to(GroupSettings::default())?;
         check_id(&registry, &id)?;
-        add_objects::add_group_object(&registry, &id, settings, parent.as_ref()).await.map_err(QmpError::from_daemon_error)?;
+        add_objects::add_group_object(&registry, &id, settings, parent.as_ref())
+            .await
+            .map_err(QmpError::from_daemon_error)?;
         if is_sent {
             registry.groups.added.borrow_mut().insert(id);
         }
@@ -133,7 +135,11 @@ impl QmpCommand for ObjectAdd {
 }
 
 fn check_id(registry: &Registry, id: &str) -> Result<(), QmpError> {
-    if registry.groups.get(id).is_ok() || registry.objects.contains(id) { Err(duplicate_error(id)) } else { Ok(()) }
+    if registry.groups.get(id).is_ok() || registry.objects.contains(id) {
+        Err(duplicate_error(id))
+    } else {
+        Ok(())
+    }
 }
 
 fn duplicate_error(id: &str) -> QmpError {
@@ -219,7 +225,9 @@ fn read_names(kind: &str, arguments: &mut QmpArguments) -> Result<ObjectAdd, Qmp
 
 async fn add_credentials(registry: &Registry, id: &str, of: TlsCredentialFiles) -> Result<Value, QmpError> {
     let read = move || match of {
-        TlsCredentialFiles::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
+        TlsCredentialFiles::Certificates { directory, verify_peer } => {
+            TlsServer::x509(&directory, verify_peer)
+        }
         TlsCredentialFiles::PreShared(directory) => TlsServer::psk(&directory),
     };
     let keys = reactor::run_blocking(read).await.map_err(|error| QmpError::generic(error.to_string()))?;
@@ -235,7 +243,7 @@ pub(super) struct ObjectDel {
 
 impl QmpCommand for ObjectDel {
     const NAME: &'static str = "object-del";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { id: arguments.required("id")? })
@@ -276,7 +284,8 @@ enum ObjectPath {
 
 /// Resolves an absolute path, or the name of a group alone, as QEMU does.
 fn resolve_path(registry: &Registry, path: &str) -> Result<ObjectPath, QmpError> {
-    let not_found = || QmpError::new(QmpErrorClass::DeviceNotFound, format!("Device '{}' not found", excerpt(path)));
+    let not_found =
+        || QmpError::new(QmpErrorClass::DeviceNotFound, format!("Device '{}' not found", excerpt(path)));
     let name = match path.strip_prefix('/') {
         Some("") => return Ok(ObjectPath::Root),
         Some("objects" | "objects/") => return Ok(ObjectPath::Objects),
@@ -370,7 +379,7 @@ pub(super) struct QomSet {
 
 impl QmpCommand for QomSet {
     const NAME: &'static str = "qom-set";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self {
@@ -385,7 +394,9 @@ impl QmpCommand for QomSet {
             ObjectPath::Root | ObjectPath::Objects if self.property == "type" => {
                 return Err(read_only_error("container", "type"));
             }
-            ObjectPath::Root | ObjectPath::Objects => return Err(no_property_error("container", &self.property)),
+            ObjectPath::Root | ObjectPath::Objects => {
+                return Err(no_property_error("container", &self.property));
+            }
             ObjectPath::Group(name) => registry.groups.get(&name)?,
         };
         let changes = read_changes(self.property, self.value)?;

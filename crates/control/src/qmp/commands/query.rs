@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use ::settings::image_info::{referenced_path, add_header_facts};
+use ::settings::image_info::{add_header_facts, referenced_path};
 use image::{
     Image,
     qcow2::header::{EncryptionMethod, Qcow2Header},

@@ -51,7 +51,8 @@ impl QmpCommand for RecordStop {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let running = registry.recordings.running();
-        let is_own = |(id, running): &(u64, Rc<RunningRecording>)| *id == self.id && running.directory.is_some();
+        let is_own =
+            |(id, running): &(u64, Rc<RunningRecording>)| *id == self.id && running.directory.is_some();
         if running.iter().any(is_own) {
             let rule = "is the daemon's own (take `record` out of what it was started with)";
             return Err(QmpError::generic(format!("recording {} {rule}", self.id)));

@@ -20,7 +20,7 @@ pub(super) struct RemoveDisk {
 
 impl QmpCommand for RemoveDisk {
     const NAME: &'static str = "x-weir-remove-disk";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self { name: arguments.required("name")? })

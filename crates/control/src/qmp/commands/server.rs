@@ -39,7 +39,7 @@ pub(super) struct NbdServerStart {
 
 impl QmpCommand for NbdServerStart {
     const NAME: &'static str = "nbd-server-start";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let is_sent = arguments.sent_json().is_some();
@@ -70,14 +70,16 @@ impl QmpCommand for NbdServerStart {
         check_none_running(&registry)?;
         let required = |id: &String| {
             let keys = registry.objects.credentials(id);
-            let keys =
-                keys.ok_or_else(|| QmpError::generic(format!("No TLS credentials with id '{}'", excerpt(id))));
+            let keys = keys
+                .ok_or_else(|| QmpError::generic(format!("No TLS credentials with id '{}'", excerpt(id))));
             keys.map(|keys| NbdServerTls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
         let names = self.names.as_ref().map(|id| {
             let names = registry.objects.names(id);
-            names.ok_or_else(|| QmpError::generic(format!("No authorization object with id '{}'", excerpt(id))))
+            names.ok_or_else(|| {
+                QmpError::generic(format!("No authorization object with id '{}'", excerpt(id)))
+            })
         });
         let names = names.transpose()?;
         let EndpointParameters { workers, access, nbd: standard, inherited, .. } =
@@ -103,8 +105,10 @@ impl QmpCommand for NbdServerStart {
         };
         // Again: opening the socket awaited.
         check_none_running(&registry)?;
-        let added =
-            AddedServer { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
+        let added = AddedServer {
+            max_connections: self.max_connections,
+            has_objects: tls.is_some() || names.is_some(),
+        };
         let mut terms = NbdServerTerms { max_connections: self.max_connections, ..standard.clone() };
         if names.is_some() {
             terms.access.names = names;
@@ -156,7 +160,10 @@ fn read_socket_address(inside: &mut QmpArguments, kind: usize) -> Result<NbdServ
     let host: String = inside.required("host")?;
     let port: String = inside.required("port")?;
     let written = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-    written.parse().map(NbdServerAddress::Address).map_err(|rule: String| QmpError::rule(&inside.full_name("host"), rule))
+    written
+        .parse()
+        .map(NbdServerAddress::Address)
+        .map_err(|rule: String| QmpError::rule(&inside.full_name("host"), rule))
 }
 
 /// Time that `nbd-server-stop` waits for requests in flight, which do not complete while a file
@@ -168,7 +175,7 @@ pub(super) struct NbdServerStop;
 
 impl QmpCommand for NbdServerStop {
     const NAME: &'static str = "nbd-server-stop";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(_: &mut QmpArguments) -> Result<Self, QmpError> {
         Ok(Self)

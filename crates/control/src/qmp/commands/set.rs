@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use block::layer::throttle::{ThrottleGroup, GroupSettings};
+use block::layer::throttle::{GroupSettings, ThrottleGroup};
 use image::qcow2::{CacheSettings, Qcow2Image};
 use serde_json::{Value, json};
 
@@ -14,11 +14,11 @@ use crate::{
         arguments::QmpArguments,
         caches::{self, Qcow2CacheChanges},
         command::QmpCommand,
-        error::{QmpErrorClass, QmpError},
+        error::{QmpError, QmpErrorClass},
         errors::ErrorPolicyChanges,
         json::excerpt,
         prefetch::PrefetchChanges,
-        settings::{SettingChanges, LimitChanges, SettingNaming},
+        settings::{LimitChanges, SettingChanges, SettingNaming},
     },
     registry::{Registry, RunningDisk},
 };
@@ -36,7 +36,7 @@ pub(super) struct SetSettings {
 
 impl QmpCommand for SetSettings {
     const NAME: &'static str = "x-weir-set";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let name = arguments.required("name")?;
@@ -111,7 +111,8 @@ impl SetSettings {
             );
             return Err(QmpError::rule("watermark", rule));
         }
-        let of_disk = |error: &dyn std::fmt::Display| QmpError::generic(format!("disk {}: {error}", self.name));
+        let of_disk =
+            |error: &dyn std::fmt::Display| QmpError::generic(format!("disk {}: {error}", self.name));
         let before = (disk.prefetch().settings(), running.caches.get());
         // The order is: steps that can fail and be undone first, error policies (infallible) last.
         disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
@@ -121,7 +122,8 @@ impl SetSettings {
         }
         let changed = disk.reserve_memory().map_err(|error| of_disk(&error));
         let placed = (disk.throttle().settings(), disk.throttle().group());
-        let mut changed = changed.and_then(|()| Ok(disk.throttle().configure_and_move(settings, group.as_ref())?));
+        let mut changed =
+            changed.and_then(|()| Ok(disk.throttle().configure_and_move(settings, group.as_ref())?));
         if changed.is_ok() {
             changed = publish_reservations(registry).await;
             if changed.is_err() {
@@ -142,7 +144,10 @@ impl SetSettings {
         changed
     }
 
-    fn checked_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2Image, CacheSettings)>, QmpError> {
+    fn checked_caches<'a>(
+        &self,
+        running: &'a RunningDisk,
+    ) -> Result<Option<(&'a Qcow2Image, CacheSettings)>, QmpError> {
         if self.caches.is_empty() {
             return Ok(None);
         }

@@ -6,31 +6,35 @@
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
 use api::{
-    BucketLevel, ClusterLimits, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory, DiskStatus,
-    DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, MemberSettings, MemoryStatus, RefusedClients,
-    RemoteStatus, ReservationStatus, ServerStatus, DaemonStatus, ThrottleStatus, ThrottledTransfers,
+    BucketLevel, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
+    DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, MemberSettings, MemoryStatus,
+    RefusedClients, RemoteStatus, ReservationStatus, ServerStatus, ThrottleStatus, ThrottledTransfers,
     WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
 use block::{
     disk::{Disk, Failures},
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use export::nbd::RejectedClientCounts;
 use image::Image;
 use policy::{
-    throttle::{AdmissionCounters, Enforcement, LimitKind, Limits, LimitPart, LimitSetting, NodeShare, ThrottleStats},
+    throttle::{
+        AdmissionCounters, Enforcement, LimitKind, LimitPart, LimitSetting, Limits, NodeShare, ThrottleStats,
+    },
     watermark::{MeasuredCapacity, Watermark},
 };
-use reactor::memory::{MemoryBudget, BudgetUsage};
+use reactor::memory::{BudgetUsage, MemoryBudget};
 use serde_json::value::{RawValue, to_raw_value};
 
 use crate::{
     devices::DeviceWithDisks,
-    unmet_reservation::UnmetReservationEntry,
-    qmp::{arguments::QmpArguments, caches, command::QmpTextCommand, error::QmpError, errors, prefetch, settings},
-    registry::{RunningEndpoint, Registry, RunningDisk, RunningExport},
-    running_server::RunningServer,
     openers::DeviceOpeners,
+    qmp::{
+        arguments::QmpArguments, caches, command::QmpTextCommand, error::QmpError, errors, prefetch, settings,
+    },
+    registry::{Registry, RunningDisk, RunningEndpoint, RunningExport},
+    running_server::RunningServer,
+    unmet_reservation::UnmetReservationEntry,
 };
 
 #[derive(Debug)]
@@ -177,9 +181,10 @@ fn group_status(
     members: &HashMap<*const ThrottleGroup, Vec<String>>,
 ) -> GroupStatus {
     let GroupSettings { limits, share, watermark } = group.settings();
-    let shared = group
-        .quota_lease()
-        .map(|lent| ClusterLimits { limits: settings::set_limits(&lent.whole), leased: limits != lent.fallback });
+    let shared = group.quota_lease().map(|lent| ClusterLimits {
+        limits: settings::set_limits(&lent.whole),
+        leased: limits != lent.fallback,
+    });
     GroupStatus {
         name: group.name().to_owned(),
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
@@ -229,18 +234,22 @@ fn watermark_status(watermark: Watermark, enforcement: Enforcement) -> Watermark
 fn device_status(listed: DeviceWithDisks) -> DeviceStatus {
     let DeviceWithDisks { device, disks } = listed;
     let known = |figure: u64| (figure > 0).then_some(figure);
-    let capacity = |MeasuredCapacity { read_iops, write_iops, read_bps, write_bps }: MeasuredCapacity| DeviceCapacity {
-        read_iops: known(read_iops),
-        write_iops: known(write_iops),
-        read_bps: known(read_bps),
-        write_bps: known(write_bps),
-    };
+    let capacity =
+        |MeasuredCapacity { read_iops, write_iops, read_bps, write_bps }: MeasuredCapacity| DeviceCapacity {
+            read_iops: known(read_iops),
+            write_iops: known(write_iops),
+            read_bps: known(read_bps),
+            write_bps: known(write_bps),
+        };
     DeviceStatus {
         name: device.name().to_owned(),
         disks,
         capacity: device.capacity().map(capacity),
         capacity_source: Some(device.capacity_source().to_string()),
-        utilization: device.utilization(reactor::now()).ok().map(|thousandths| f64::from(thousandths) / 1000.0),
+        utilization: device
+            .utilization(reactor::now())
+            .ok()
+            .map(|thousandths| f64::from(thousandths) / 1000.0),
     }
 }
 
@@ -281,8 +290,18 @@ fn server_status(serving: &RunningServer) -> ServerStatus {
 }
 
 fn throttle_status(stats: &ThrottleStats) -> ThrottleStatus {
-    let ThrottleStats { reads, writes, waits, recent_waits, throttled_ns: limited_ns, throttle_cause: binding, tokens, levels, waiting, reservation: kept } =
-        stats;
+    let ThrottleStats {
+        reads,
+        writes,
+        waits,
+        recent_waits,
+        throttled_ns: limited_ns,
+        throttle_cause: binding,
+        tokens,
+        levels,
+        waiting,
+        reservation: kept,
+    } = stats;
     let [reads_waiting, writes_waiting] = *waiting;
     let [wait_ns, recent_wait_ns] = [waits, recent_waits].map(|waits| {
         let percentiles = WaitPercentiles { p50: waits.p50_ns, p99: waits.p99_ns, max: waits.max_ns };

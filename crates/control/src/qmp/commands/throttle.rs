@@ -14,9 +14,9 @@ use std::{rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
-use policy::throttle::{LimitKind, Limits, LimitPart, LimitSetting};
+use policy::throttle::{LimitKind, LimitPart, LimitSetting, Limits};
 use serde_json::{Value, json};
 
 use super::set;
@@ -41,7 +41,7 @@ pub(super) struct BlockSetIoThrottle {
 
 impl QmpCommand for BlockSetIoThrottle {
     const NAME: &'static str = "block_set_io_throttle";
-    const CHANGES: bool = true;
+    const CHANGES_STRUCTURE: bool = true;
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let disk = read_disk_name(arguments)?;

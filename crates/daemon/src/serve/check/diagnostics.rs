@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use api::{Diagnostic, Severity};
 use console::{CommandFailure, logging};
 use control::listen::AddressConflictRule;
-use settings::{ParsedConfig, Origin, DesiredState, ConfigError};
+use settings::{ConfigError, DesiredState, Origin, ParsedConfig};
 
 /// Returns all errors, then all warnings.
 ///
 /// # Errors
 /// The check itself fails.
-pub(super) fn find(
+pub(super) fn collect_diagnostics(
     draft: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,
     file: PathBuf,
@@ -19,18 +19,18 @@ pub(super) fn find(
     let name = file.display().to_string();
     let plan = match plan {
         Ok(plan) => plan,
-        Err(all) => return Ok(all.into_iter().map(|wrong| of_error(&wrong.into(), &name)).collect()),
+        Err(all) => return Ok(all.into_iter().map(|wrong| error_diagnostic(&wrong.into(), &name)).collect()),
     };
-    logging::keep_warnings();
-    let errors = super::found(draft, plan, AddressConflictRule::Tolerated, Some(file))?;
-    let errors = errors.iter().map(|error| of_error(error, &name));
+    logging::start_keeping_warnings();
+    let errors = super::find_problems(draft, plan, AddressConflictRule::Tolerated, Some(file))?;
+    let errors = errors.iter().map(|error| error_diagnostic(error, &name));
     let warnings = logging::kept_warnings();
-    Ok(errors.chain(warnings.iter().map(|text| of_warning(text, &name))).collect())
+    Ok(errors.chain(warnings.iter().map(|text| warning_diagnostic(text, &name))).collect())
 }
 
-fn of_error(error: &anyhow::Error, file: &str) -> Diagnostic {
+fn error_diagnostic(error: &anyhow::Error, file: &str) -> Diagnostic {
     let place = error.downcast_ref::<Origin>().or_else(|| Some(error.downcast_ref::<ConfigError>()?.place()));
-    let text = console::message(error);
+    let text = console::error_text(error);
     let message = place.and_then(|place| text.strip_prefix(&format!("{place}: ")).map(str::to_owned));
     let at = place.and_then(Origin::in_file);
     Diagnostic {
@@ -44,7 +44,7 @@ fn of_error(error: &anyhow::Error, file: &str) -> Diagnostic {
 
 /// Diagnostic of a warning. The text begins with the file and the line if the warning concerns a
 /// line.
-fn of_warning(text: &str, file: &str) -> Diagnostic {
+fn warning_diagnostic(text: &str, file: &str) -> Diagnostic {
     let behind = text.strip_prefix(file).and_then(|rest| rest.strip_prefix(':'));
     let at = behind.and_then(|rest| rest.split_once(": "));
     let line = at.and_then(|(line, _)| line.parse().ok());
@@ -63,13 +63,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_finding_names_line_and_key_apart_from_its_message() {
+    fn diagnostic_has_line_and_key_apart_from_its_message() {
         let error = anyhow::anyhow!("no such file");
-        let found = of_error(&error, "f");
+        let found = error_diagnostic(&error, "f");
         assert_eq!((found.line, found.key, &*found.message), (None, None, "no such file"));
-        let found = of_warning("f:3: disk.a.image = \"b\": no answer", "f");
+        let found = warning_diagnostic("f:3: disk.a.image = \"b\": no answer", "f");
         assert_eq!((found.line, found.key.as_deref()), (Some(3), Some("disk.a.image")));
-        let found = of_warning("no disk is in this group name=\"g\"", "f");
+        let found = warning_diagnostic("no disk is in this group name=\"g\"", "f");
         assert_eq!((found.line, found.key), (None, None));
     }
 }

@@ -15,14 +15,14 @@ use crate::pid_file::PidFile;
 
 /// Fails if the daemon could not write its pid file. With `Others::MayHave`, another daemon may
 /// hold the file: it may be the daemon of this config.
-pub(super) fn pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
+pub(super) fn check_pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
     let why = || format!("pid file {}", path.display());
     // Symlinks are not followed: the daemon does not open its pid file through one.
     if let Ok(found) = fs::symlink_metadata(path) {
         ensure!(found.is_file(), "{}: is no file (choose another path)", why());
     }
     let directory = sandbox::directory_of(path);
-    writable(directory).with_context(|| format!("{}: {}", why(), directory.display()))?;
+    check_writable(directory).with_context(|| format!("{}: {}", why(), directory.display()))?;
     match others {
         AddressConflictRule::Rejected => PidFile::check(path),
         AddressConflictRule::Tolerated => Ok(()),
@@ -31,13 +31,13 @@ pub(super) fn pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Resu
 
 /// Fails if the log file could not be opened. A named pipe causes a warning only: opening it
 /// requires a reader, which a start may find.
-pub(super) fn log_file(path: &Path) -> anyhow::Result<()> {
+pub(super) fn check_log_file(path: &Path) -> anyhow::Result<()> {
     let why = || format!("log-file {}", path.display());
     let kind = match fs::metadata(path) {
         Ok(found) => found.file_type(),
         Err(error) if error.kind() == ErrorKind::NotFound => {
             let directory = sandbox::directory_of(path);
-            return writable(directory).with_context(|| format!("{}: {}", why(), directory.display()));
+            return check_writable(directory).with_context(|| format!("{}: {}", why(), directory.display()));
         }
         Err(error) => return Err(error).with_context(why),
     };
@@ -47,9 +47,9 @@ pub(super) fn log_file(path: &Path) -> anyhow::Result<()> {
     if kind.is_fifo() {
         tracing::warn!("{}: is a named pipe: a start fails unless a program reads it", why());
     }
-    writable(path).with_context(why)
+    check_writable(path).with_context(why)
 }
 
-fn writable(path: &Path) -> io::Result<()> {
+fn check_writable(path: &Path) -> io::Result<()> {
     Ok(access(path, AccessFlags::W_OK)?)
 }

@@ -8,7 +8,7 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{ThrottleGroup, GroupSettings},
+    layer::throttle::{GroupSettings, ThrottleGroup},
 };
 use image::{Image, RawImage};
 use policy::time::Duration;
@@ -16,16 +16,17 @@ use reactor::{sim, spawn_joinable, timeout};
 use storage::Storage;
 
 use super::{
-    BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::SimulatedFuseConnection, open, read_or_write,
+    BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::SimulatedFuseConnection, open,
+    read_or_write,
 };
 use crate::{
-    random::{self, chance, sleep_randomly},
     fuse::{
         channel::FuseChannel,
         device::{FuseDevice, FuseExport, FuseFileOwner},
-        queue::FuseQueue,
         file_end::FileEnd,
+        queue::FuseQueue,
     },
+    random::{self, chance, sleep_randomly},
     seeds,
 };
 
@@ -39,7 +40,7 @@ fn bytes_past_a_cut_never_reappear() {
 }
 
 #[test]
-fn an_end_does_not_return_with_a_former_size_of_the_disk() {
+fn stale_file_end_is_dropped_after_a_resize() {
     sim::run(1, async {
         let group = ThrottleGroup::new("group", GroupSettings::default(), None).expect("no limits");
         let behaviour = storage::simulated::Behaviour {

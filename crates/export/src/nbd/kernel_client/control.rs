@@ -8,7 +8,7 @@ use std::{
     os::fd::{AsRawFd as _, OwnedFd},
 };
 
-use super::netlink::{NetlinkAttributes, NetlinkAttributesBuilder, Netlink, attributes};
+use super::netlink::{Netlink, NetlinkAttributes, NetlinkAttributesBuilder, attributes};
 
 /// `NBD_GENL_FAMILY_NAME`, and its commands.
 const FAMILY: &str = "nbd";
@@ -93,13 +93,23 @@ impl NbdNetlinkControl {
     ///
     /// # Errors
     /// `EINVAL` if the device was disconnected or has another backend identifier.
-    pub(super) fn reconnect(&self, number: u32, device: &NbdDeviceParameters, sockets: &[OwnedFd]) -> io::Result<()> {
+    pub(super) fn reconnect(
+        &self,
+        number: u32,
+        device: &NbdDeviceParameters,
+        sockets: &[OwnedFd],
+    ) -> io::Result<()> {
         let said = NetlinkAttributesBuilder::default().u32(INDEX, number);
         self.netlink.execute(self.family, RECONFIGURE, &with_parameters(said, device, sockets)).map(drop)
     }
 
     /// Changes the length of a device.
-    pub(super) fn resize(&self, number: u32, device: &NbdDeviceParameters, size_bytes: u64) -> io::Result<()> {
+    pub(super) fn resize(
+        &self,
+        number: u32,
+        device: &NbdDeviceParameters,
+        size_bytes: u64,
+    ) -> io::Result<()> {
         let said = NetlinkAttributesBuilder::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
         let said = said.text(BACKEND_IDENTIFIER, &device.backend);
         self.netlink.execute(self.family, RECONFIGURE, &said).map(drop)
@@ -107,18 +117,28 @@ impl NbdNetlinkControl {
 
     /// Disconnects a device; unwritten data is lost.
     pub(super) fn disconnect(&self, number: u32) -> io::Result<()> {
-        self.netlink.execute(self.family, DISCONNECT, &NetlinkAttributesBuilder::default().u32(INDEX, number)).map(drop)
+        self.netlink
+            .execute(self.family, DISCONNECT, &NetlinkAttributesBuilder::default().u32(INDEX, number))
+            .map(drop)
     }
 
     /// True if any server is connected to the device.
     pub(super) fn is_connected(&self, number: u32) -> io::Result<bool> {
-        let answer = self.netlink.execute(self.family, STATUS, &NetlinkAttributesBuilder::default().u32(INDEX, number))?;
+        let answer = self.netlink.execute(
+            self.family,
+            STATUS,
+            &NetlinkAttributesBuilder::default().u32(INDEX, number),
+        )?;
         let item = attributes(&answer).get(DEVICE_LIST).and_then(|list| list.get(DEVICE_ITEM));
         Ok(item.and_then(|item| item.get(DEVICE_CONNECTED)).and_then(NetlinkAttributes::as_u8) == Some(1))
     }
 }
 
-fn with_parameters(said: NetlinkAttributesBuilder, device: &NbdDeviceParameters, sockets: &[OwnedFd]) -> NetlinkAttributesBuilder {
+fn with_parameters(
+    said: NetlinkAttributesBuilder,
+    device: &NbdDeviceParameters,
+    sockets: &[OwnedFd],
+) -> NetlinkAttributesBuilder {
     let item = |list: NetlinkAttributesBuilder, socket: &OwnedFd| {
         // A file descriptor is never negative.
         let fd = NetlinkAttributesBuilder::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());

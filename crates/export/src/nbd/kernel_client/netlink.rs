@@ -155,7 +155,9 @@ fn message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
             0 => NetlinkMessage::Done,
             negative => NetlinkMessage::Failed(negative.wrapping_neg()),
         },
-        _ => payload.get(COMMAND_HEADER..).map_or(NetlinkMessage::Unrelated, |rest| NetlinkMessage::Answer(NetlinkAttributes(rest))),
+        _ => payload
+            .get(COMMAND_HEADER..)
+            .map_or(NetlinkMessage::Unrelated, |rest| NetlinkMessage::Answer(NetlinkAttributes(rest))),
     };
     Some((said, rest))
 }
@@ -185,7 +187,12 @@ impl Netlink {
     }
 
     /// Executes a command; returns the attributes of the reply, possibly none.
-    pub(super) fn execute(&self, family: u16, command: u8, attributes: &NetlinkAttributesBuilder) -> io::Result<Vec<u8>> {
+    pub(super) fn execute(
+        &self,
+        family: u16,
+        command: u8,
+        attributes: &NetlinkAttributesBuilder,
+    ) -> io::Result<Vec<u8>> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         send(&self.socket, &request(family, sequence, command, attributes), SendFlags::empty())?;
         let mut buffer = vec![0; MAX_ANSWER];
@@ -253,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_and_errors_are_told_apart() {
+    fn answers_and_errors_are_distinguished() {
         let mut bytes = request(0x1a, 4, 1, &NetlinkAttributesBuilder::default().u32(1, 2));
         bytes.extend(error(4, -libc::EBUSY));
         bytes.extend(error(9, 0));

@@ -11,7 +11,7 @@ use std::{
 use policy::time::Instant;
 use reactor::{memory::ConnectionMemory, operation::Fd};
 
-use crate::nbd::{transfers::ClientTransfers, stop_signal::StopSignal, client_observer::NbdClientInfo};
+use crate::nbd::{client_observer::NbdClientInfo, stop_signal::StopSignal, transfers::ClientTransfers};
 
 /// A connected client.
 #[derive(Debug)]
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_client_is_the_first_to_arrive_whatever_its_number() {
+    fn oldest_client_is_chosen_by_arrival() {
         let mut roster = ConnectedClients::default();
         roster.insert(5, client(10));
         roster.insert(2, client(20));

@@ -17,12 +17,12 @@ use reactor::operation::Fd;
 
 use super::{NbdServer, connected_clients::ConnectedClient};
 use crate::nbd::{
-    catalog::{ExportInfo, ExportCatalog},
+    catalog::{ExportCatalog, ExportInfo},
     connection::NbdConnection,
-    receive_buffer::ReceiveBuffer,
     exports,
     negotiate::{self, Handshake, TlsPolicy},
     quiesce::ArrivalGuard,
+    receive_buffer::ReceiveBuffer,
     session::NbdSession,
     stop_signal::StopSignal,
     stream::NbdStream,
@@ -56,7 +56,12 @@ impl NbdServer {
     }
 
     /// Runs the handshake, then transmission.
-    async fn negotiate_and_serve(&self, stream: NbdStream, stop: &Arc<StopSignal>, number: u64) -> Result<(), String> {
+    async fn negotiate_and_serve(
+        &self,
+        stream: NbdStream,
+        stop: &Arc<StopSignal>,
+        number: u64,
+    ) -> Result<(), String> {
         match self.open(stream, stop, number).await? {
             Some((connection, inbox)) => {
                 connection.serve(inbox).await.map(drop).map_err(|broken| broken.to_string())
@@ -94,8 +99,11 @@ impl NbdServer {
             Some(_) => TlsPolicy::Allowed,
         };
         let address = self.lock().get(number).and_then(|live| live.address);
-        let mut offer =
-            VisibleExports { server: self, client: ClientIdentity { address, name: None }, shown: Cell::new(None) };
+        let mut offer = VisibleExports {
+            server: self,
+            client: ClientIdentity { address, name: None },
+            shown: Cell::new(None),
+        };
         let mut out = Vec::new();
         let mut handshake = Handshake::start(policy, &mut out);
         let mut inbox = ReceiveBuffer::new();
@@ -149,7 +157,9 @@ impl NbdServer {
                     }
                     handshake.tls_established();
                 }
-                negotiate::HandshakeEvent::Transmission(session) => return Ok(Some((stream, inbox, session))),
+                negotiate::HandshakeEvent::Transmission(session) => {
+                    return Ok(Some((stream, inbox, session)));
+                }
                 negotiate::HandshakeEvent::Close(negotiate::HandshakeClose::Aborted) => {
                     stream.finish().await;
                     return Ok(None);
@@ -182,7 +192,10 @@ const REPLY_BYTES: usize = 2 << 10;
 
 /// Bytes to send before the handshake continues. Takes the memory of `out`, so that while a client
 /// does not read, only the bytes being sent are held.
-pub(super) fn take_replies(event: negotiate::HandshakeEvent, out: &mut Vec<u8>) -> Option<reactor::buffer::IoBuffer> {
+pub(super) fn take_replies(
+    event: negotiate::HandshakeEvent,
+    out: &mut Vec<u8>,
+) -> Option<reactor::buffer::IoBuffer> {
     let more_may_come = matches!(event, negotiate::HandshakeEvent::Replied) && out.len() < REPLY_BYTES;
     if out.is_empty() || more_may_come {
         return None;

@@ -17,8 +17,8 @@ use super::{
         proto::{self, cmd, cmd_flag, reply_flag, reply_type, state},
         session::ReplyStyle,
     },
-    MOST_CLIENTS, REGION, SIZE, chance, some_time,
-    wire::{StreamEnded, NbdTestWire, request, u16_at, u32_at, u64_at},
+    MAX_CLIENTS, REGION, SIZE, chance, some_time,
+    wire::{NbdTestWire, StreamEnded, request, u16_at, u32_at, u64_at},
 };
 use reactor::{Signal, now, sim, sleep_until, spawn_joinable};
 
@@ -75,7 +75,7 @@ impl SimulatedNbdClient {
         use ReplyStyle::{Extended, Simple, Structured};
         let style = sim::random(|random| [Simple, Structured, Extended][random.usize(..3)]);
         match self.wire.handshake(style).await {
-            Ok(about) => assert!((MOST_CLIENTS * REGION..=SIZE).contains(&about.size_bytes)),
+            Ok(about) => assert!((MAX_CLIENTS * REGION..=SIZE).contains(&about.size_bytes)),
             Err(StreamEnded) => return assert!(self.stopped.get(), "the handshake ended early"),
         }
         let session = Rc::new(SimulatedNbdSession {
@@ -128,7 +128,8 @@ impl SimulatedNbdSession {
             let first = self.client.start + sim::random(|random| random.u64(..REGION - count * length));
             for number in 0..count {
                 let at = first + number * length;
-                let what = if writes { ClientOperation::Write(random_bytes(length)) } else { ClientOperation::Read };
+                let what =
+                    if writes { ClientOperation::Write(random_bytes(length)) } else { ClientOperation::Read };
                 bytes.extend(self.begin(what, at..at + length));
             }
             return bytes;
@@ -155,8 +156,11 @@ impl SimulatedNbdSession {
             90..95 if self.style.has_chunks() => ClientOperation::Status { one: chance(50) },
             _ => {
                 let beyond = sim::random(|random| random.u64(1..100));
-                let what =
-                    if chance(50) { ClientOperation::WrongRead } else { ClientOperation::WrongWrite(random_bytes(5 + beyond)) };
+                let what = if chance(50) {
+                    ClientOperation::WrongRead
+                } else {
+                    ClientOperation::WrongWrite(random_bytes(5 + beyond))
+                };
                 return (what, SIZE - 5..SIZE + beyond);
             }
         };
@@ -165,7 +169,9 @@ impl SimulatedNbdSession {
 
     /// Registers the request and returns its bytes; none if it conflicts with one in flight.
     fn begin(&self, what: ClientOperation, range: Range<u64>) -> Vec<u8> {
-        let changes = |what: &ClientOperation| matches!(what, ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim);
+        let changes = |what: &ClientOperation| {
+            matches!(what, ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim)
+        };
         // A conflict would make the expected content depend on the order of execution.
         let conflicts = |other: &PendingNbdRequest| {
             let overlap = range.start < other.range.end && other.range.start < range.end;
@@ -181,7 +187,9 @@ impl SimulatedNbdSession {
         let (kind, flags) = match &what {
             ClientOperation::Read | ClientOperation::WrongRead => (cmd::READ, flags),
             ClientOperation::Write(_) | ClientOperation::WrongWrite(_) => (cmd::WRITE, flags),
-            ClientOperation::Zeroes => (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 }),
+            ClientOperation::Zeroes => {
+                (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 })
+            }
             ClientOperation::Trim => (cmd::TRIM, flags),
             ClientOperation::Nothing if range.is_empty() => (cmd::FLUSH, 0),
             ClientOperation::Nothing => (cmd::CACHE, 0),
@@ -325,14 +333,18 @@ impl SimulatedNbdSession {
         let length = pending.range.end - pending.range.start;
         let mut content = self.content.borrow_mut();
         match &pending.what {
-            ClientOperation::Read if !pending.failed => assert_eq!(pending.covered, length, "some data is missing"),
+            ClientOperation::Read if !pending.failed => {
+                assert_eq!(pending.covered, length, "some data is missing")
+            }
             ClientOperation::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
             ClientOperation::Write(data) if !pending.failed => {
                 for (known, &byte) in content[self.known(pending.range.clone())].iter_mut().zip(data) {
                     *known = Some(byte);
                 }
             }
-            ClientOperation::Zeroes if !pending.failed => content[self.known(pending.range.clone())].fill(Some(0)),
+            ClientOperation::Zeroes if !pending.failed => {
+                content[self.known(pending.range.clone())].fill(Some(0))
+            }
             ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim => {
                 // A failed change may have been executed in part; a trim may or may not zero.
                 content[self.known(pending.range.clone())].fill(None);

@@ -4,7 +4,7 @@
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc};
 
 use policy::{
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     time::Duration,
 };
 
@@ -14,7 +14,7 @@ use super::{
         session::ReplyStyle,
     },
     Arc, Disk, chance, connect, seeds, serve,
-    wire::{StreamEnded, NbdTestWire, request, u16_at, u32_at, u64_at},
+    wire::{NbdTestWire, StreamEnded, request, u16_at, u32_at, u64_at},
 };
 use block::layer::throttle::DiskSettings;
 use image::{Image, RawImage};

@@ -10,7 +10,7 @@ use super::{
         session::ReplyStyle,
     },
     REGION, SIZE, chance, some_time,
-    wire::{StreamEnded, NbdTestWire, request},
+    wire::{NbdTestWire, StreamEnded, request},
 };
 use reactor::{now, sim, sleep_until, timeout};
 

@@ -73,7 +73,9 @@ impl NbdTestWire {
         }
         let facts = self.option(opt::GO, &[0; 6]).await?;
         let export = facts.iter().find(|fact| fact[..2] == info::EXPORT.to_be_bytes()).expect("always sent");
-        Ok(NegotiatedExport { size_bytes: u64::from_be_bytes(export[2..10].try_into().expect("eight bytes")) })
+        Ok(NegotiatedExport {
+            size_bytes: u64::from_be_bytes(export[2..10].try_into().expect("eight bytes")),
+        })
     }
 
     /// Sends an option and returns the replies before its ACK.

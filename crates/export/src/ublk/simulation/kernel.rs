@@ -15,9 +15,9 @@ use std::{
 };
 
 use reactor::{
-    guest::{GuestMemory, GuestBytes, Region},
+    guest::{GuestBytes, GuestMemory, Region},
     sim,
-    ublk::{UblkData, UblkDescriptor, RegisteredData},
+    ublk::{RegisteredData, UblkData, UblkDescriptor},
 };
 
 use super::super::channel::TagStep;
@@ -117,7 +117,8 @@ impl SimulatedUblkDriver {
         let number = {
             let state = &mut *self.0.borrow_mut();
             let bytes = reads.max(data.len());
-            let request = SimulatedUblkRequest { descriptor, bytes, data, reads: reads > 0, result: None, waker: None };
+            let request =
+                SimulatedUblkRequest { descriptor, bytes, data, reads: reads > 0, result: None, waker: None };
             state.requests.push(request);
             state.waiting.push_back(state.requests.len() - 1);
             state.requests.len() - 1

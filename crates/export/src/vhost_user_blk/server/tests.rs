@@ -22,10 +22,10 @@ use block::{
     disk::{Disk, ErrorPolicies, OnError},
     layer::throttle::DiskSettings,
 };
-use front_end::{SocketFrontEnd, GuestRing, rung, send_with};
+use front_end::{GuestRing, SocketFrontEnd, rung, send_with};
 use image::{Image, RawImage};
 use policy::{
-    throttle::{RateLimit, LimitKind, Limits},
+    throttle::{LimitKind, Limits, RateLimit},
     time::Duration,
 };
 use reactor::{
@@ -62,8 +62,10 @@ const FEATURES: u64 =
     virtio::VERSION_1 | virtio::PROTOCOL_FEATURES | virtio::FLUSH | virtio::CONFIG_WCE | virtio::SEG_MAX;
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(PollingMode::Off, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
-        .expect("io_uring works on a test machine")
+    reactor::run(PollingMode::Off, async {
+        timeout(PATIENCE, future).await.expect("it is over before a minute")
+    })
+    .expect("io_uring works on a test machine")
 }
 
 fn server(limits: Limits) -> Arc<VhostUserServer> {
@@ -82,7 +84,12 @@ fn export_of(storage: Storage, limits: Limits, offer: VhostUserOffer) -> VhostUs
     let settings = DiskSettings { limits, ..DiskSettings::default() };
     let disk = Disk::new("disk", Image::Raw(RawImage::new(storage)), settings, None);
     let offer = VhostUserOffer { queues: 2, queue_size: SIZE, ..offer };
-    VhostUserExport { id: "vm1".into(), disk: Arc::new(disk.expect("valid limits")), offer, serial: "disk".into() }
+    VhostUserExport {
+        id: "vm1".into(),
+        disk: Arc::new(disk.expect("valid limits")),
+        offer,
+        serial: "disk".into(),
+    }
 }
 
 /// A limit of one request a second.
@@ -152,7 +159,7 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
 }
 
 #[test]
-fn a_request_of_less_than_a_block_is_refused_and_told_of() {
+fn unaligned_request_is_rejected_and_logged() {
     real(async {
         let is_told = |server: &VhostUserServer| server.device.has_warned_of_block_size.load(Relaxed);
         let offer = VhostUserOffer { block_bytes: 4096, ..VhostUserOffer::default() };
@@ -172,10 +179,11 @@ fn a_request_of_less_than_a_block_is_refused_and_told_of() {
 }
 
 #[test]
-fn a_ring_that_is_too_short_for_a_request_is_told_of() {
+fn short_ring_is_logged() {
     real(async {
         for (queue_size, is_short) in [(SIZE, false), (2 * SIZE, true)] {
-            let mut export = export_of(Storage::memory(1 << 20), Limits::default(), VhostUserOffer::default());
+            let mut export =
+                export_of(Storage::memory(1 << 20), Limits::default(), VhostUserOffer::default());
             export.offer.queue_size = queue_size;
             let server = VhostUserServer::new(export);
             let mut front_end = SocketFrontEnd::connect(&server).await;
@@ -222,15 +230,19 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         let mut attendance = ServedFrontEnd {
             server: &server,
-            connection: VhostUserConnection::new("vm1".into(), theirs.into(), VhostUserSession::new(server.device.offer())),
+            connection: VhostUserConnection::new(
+                "vm1".into(),
+                theirs.into(),
+                VhostUserSession::new(server.device.offer()),
+            ),
             process: None,
             began: None,
             threads: Threads::Here,
-            turn: 0,
+            next_worker: 0,
             queues: HashMap::new(),
             stopped: async_channel::unbounded(),
             resizes: 0,
-            told: false,
+            is_published: false,
         };
         let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
         // A queue that processes no orders.
@@ -249,7 +261,7 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
 }
 
 #[test]
-fn nobody_waits_for_orders_that_come_too_late() {
+fn late_orders_do_not_block() {
     real(async {
         let settings = settings_of_no_ring();
         let (memory, places) = (settings.memory.clone(), settings.places.clone());
@@ -267,7 +279,7 @@ fn nobody_waits_for_orders_that_come_too_late() {
 }
 
 #[test]
-fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() {
+fn guests_write_cache_choice_survives_reconnects() {
     real(async {
         let server = server(Limits::default());
         for (write_cache, chosen) in [(true, None), (false, Some(0)), (true, Some(1))] {
@@ -289,7 +301,7 @@ fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() 
 }
 
 #[test]
-fn where_nobody_can_be_let_in_any_more_nobody_is_connected() {
+fn failed_accept_leaves_no_front_end_connected() {
     real(async {
         let server = server(Limits::default());
         let (_ours, theirs) = UnixStream::pair().expect("sockets");
@@ -305,7 +317,7 @@ fn where_nobody_can_be_let_in_any_more_nobody_is_connected() {
 }
 
 #[test]
-fn a_front_end_that_passes_its_own_connection_hangs_up_all_the_same() {
+fn passing_its_own_connection_does_not_keep_it_open() {
     real(async {
         let path = std::env::temp_dir().join(format!("weir-own-end-{}", std::process::id()));
         let listener = UnixListener::bind(&path).expect("a socket");

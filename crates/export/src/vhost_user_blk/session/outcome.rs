@@ -14,7 +14,7 @@ use crate::vhost_user_blk::{
     features::not_offered,
     inflight::InflightError,
     message::{MalformedVhostUserMessage, VhostUserReply},
-    vring::{VringFault, RingPlaces, RingSettings},
+    vring::{RingPlaces, RingSettings, VringFault},
 };
 
 /// An effect on rings or disk.

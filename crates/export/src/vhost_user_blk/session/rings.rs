@@ -5,13 +5,16 @@ use std::{collections::VecDeque, os::fd::OwnedFd};
 
 use reactor::operation::Fd;
 
-use super::{DRIVER_OK, Effect, EventKind, NEEDS_RESET, SessionOutput, RequestRejection, VhostUserSession, acknowledgement};
+use super::{
+    DRIVER_OK, Effect, EventKind, NEEDS_RESET, RequestRejection, SessionOutput, VhostUserSession,
+    acknowledgement,
+};
 use crate::vhost_user_blk::{
-    vring_event::is_eventfd,
     features::virtio,
     inflight::InflightArea,
     message::{self, VhostUserReply, VringAddresses, code},
-    vring::{VringFault, Kick, RingSettings, VringState, Vring},
+    vring::{Kick, RingSettings, Vring, VringFault, VringState},
+    vring_event::is_eventfd,
 };
 
 /// Action after rings have stopped. An acknowledgement carries the number of its request.
@@ -179,7 +182,11 @@ impl VhostUserSession {
         }
     }
 
-    pub(super) fn start_or_stop_number(&mut self, ring: u32, out: &mut VecDeque<SessionOutput>) -> Result<(), RequestRejection> {
+    pub(super) fn start_or_stop_number(
+        &mut self,
+        ring: u32,
+        out: &mut VecDeque<SessionOutput>,
+    ) -> Result<(), RequestRejection> {
         let ring = self.number(ring)?;
         self.start_or_stop(ring, out).map_err(|why| RequestRejection::Fault { ring, why })
     }

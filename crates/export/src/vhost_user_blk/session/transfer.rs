@@ -16,13 +16,13 @@ use std::{
 
 use reactor::guest::DirtyLog;
 
-use super::{CONFIG_MIGRATION, SessionOutput, RequestRejection, VhostUserSession};
+use super::{CONFIG_MIGRATION, RequestRejection, SessionOutput, VhostUserSession};
 use crate::vhost_user_blk::{
     config_space,
     features::VhostUserOffer,
     inflight::InflightArea,
     message::{self, RegionInfo, VhostUserRequest, code},
-    vring::{Kick, VringState, Vring},
+    vring::{Kick, Vring, VringState},
 };
 
 /// A message of a front end, without its header.
@@ -109,7 +109,10 @@ impl VhostUserSession {
         }
         let (offset, choice) = config_space::writeback(self.writeback);
         // After the in-flight area: its recorded choice would otherwise override this one.
-        said.push(SessionMessage::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
+        said.push(SessionMessage::new(
+            code::SET_CONFIG,
+            message::config_of(offset, CONFIG_MIGRATION, &choice),
+        ));
         if self.told_size.is_some() {
             let bytes =
                 if self.told_block.is_some() { config_space::TO_BLOCK_BYTES } else { size_of::<u64>() };
@@ -129,17 +132,24 @@ impl VhostUserSession {
     /// # Errors
     /// Fails on messages that a front end could not have sent here: made for another offer, or
     /// malformed.
-    pub fn from_messages(offer: VhostUserOffer, said: Vec<SessionMessage>) -> Result<(Self, VecDeque<SessionOutput>), RequestRejection> {
+    pub fn from_messages(
+        offer: VhostUserOffer,
+        said: Vec<SessionMessage>,
+    ) -> Result<(Self, VecDeque<SessionOutput>), RequestRejection> {
         let (mut session, mut outputs) = (Self { is_heard: true, ..Self::new(offer) }, VecDeque::new());
         for SessionMessage { code, payload, descriptors } in said {
             let mut out = VecDeque::new();
             session.receive(code, false, VhostUserRequest::parse(code, &payload, descriptors), &mut out);
             for output in out {
                 match output {
-                    SessionOutput::Rejected { why, .. } | SessionOutput::Close { why, .. } => return Err(why),
+                    SessionOutput::Rejected { why, .. } | SessionOutput::Close { why, .. } => {
+                        return Err(why);
+                    }
                     // The front end has already received the replies.
                     SessionOutput::Reply(_) => {}
-                    effect @ (SessionOutput::Effect(_) | SessionOutput::ConfigChanged) => outputs.push_back(effect),
+                    effect @ (SessionOutput::Effect(_) | SessionOutput::ConfigChanged) => {
+                        outputs.push_back(effect)
+                    }
                 }
             }
             // None of the encoded messages stops a ring.

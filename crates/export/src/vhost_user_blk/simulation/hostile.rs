@@ -5,21 +5,21 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use policy::time::Duration;
 
-use super::{DISK_BYTES, FOREVER, VolatileMemory, VhostUserSimulationTally, chance, count, sleep_randomly};
+use super::{DISK_BYTES, FOREVER, VhostUserSimulationTally, VolatileMemory, chance, count, sleep_randomly};
 use crate::vhost_user_blk::{
-    vring_event::simulated::SimulatedEvent,
     device::VhostUserDevice,
     features::virtio,
     queue::{QueueOrder, VhostUserQueue},
     session::EventKind,
     vring::{RingPlaces, RingSettings},
+    vring_event::simulated::SimulatedEvent,
 };
 use ::virtio::ring::{
     InflightQueueArea, RingLayout, RingParts,
     driver::{DriverBuffer, RingDriver},
 };
 use reactor::{
-    guest::{GuestMemory, GuestBytes, Region},
+    guest::{GuestBytes, GuestMemory, Region},
     sim, spawn_joinable, timeout,
 };
 
@@ -43,12 +43,17 @@ struct HostileRing {
 }
 
 impl HostileGuest {
-    pub(super) fn new(device: Arc<VhostUserDevice>, tally: &Rc<Cell<VhostUserSimulationTally>>, prey: &VolatileMemory) -> Self {
+    pub(super) fn new(
+        device: Arc<VhostUserDevice>,
+        tally: &Rc<Cell<VhostUserSimulationTally>>,
+        prey: &VolatileMemory,
+    ) -> Self {
         Self { device, tally: Rc::clone(tally), prey: Rc::clone(prey) }
     }
 
     pub(super) async fn run(self) {
-        let memory = GuestMemory::new(vec![Region::on_heap(0, 0, MEMORY_BYTES as usize)]).expect("one region");
+        let memory =
+            GuestMemory::new(vec![Region::on_heap(0, 0, MEMORY_BYTES as usize)]).expect("one region");
         let area = GuestMemory::new(vec![Region::on_heap(0, 0, 1 << 14)]).expect("one region");
         for _ in 0..sim::random(|random| random.usize(1..8)) {
             let attack = HostileRing::draw(memory.clone());
@@ -114,7 +119,8 @@ impl HostileRing {
     }
 
     fn settings(&self, base: u32, inflight: Option<GuestBytes>) -> RingSettings {
-        let RingLayout { size, descriptors, driver, device, packed, event_idx, indirect } = self.layout.clone();
+        let RingLayout { size, descriptors, driver, device, packed, event_idx, indirect } =
+            self.layout.clone();
         let when = |condition: bool, bit| if condition { bit } else { 0 };
         RingSettings {
             size,

@@ -14,19 +14,23 @@ use event_listener::Event;
 use policy::time::Duration;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-use super::{BLOCK, DISK_BYTES, SimulatedDiskLife, SERIAL, VhostUserSimulationTally, chance, count, sleep_randomly};
+use super::{
+    BLOCK, DISK_BYTES, SERIAL, SimulatedDiskLife, VhostUserSimulationTally, chance, count, sleep_randomly,
+};
 use crate::{
     model::{Model, Outcome},
     passed::GroupSamples,
     select::{FirstReady, first},
-    vhost_user_blk::{vring_event::simulated::SimulatedEvent, device::VhostUserDevice, features::virtio, vring::RingPlaces},
+    vhost_user_blk::{
+        device::VhostUserDevice, features::virtio, vring::RingPlaces, vring_event::simulated::SimulatedEvent,
+    },
 };
 use ::virtio::ring::{
-    InflightQueueArea, RingLayout, RingParts, Places,
+    ChainMemory, InflightQueueArea, RingLayout, RingParts,
     driver::{DriverBuffer, RingDriver, UsedChain},
 };
 use reactor::{
-    guest::{DirtyLog, GuestMemory, GuestBytes, MappingQuota, Region},
+    guest::{DirtyLog, GuestBytes, GuestMemory, MappingQuota, Region},
     sim, timeout,
 };
 
@@ -35,17 +39,17 @@ const RINGS: u64 = 0x1_0000;
 const DRIVER: u64 = RINGS + 0x4000;
 const DEVICE: u64 = RINGS + 0x6000;
 const SLOTS: u64 = RINGS + 0x8000;
-const MOST_SLOTS: usize = 12;
+const MAX_SLOTS: usize = 12;
 /// Layout of a slot: an indirect table, device-readable data, device-writable data.
 const SLOT_BYTES: u64 = 0x7000;
 const READABLE: u64 = 0x1000;
 const WRITABLE: u64 = 0x4000;
-const END: u64 = SLOTS + MOST_SLOTS as u64 * SLOT_BYTES;
+const END: u64 = SLOTS + MAX_SLOTS as u64 * SLOT_BYTES;
 const PAGE: u64 = 4096;
 /// Content of bytes that must not change, and of a status that was not written yet.
 const GUARD: u8 = 0xa5;
-const MOST_SECTORS: usize = 16;
-const MOST_PIECES: usize = 4;
+const MAX_SECTORS: usize = 16;
+const MAX_PIECES: usize = 4;
 
 /// `VIRTIO_BLK_T_…` and `VIRTIO_BLK_S_…`, from virtio 1.3 § 5.2.6.
 const IN: u32 = 0;
@@ -150,7 +154,7 @@ impl SimulatedGuest {
             call: RefCell::default(),
             rewired: Event::new(),
             sent: RefCell::default(),
-            slots: RefCell::new((0..MOST_SLOTS.min(usize::from(shape.size))).collect()),
+            slots: RefCell::new((0..MAX_SLOTS.min(usize::from(shape.size))).collect()),
             log: RefCell::default(),
             model: Rc::clone(&life.model),
             passed: Rc::clone(&life.passed),
@@ -284,7 +288,7 @@ impl SimulatedGuest {
         let Some(slot) = self.slots.borrow_mut().pop() else { return false };
         let indirect = self.shape.indirect && chance(50);
         let free = self.driver.borrow().free_descriptors();
-        let most = if indirect { 2 * MOST_PIECES } else { free };
+        let most = if indirect { 2 * MAX_PIECES } else { free };
         // A request has at least one readable and one writable descriptor.
         if free == 0 || most < 2 {
             self.slots.borrow_mut().push(slot);
@@ -294,7 +298,7 @@ impl SimulatedGuest {
         let at = SLOTS + slot as u64 * SLOT_BYTES;
         fill(&self.memory, at, SLOT_BYTES as usize, GUARD);
         let (what, request, writable) = self.draw_request();
-        let pieces = (most / 2).min(MOST_PIECES);
+        let pieces = (most / 2).min(MAX_PIECES);
         let reads = divide(at + READABLE, request.len(), pieces);
         let row = divide(at + WRITABLE, writable + 1, pieces);
         scatter(&self.memory, &reads, &request);
@@ -315,7 +319,8 @@ impl SimulatedGuest {
             self.slots.borrow_mut().push(slot);
             return false;
         };
-        let sent = SentGuestRequest { slot, what, row, cache: self.cache.get(), log: self.log.borrow().clone() };
+        let sent =
+            SentGuestRequest { slot, what, row, cache: self.cache.get(), log: self.log.borrow().clone() };
         assert!(self.sent.borrow_mut().insert(id, sent).is_none(), "the driver has used an id twice");
         true
     }
@@ -513,7 +518,7 @@ fn segment(range: &Range<usize>, flags: u32) -> Vec<u8> {
 fn draw_range() -> Range<usize> {
     sim::random(|random| {
         let first = random.usize(..DISK_BYTES / BLOCK / 4) * random.usize(1..=4);
-        let most = (DISK_BYTES / BLOCK - first).min(MOST_SECTORS);
+        let most = (DISK_BYTES / BLOCK - first).min(MAX_SECTORS);
         let count = if random.bool() { 1 } else { random.usize(1..=most) };
         first * BLOCK..(first + count) * BLOCK
     })
@@ -533,8 +538,8 @@ fn divide(mut at: u64, bytes: usize, most: usize) -> Vec<(u64, usize)> {
     pieces
 }
 
-fn each_place(memory: &GuestMemory, pieces: &[(u64, usize)]) -> Places {
-    let mut places = Places::new();
+fn each_place(memory: &GuestMemory, pieces: &[(u64, usize)]) -> ChainMemory {
+    let mut places = ChainMemory::new();
     for &(address, bytes) in pieces {
         assert!(memory.ranges(address, bytes, &mut places), "inside");
     }

@@ -6,8 +6,8 @@
 //! ones are freed. A crash leaves the old or the new ones, and leaks.
 
 use super::{
-    BitmapCluster, DirtyBits, BitmapEntry, GRANULARITY_BITS, LONGEST_NAME, decode_table, directory::MOST_BITS, encode,
-    encode_table, flag, read,
+    BitmapCluster, BitmapEntry, DirtyBits, GRANULARITY_BITS, MAX_NAME, decode_table, directory::MAX_BITS,
+    encode, encode_table, flag, read,
 };
 use reactor::{
     error::{Error, Result as IoResult},
@@ -15,9 +15,10 @@ use reactor::{
 };
 
 use crate::qcow2::{
-    InvalidImage, MetadataError, Qcow2Image, metadata_io,
-    header::{BitmapsExtension, Qcow2Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, FileRegion, autoclear},
+    InvalidImage, MetadataError, Qcow2Image,
+    header::{BitmapsExtension, FileRegion, MAX_BITMAP_DIRECTORY, MAX_BITMAPS, Qcow2Header, autoclear},
     l1::padded,
+    metadata_io,
 };
 
 /// Reason why an operation on bitmaps failed.
@@ -120,7 +121,11 @@ impl Qcow2Image {
     }
 
     /// Fails if the table is too short for a disk of this size.
-    pub(super) fn check_table(&self, entry: &BitmapEntry, size_bytes: u64) -> std::result::Result<(), InvalidImage> {
+    pub(super) fn check_table(
+        &self,
+        entry: &BitmapEntry,
+        size_bytes: u64,
+    ) -> std::result::Result<(), InvalidImage> {
         let needed = BitmapEntry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
         if needed > entry.table_entries.into() {
             let what =
@@ -141,8 +146,10 @@ impl Qcow2Image {
         if offset.checked_add(length).is_none_or(|end| end > file_end) {
             return wrong("has its table beyond the end of the file");
         }
-        let table =
-            decode_table(&metadata_io::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
+        let table = decode_table(
+            &metadata_io::read(self.file.storage(), offset, length as usize).await?,
+            cluster_bytes,
+        )?;
         let stored = table.iter().filter_map(|part| match part {
             BitmapCluster::Stored(offset) => Some(*offset),
             BitmapCluster::Zeroes | BitmapCluster::Ones => None,
@@ -173,15 +180,15 @@ impl Qcow2Image {
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
             return Err(BitmapError::Exists(name.to_owned()));
         }
-        if name.is_empty() || name.len() > LONGEST_NAME {
-            return wrong(format!("the name has {} bytes; it must have 1 to {LONGEST_NAME}", name.len()));
+        if name.is_empty() || name.len() > MAX_NAME {
+            return wrong(format!("the name has {} bytes; it must have 1 to {MAX_NAME}", name.len()));
         }
         if !GRANULARITY_BITS.contains(&granularity_bits) {
             return wrong(format!("the granularity is 2^{granularity_bits} bytes; it must be 512 to 2G"));
         }
         self.check_granularity(granularity_bits)?;
-        if entries.len() == MOST_BITMAPS as usize {
-            return wrong(format!("the image has the maximum of {MOST_BITMAPS} bitmaps (remove some)"));
+        if entries.len() == MAX_BITMAPS as usize {
+            return wrong(format!("the image has the maximum of {MAX_BITMAPS} bitmaps (remove some)"));
         }
         let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
         let (table_offset, table_entries) = self.store_bits(&bits).await?;
@@ -200,7 +207,7 @@ impl Qcow2Image {
     /// Fails if the disk needs more bits of this granularity than the format allows.
     fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
         let table = BitmapEntry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
-        if table > MOST_BITS >> self.shape.cluster_bits {
+        if table > MAX_BITS >> self.shape.cluster_bits {
             let what = "the disk is too large for this granularity (choose a larger one)";
             return Err(BitmapError::Wrong(what.to_owned()));
         }
@@ -353,7 +360,7 @@ impl Qcow2Image {
         let header = self.header();
         let directory = encode(entries);
         let length = directory.len() as u64;
-        if length > LARGEST_BITMAP_DIRECTORY {
+        if length > MAX_BITMAP_DIRECTORY {
             return Err(BitmapError::Wrong("the bitmap directory is full (remove bitmaps)".to_owned()));
         }
         let bitmaps = match entries.len() as u32 {

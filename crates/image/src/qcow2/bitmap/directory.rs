@@ -12,16 +12,16 @@ use storage::Storage;
 use crate::qcow2::{
     InvalidImage, MetadataError,
     big_endian::{u16_at, u32_at, u64_at, words},
+    header::{BitmapsExtension, FileRegion, MAX_BITMAP_DIRECTORY, OFFSET_LIMIT, Qcow2Header},
     metadata_io,
-    header::{BitmapsExtension, Qcow2Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, FileRegion},
 };
 
 /// Granularities that QEMU supports, as powers of two: 512 bytes to 2 GiB.
 pub const GRANULARITY_BITS: RangeInclusive<u32> = 9..=31;
 /// Length limit of a name, in bytes.
-pub const LONGEST_NAME: usize = 1023;
+pub const MAX_NAME: usize = 1023;
 /// Size limit of a bitmap's bits in bytes, as in QEMU.
-pub(super) const MOST_BITS: u64 = 512 << 20;
+pub(super) const MAX_BITS: u64 = 512 << 20;
 const FIXED: usize = 24;
 // The only defined type: dirty tracking.
 const DIRTY_TRACKING: u8 = 1;
@@ -85,7 +85,10 @@ impl BitmapEntry {
     }
 
     /// Decodes the entry at the start of `bytes`: the entry, its fault, and its length.
-    fn decode(bytes: &[u8], header: &Qcow2Header) -> Result<(Self, Option<InvalidImage>, usize), InvalidImage> {
+    fn decode(
+        bytes: &[u8],
+        header: &Qcow2Header,
+    ) -> Result<(Self, Option<InvalidImage>, usize), InvalidImage> {
         let cut_off = || InvalidImage::new("the bitmap directory ends inside an entry");
         let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
         let word = |at: usize| u32_at(fixed, at);
@@ -112,7 +115,7 @@ impl BitmapEntry {
         if kind != DIRTY_TRACKING {
             return wrong(format!("is of the unknown kind {kind}"));
         }
-        if self.name.is_empty() || self.name.len() > LONGEST_NAME {
+        if self.name.is_empty() || self.name.len() > MAX_NAME {
             return wrong(format!("has a name of {} bytes", self.name.len()));
         }
         if self.flags & !flag::KNOWN != 0 {
@@ -124,7 +127,7 @@ impl BitmapEntry {
         if !GRANULARITY_BITS.contains(&self.granularity_bits) {
             return wrong(format!("has a granularity of 2^{} bytes", self.granularity_bits));
         }
-        if length == 0 || length / 8 > MOST_BITS / header.cluster_bytes() || offset == 0 {
+        if length == 0 || length / 8 > MAX_BITS / header.cluster_bytes() || offset == 0 {
             return wrong(format!("has a table of {length} bytes at {offset:#x}"));
         }
         if !offset.is_multiple_of(header.cluster_bytes())
@@ -161,7 +164,11 @@ pub fn encode(entries: &[BitmapEntry]) -> Vec<u8> {
 ///
 /// # Errors
 /// The first fault of the directory or of an entry, or the storage's error.
-pub async fn read(storage: &Storage, header: &Qcow2Header, bitmaps: BitmapsExtension) -> Result<Vec<BitmapEntry>, MetadataError> {
+pub async fn read(
+    storage: &Storage,
+    header: &Qcow2Header,
+    bitmaps: BitmapsExtension,
+) -> Result<Vec<BitmapEntry>, MetadataError> {
     let entries = read_entries(storage, header, bitmaps).await?;
     let sound = entries.into_iter().map(|(entry, fault)| fault.map_or(Ok(entry), Err));
     Ok(sound.collect::<Result<_, _>>()?)
@@ -179,7 +186,7 @@ pub(in crate::qcow2) async fn read_entries(
 ) -> Result<Vec<(BitmapEntry, Option<InvalidImage>)>, MetadataError> {
     let FileRegion { offset, length } = directory;
     let is_inside = offset.checked_add(length).is_some_and(|end| end <= storage.size_bytes());
-    if length > LARGEST_BITMAP_DIRECTORY || !is_inside || offset == 0 {
+    if length > MAX_BITMAP_DIRECTORY || !is_inside || offset == 0 {
         return Err(InvalidImage::new(format!(
             "the bitmap directory of {length} bytes at {offset:#x} is not inside the file"
         ))
@@ -224,7 +231,9 @@ pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<BitmapCluste
     let decode = |raw: u64| match raw {
         0 => Ok(BitmapCluster::Zeroes),
         1 => Ok(BitmapCluster::Ones),
-        offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => Ok(BitmapCluster::Stored(offset)),
+        offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => {
+            Ok(BitmapCluster::Stored(offset))
+        }
         other => Err(InvalidImage::new(format!(
             "a bitmap table has the entry {other:#x}, which does not point to the start of a cluster"
         ))),
@@ -270,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn directory_round_trips() {
         sim::run(1, async {
             let entries: Vec<_> = (0..100).map(entry).collect();
             assert_eq!(read_back(&entries, 100).await, Ok(entries));

@@ -35,13 +35,13 @@ use std::{
 use arc_swap::{ArcSwap, Guard};
 
 use super::{
-    BitmapError, BitmapCluster, DirtyBits, BitmapEntry,
-    directory::{MOST_BITS, flag},
+    BitmapCluster, BitmapEntry, BitmapError, DirtyBits,
+    directory::{MAX_BITS, flag},
     live::LiveBits,
 };
 use reactor::{
     error::Result as IoResult,
-    memory::{MemoryReservation, MemoryBudget, OutOfBudget},
+    memory::{MemoryBudget, MemoryReservation, OutOfBudget},
 };
 use storage::RangeLocks;
 
@@ -50,7 +50,7 @@ use crate::qcow2::{InvalidImage, Qcow2Image, header::FileRegion};
 // Name in messages that concern no single bitmap.
 const ANY: &str = "of any name";
 // Memory limit of the recorded bitmaps of an image, in bytes.
-const MOST_RECORDED: u64 = 1 << 30;
+const MAX_RECORDED: u64 = 1 << 30;
 
 /// State of the bitmaps that record writes.
 #[derive(Debug, Default)]
@@ -180,7 +180,7 @@ impl Qcow2Image {
         }
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let mut recorded = Vec::new();
-        let mut room = MOST_RECORDED;
+        let mut room = MAX_RECORDED;
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
             match self.adopt_bitmaps(entry, &mut room).await {
                 Ok(taken) => recorded.push(Arc::new(taken)),
@@ -195,11 +195,15 @@ impl Qcow2Image {
         Ok(Ok(()))
     }
 
-    async fn adopt_bitmaps(&self, entry: &BitmapEntry, room: &mut u64) -> Result<RecordingBitmap, BitmapError> {
+    async fn adopt_bitmaps(
+        &self,
+        entry: &BitmapEntry,
+        room: &mut u64,
+    ) -> Result<RecordingBitmap, BitmapError> {
         entry.check_usable()?;
         let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
         *room = room.checked_sub(bytes).ok_or_else(|| {
-            let what = format!("all recording bitmaps would need more than {MOST_RECORDED} bytes of memory");
+            let what = format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
             BitmapError::Wrong(what)
         })?;
         let cluster_bytes = 1 << self.shape.cluster_bits;
@@ -283,11 +287,11 @@ impl Qcow2Image {
         let good = good.map(|entry| entry.granularity_bits);
         let recorded: Vec<_> =
             self.recorded().iter().map(|recorded| recorded.bits.load().granularity_bits()).collect();
-        let largest = good.chain(recorded.iter().copied()).map(|bits| (MOST_BITS * 8) << bits).min();
+        let largest = good.chain(recorded.iter().copied()).map(|bits| (MAX_BITS * 8) << bits).min();
         // Bits for 2 GiB of the disk, the coarsest granularity.
         let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
         let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
-        let room = now.saturating_add(MemoryBudget::process().free()).min(MOST_RECORDED);
+        let room = now.saturating_add(MemoryBudget::process().free()).min(MAX_RECORDED);
         let fit = (u128::from(room * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
         let fit = u64::try_from(fit).unwrap_or(u64::MAX);
         Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)

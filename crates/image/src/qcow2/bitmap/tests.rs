@@ -2,20 +2,21 @@
 
 use proptest::prelude::*;
 
-use super::{BitmapView, DirtyBits, BitmapEntry, directory::flag, encode, view::BitmapViewError};
+use super::{BitmapEntry, BitmapView, DirtyBits, directory::flag, encode, view::BitmapViewError};
 use reactor::{buffer::IoBuffer, error::Error, sim};
 use storage::{Durability, ResizeError, Storage, ZeroOptions};
 
 use crate::qcow2::{
-    Qcow2Components, Qcow2Image, metadata_io,
+    Qcow2Components, Qcow2Image,
     check::{Repair, check},
     create::{CreateOptions, create},
-    header::{Qcow2Header, FileRegion, autoclear},
+    header::{FileRegion, Qcow2Header, autoclear},
+    metadata_io,
     snapshot::NewSnapshot,
 };
 
 const UNIT: u64 = 512;
-const MOST_UNITS: u64 = 2000;
+const MAX_UNITS: u64 = 2000;
 
 #[derive(Clone, Debug)]
 enum BitmapTestStep {
@@ -37,13 +38,13 @@ enum BitmapTestStep {
 
 fn steps() -> impl Strategy<Value = BitmapTestStep> {
     // In bytes; most offsets are not aligned to anything.
-    let range = || (0..MOST_UNITS * UNIT, prop_oneof![1..100_u64, 1..9000_u64, 1..200_000_u64]);
+    let range = || (0..MAX_UNITS * UNIT, prop_oneof![1..100_u64, 1..9000_u64, 1..200_000_u64]);
     prop_oneof![
         6 => range().prop_map(|(at, length)| BitmapTestStep::Write(at, length)),
-        1 => (0..MOST_UNITS * UNIT).prop_map(BitmapTestStep::Compressed),
+        1 => (0..MAX_UNITS * UNIT).prop_map(BitmapTestStep::Compressed),
         2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| BitmapTestStep::Zero(at, length, unmap)),
         2 => range().prop_map(|(at, length)| BitmapTestStep::Discard(at, length)),
-        2 => (1..MOST_UNITS).prop_map(BitmapTestStep::Resize),
+        2 => (1..MAX_UNITS).prop_map(BitmapTestStep::Resize),
         2 => Just(BitmapTestStep::Reopen),
         1 => Just(BitmapTestStep::Abandon),
         1 => Just(BitmapTestStep::Stay),
@@ -128,7 +129,7 @@ struct BitmapTestWorld {
 impl BitmapTestWorld {
     async fn new(cluster_bits: u32, granularities: [u32; 3]) -> Self {
         let storage = Storage::memory(512);
-        let size_bytes = MOST_UNITS / 2 * UNIT;
+        let size_bytes = MAX_UNITS / 2 * UNIT;
         let options =
             CreateOptions { size_bytes, cluster_bytes: 1 << cluster_bits, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
@@ -137,8 +138,13 @@ impl BitmapTestWorld {
         let mut models = Vec::new();
         for (name, granularity_bits) in names.into_iter().zip(granularities) {
             upkeep.add_bitmap(name, granularity_bits).await.expect("new");
-            let mut model =
-                BitmapModel { name, granularity_bits, enabled: name != "off", in_use: false, marked: Vec::new() };
+            let mut model = BitmapModel {
+                name,
+                granularity_bits,
+                enabled: name != "off",
+                in_use: false,
+                marked: Vec::new(),
+            };
             model.resize(size_bytes);
             if !model.enabled {
                 let mut bits = DirtyBits::new(size_bytes, granularity_bits);
@@ -325,10 +331,10 @@ fn snapshot_revert_marks_the_whole_disk() {
         world.step(&BitmapTestStep::Write(0, 5000)).await;
         let new = NewSnapshot { name: "s", date_s: 0, date_ns: 0 };
         world.image.create_snapshot(new).await.expect("room");
-        world.step(&BitmapTestStep::Resize(MOST_UNITS)).await;
+        world.step(&BitmapTestStep::Resize(MAX_UNITS)).await;
         world.image.apply_snapshot("s").await.expect("there");
         world.models.iter_mut().for_each(|model| {
-            model.resize(MOST_UNITS / 2 * UNIT);
+            model.resize(MAX_UNITS / 2 * UNIT);
             if model.enabled {
                 model.marked.fill(true);
             }
@@ -344,7 +350,8 @@ fn bitmap_that_cannot_be_stored_continues_recording() {
     sim::run(1, async {
         let mut world = BitmapTestWorld::new(12, [9, 12, 16]).await;
         // Allocated clusters that are not marked.
-        let upkeep = Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
+        let upkeep =
+            Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
         upkeep.write(0, IoBuffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
         upkeep.close().await.expect("memory");
         let file = copied(upkeep.storage()).await;
@@ -367,7 +374,8 @@ fn a_bitmap_that_another_process_has_removed_is_not_shown() {
         let world = BitmapTestWorld::new(12, [9, 12, 16]).await;
         let views = world.views_of(&world.image).await;
         world.image.hand_over().await.expect("memory");
-        let other = Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
+        let other =
+            Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
         other.remove_bitmap("one").await.expect("there");
         other.close().await.expect("memory");
         replace(world.image.storage(), other.storage()).await;

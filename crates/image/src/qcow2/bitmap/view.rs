@@ -13,7 +13,7 @@
 use std::sync::Arc;
 
 use super::{
-    BitmapError, BitmapEntry, RecordingBitmap,
+    BitmapEntry, BitmapError, RecordingBitmap,
     directory::{BitmapCluster, flag},
 };
 use reactor::error::{Error, Result};
@@ -22,7 +22,7 @@ use storage::MAX_EXTENTS;
 use crate::qcow2::{InvalidImage, MetadataError, Qcow2Image, metadata_io, read_header};
 
 // Clusters of bits per query.
-const MOST_CLUSTERS: u32 = 16;
+const MAX_CLUSTERS: u32 = 16;
 
 /// Reason why a bitmap cannot be queried.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -189,10 +189,11 @@ impl StoredBitmap<'_> {
             match self.table.get(index as usize).ok_or(Error::INVALID)? {
                 BitmapCluster::Zeroes => push(&mut runs, span_end - at, false),
                 BitmapCluster::Ones => push(&mut runs, span_end - at, true),
-                BitmapCluster::Stored(_) if reads == MOST_CLUSTERS => break,
+                BitmapCluster::Stored(_) if reads == MAX_CLUSTERS => break,
                 BitmapCluster::Stored(place) => {
                     reads += 1;
-                    let bits = metadata_io::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
+                    let bits =
+                        metadata_io::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
                     if !self.scan(&bits, index * cluster_bytes * 8, at, span_end, &mut runs) {
                         break;
                     }
@@ -271,8 +272,10 @@ mod tests {
         metadata_io::write(&storage, at + 512, &directory::encode_table(&stored)).await.expect("memory");
         metadata_io::write(&storage, at + 1024, bits).await.expect("memory");
         metadata_io::grow(&storage, at + 1024 + 512).await.expect("memory");
-        header.bitmaps =
-            Some(BitmapsExtension { count: 1, directory: FileRegion { offset: at, length: directory.len() as u64 } });
+        header.bitmaps = Some(BitmapsExtension {
+            count: 1,
+            directory: FileRegion { offset: at, length: directory.len() as u64 },
+        });
         header.autoclear = autoclear::BITMAPS;
         metadata_io::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
         Qcow2Image::open(Qcow2Components { read_only, ..Qcow2Components::of(storage) }).await.expect("valid")
@@ -285,7 +288,12 @@ mod tests {
     #[test]
     fn marks_are_read_across_clusters_of_bits() {
         sim::run(1, async {
-            let table = [BitmapCluster::Ones, BitmapCluster::Stored(1024), BitmapCluster::Zeroes, BitmapCluster::Ones];
+            let table = [
+                BitmapCluster::Ones,
+                BitmapCluster::Stored(1024),
+                BitmapCluster::Zeroes,
+                BitmapCluster::Ones,
+            ];
             let view = image(0, &table, &[0b0000_0110], true).await.view_bitmap("b").await.expect("there");
             let all = view.marked(0, SIZE).await.expect("readable");
             assert_eq!(runs(&all), [(4096, true), (1, false), (2, true), (8189, false), (4096, true)]);

@@ -16,7 +16,7 @@ use crate::qcow2::{
 
 // Limit on the L1 tables of snapshots that overlap other metadata. Overlaps are damage, and in a
 // sparse file they may exceed the size of the file many times.
-const MOST_OVERLAPPING: u64 = 64 << 20;
+const MAX_OVERLAPPING: u64 = 64 << 20;
 
 /// A bitmap of the directory.
 struct FoundBitmap {
@@ -89,7 +89,7 @@ impl CheckPass<'_> {
             if self.fault_at(region.0, region.1).is_some() {
                 overlapping += region.1;
             }
-            if overlapping > MOST_OVERLAPPING {
+            if overlapping > MAX_OVERLAPPING {
                 self.hidden(format!("{what} is not read: too many tables overlap"));
                 return false;
             }
@@ -240,8 +240,9 @@ impl CheckPass<'_> {
         }
         let mut own = ReferenceCounts::default();
         let bits = self.header.cluster_bits;
-        let clusters =
-            |FileRegion { offset, length }: &FileRegion| offset >> bits..(offset + length).div_ceil(1 << bits);
+        let clusters = |FileRegion { offset, length }: &FileRegion| {
+            offset >> bits..(offset + length).div_ceil(1 << bits)
+        };
         for place in found.iter().flat_map(|one| &one.places).chain([&bitmaps.directory]) {
             clusters(place).for_each(|cluster| own.add(cluster, 1));
         }
@@ -270,8 +271,11 @@ impl CheckPass<'_> {
         let table = entry.table();
         // QEMU opens no image with such a bitmap. A bitmap in use may differ, because the disk may
         // have been resized.
-        let needed =
-            BitmapEntry::entries_for(self.header.size_bytes, entry.granularity_bits, self.header.cluster_bits);
+        let needed = BitmapEntry::entries_for(
+            self.header.size_bytes,
+            entry.granularity_bits,
+            self.header.cluster_bits,
+        );
         if entry.flags & flag::IN_USE == 0 && u64::from(entry.table_entries) != needed {
             let entries = entry.table_entries;
             return invalid(format!("the table of {what} has {entries} entries instead of {needed}"));

@@ -15,7 +15,7 @@ use std::{collections::BTreeMap, ops::Range};
 // Clusters in a chunk.
 const CHUNK: u64 = 4096;
 // A longer list becomes an array, which then takes no more memory.
-const LONGEST_LIST: usize = 1024;
+const MAX_LIST: usize = 1024;
 // Value in an array that refers to the map of large numbers.
 const LARGE: u16 = u16::MAX;
 
@@ -48,7 +48,7 @@ impl CountChunk {
         match self {
             Self::List(list) => match list.binary_search_by_key(&place, |(at, _)| *at) {
                 Ok(found) => list[found].1 = number,
-                Err(_) if list.len() == LONGEST_LIST => {
+                Err(_) if list.len() == MAX_LIST => {
                     let mut array = vec![0; CHUNK as usize].into_boxed_slice();
                     for (at, number) in list.iter() {
                         array[usize::from(*at)] = *number;
@@ -94,8 +94,12 @@ impl ReferenceCounts {
         self.chunks.range(chunks).flat_map(move |(number, chunk)| {
             let first = number * CHUNK;
             let places: Vec<u16> = match chunk {
-                CountChunk::List(list) => list.iter().filter(|(_, count)| *count > 0).map(|(at, _)| *at).collect(),
-                CountChunk::Array(array) => (0..CHUNK as u16).filter(|at| array[usize::from(*at)] > 0).collect(),
+                CountChunk::List(list) => {
+                    list.iter().filter(|(_, count)| *count > 0).map(|(at, _)| *at).collect()
+                }
+                CountChunk::Array(array) => {
+                    (0..CHUNK as u16).filter(|at| array[usize::from(*at)] > 0).collect()
+                }
             };
             let range = range.clone();
             places

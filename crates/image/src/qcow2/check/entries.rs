@@ -16,7 +16,7 @@
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
-use crate::qcow2::entry::{COMPRESSED, COPIED, ClusterMapping, OFFSET, EntryFormat, ZERO};
+use crate::qcow2::entry::{COMPRESSED, COPIED, ClusterMapping, EntryFormat, OFFSET, ZERO};
 
 // Reserved bits of a standard L2 entry: 1 to 8 and 56 to 61.
 const RESERVED: u64 = 0x3f00_0000_0000_01fe;
@@ -173,7 +173,8 @@ fn zeroes(shape: EntryFormat, (raw, map): RawEntry, subclusters: u32) -> RawEntr
 mod tests {
     use super::*;
 
-    const PLAIN: EntryFormat = EntryFormat { cluster_bits: 16, extended: false, data_file: false, version: 3 };
+    const PLAIN: EntryFormat =
+        EntryFormat { cluster_bits: 16, extended: false, data_file: false, version: 3 };
     const EXTENDED: EntryFormat = EntryFormat { extended: true, ..PLAIN };
     const DATA_FILE: EntryFormat = EntryFormat { data_file: true, ..PLAIN };
     const VERSION_2: EntryFormat = EntryFormat { version: 2, ..PLAIN };

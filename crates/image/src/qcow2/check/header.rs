@@ -9,8 +9,8 @@ use super::{CheckPass, write_header};
 use crate::qcow2::{
     MetadataError,
     big_endian::u32_at,
-    metadata_io,
     header::{Qcow2Header, compression_padding, extension, extensions},
+    metadata_io,
 };
 
 // Formats of backing files, by QEMU's names. QEMU accepts protocols as formats too.

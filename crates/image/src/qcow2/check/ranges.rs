@@ -28,7 +28,7 @@ impl fmt::Display for GuestRange {
 }
 
 // Limit of slots for the ranges of a report: an image may claim billions of ranges.
-const MOST_SLOTS: usize = 100_000;
+const MAX_SLOTS: usize = 100_000;
 // A range takes one slot, and one more for each 64 bytes of the snapshot's name, which may have 64
 // KiB.
 const SLOT_BYTES: usize = 64;
@@ -49,14 +49,14 @@ pub(super) struct GuestRanges {
 impl GuestRanges {
     /// True if ranges with this number of slots can be added.
     pub(super) fn has_room(&mut self, more: usize) -> bool {
-        if !self.is_full && self.slots.saturating_add(more) > MOST_SLOTS {
+        if !self.is_full && self.slots.saturating_add(more) > MAX_SLOTS {
             join(&mut self.ranges);
             self.slots = self.ranges.iter().map(GuestRange::slots).sum();
             // If merging hardly shortens the list it counts as full; otherwise each addition would
             // sort it again.
-            self.is_full = self.slots > MOST_SLOTS / 2;
+            self.is_full = self.slots > MAX_SLOTS / 2;
         }
-        !self.is_full && self.slots.saturating_add(more) <= MOST_SLOTS
+        !self.is_full && self.slots.saturating_add(more) <= MAX_SLOTS
     }
 
     /// Adds a range, or extends the last one if they are adjacent. Drops the range if the list is
@@ -130,13 +130,13 @@ mod tests {
     #[test]
     fn a_list_has_a_bound() {
         let mut ranges = GuestRanges::default();
-        for number in 0..2 * MOST_SLOTS as u64 {
+        for number in 0..2 * MAX_SLOTS as u64 {
             ranges.add(GuestRange { snapshot: None, offset: number * 2, length: 1 });
         }
         assert!(!ranges.has_room(1));
-        assert!(ranges.finish().len() <= MOST_SLOTS);
+        assert!(ranges.finish().len() <= MAX_SLOTS);
         let mut ranges = GuestRanges::default();
-        for number in 0..2 * MOST_SLOTS as u64 {
+        for number in 0..2 * MAX_SLOTS as u64 {
             let snapshot = (number % 2 == 0).then(String::new);
             ranges.add(GuestRange { snapshot, offset: number / 2, length: 1 });
         }
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn long_names_take_more_room() {
+    fn long_names_use_more_memory() {
         let name = "n".repeat(65_535);
         let mut ranges = GuestRanges::default();
         for number in 0..1000 {
@@ -152,6 +152,6 @@ mod tests {
             ranges.add(GuestRange { snapshot, offset: number * 2, length: 1 });
         }
         let found = ranges.finish();
-        assert!(!found.is_empty() && found.len() * name.len() <= MOST_SLOTS * SLOT_BYTES, "{}", found.len());
+        assert!(!found.is_empty() && found.len() * name.len() <= MAX_SLOTS * SLOT_BYTES, "{}", found.len());
     }
 }

@@ -13,7 +13,7 @@ use std::collections::{BTreeSet, HashSet};
 use super::{CheckPass, metadata_io, refcounts::Structures, write_header};
 use crate::qcow2::{
     InvalidImage, MetadataError,
-    header::{LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
+    header::{MAX_REFCOUNT_TABLE, OFFSET_LIMIT},
     refcount_entries,
 };
 
@@ -86,14 +86,18 @@ impl CheckPass<'_> {
         loop {
             let end = first + numbers.len() as u64 + table_clusters;
             if end > OFFSET_LIMIT >> self.header.cluster_bits {
-                return Err(InvalidImage::new("there is no space for new refcounts below the largest offset"));
+                return Err(InvalidImage::new(
+                    "there is no space for new refcounts below the largest offset",
+                ));
             }
             let before = (numbers.len(), table_clusters);
             numbers.extend(first / per_block..=(end - 1) / per_block);
             let last = numbers.last().copied().unwrap_or(0);
             let table_bytes = (last + 1) * 8;
-            if table_bytes > LARGEST_REFCOUNT_TABLE {
-                return Err(InvalidImage::new(format!("new refcounts would need a table of {table_bytes} bytes")));
+            if table_bytes > MAX_REFCOUNT_TABLE {
+                return Err(InvalidImage::new(format!(
+                    "new refcounts would need a table of {table_bytes} bytes"
+                )));
             }
             table_clusters = table_bytes.div_ceil(self.header.cluster_bytes());
             if (numbers.len(), table_clusters) == before {

@@ -167,7 +167,8 @@ impl CheckPass<'_> {
         let mut changed = false;
         for cluster in clusters.clone() {
             let index = (cluster - clusters.start) as usize;
-            let (stored, counted) = (refcount_entries::get(&block, order, index), self.found.counts.get(cluster));
+            let (stored, counted) =
+                (refcount_entries::get(&block, order, index), self.found.counts.get(cluster));
             if stored > 0 && lowering {
                 let end = (cluster + 1) << self.header.cluster_bits;
                 self.report.image_end_offset = self.report.image_end_offset.max(end);

@@ -35,8 +35,13 @@ impl CheckPass<'_> {
     ///
     /// If the table has unusable entries (`is_sound` is false) it stays: it could only be
     /// rewritten without them.
-    pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[InternalSnapshot], is_sound: bool) -> Result<()> {
-        let is_incomplete = |snapshot: &InternalSnapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
+    pub(super) async fn plan_snapshot_table(
+        &mut self,
+        snapshots: &[InternalSnapshot],
+        is_sound: bool,
+    ) -> Result<()> {
+        let is_incomplete =
+            |snapshot: &InternalSnapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
         let incomplete: Vec<String> = (0..)
             .zip(snapshots)
             .filter(|(_, snapshot)| is_incomplete(snapshot))
@@ -47,7 +52,8 @@ impl CheckPass<'_> {
         if incomplete.is_empty() {
             return Ok(());
         }
-        let complete: Vec<InternalSnapshot> = snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
+        let complete: Vec<InternalSnapshot> =
+            snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
         // A table that would exceed the size limit stays.
         let (true, Ok(bytes)) = (self.repairs_all() && is_sound, snapshot::encode(&complete)) else {
             incomplete.into_iter().for_each(|what| self.corrupt(what));

@@ -4,8 +4,9 @@
 //! reported as leaked or freed: the cluster that the entry refers to may look unused.
 
 use super::{
-    CheckPass, Repair, metadata_io,
-    entries::{RawEntry, EntryVerdict, judge_entry},
+    CheckPass, Repair,
+    entries::{EntryVerdict, RawEntry, judge_entry},
+    metadata_io,
     walk::ClusterUses,
 };
 use reactor::error::Result;
@@ -31,7 +32,8 @@ impl CheckPass<'_> {
             }
             let guest = base.wrapping_add(number * cluster);
             // Judged before it is counted: only the repaired entry's references count.
-            let verdict = judge_entry(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
+            let verdict =
+                judge_entry(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
             let settled = self.settle_entry(entry, verdict, (offset, at), uses);
             self.count_entry(settled, uses, &mut expected);
             if settled != entry {

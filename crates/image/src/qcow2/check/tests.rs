@@ -362,7 +362,7 @@ fn snapshots_without_size_get_the_disk_size() {
 }
 
 #[test]
-fn a_raw_data_file_that_is_not_there_is_an_error() {
+fn missing_raw_data_file_is_an_error() {
     sim::run(1, async {
         let (storage, mut header) = image(preallocated()).await;
         header.autoclear |= autoclear::RAW_DATA_FILE;
@@ -434,7 +434,8 @@ fn low_refcounts_are_raised_and_marks_cleared() {
         (5..9).for_each(|index| refcount_entries::put(&mut numbers, 4, index, 0));
         refcount_entries::put(&mut numbers, 4, 2, 7);
         metadata_io::write(storage, block, &numbers).await.expect("memory");
-        let marked = Qcow2Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
+        let marked =
+            Qcow2Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
         write_header(storage, &marked).await.expect("fits");
     });
     assert_eq!(report.leaks, 1);
@@ -449,7 +450,7 @@ fn low_refcounts_are_raised_and_marks_cleared() {
 }
 
 #[test]
-fn leaks_alone_are_repaired_where_only_that_is_asked() {
+fn repair_of_leaks_repairs_only_leaks() {
     sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
         let l2 = l2_of(&storage, &header).await;
@@ -481,7 +482,9 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
             disk_bytes: Some(header.size_bytes),
             ..snapshot::InternalSnapshot::default()
         };
-        metadata_io::write(&storage, table, &snapshot::encode(&[entry]).expect("short")).await.expect("memory");
+        metadata_io::write(&storage, table, &snapshot::encode(&[entry]).expect("short"))
+            .await
+            .expect("memory");
         let (directory, bits_table, bits) = (end + 2 * 4096, end + 3 * 4096, end + 4 * 4096);
         put(&storage, bits_table, bits).await;
         metadata_io::write(&storage, bits, &[0; 4096]).await.expect("memory");
@@ -685,7 +688,9 @@ fn overlapping_tables_of_a_sparse_file_are_not_all_looked_at() {
         };
         // The second and the third overlap an earlier one, by 64 MiB together.
         let entries: Vec<_> = (1..=5).map(entry).collect();
-        metadata_io::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
+        metadata_io::write(&storage, table, &snapshot::encode(&entries).expect("short"))
+            .await
+            .expect("memory");
         metadata_io::grow(&storage, table + (256 << 20)).await.expect("memory");
         (header.snapshots, header.snapshots_offset) = (5, table);
         write_header(&storage, &header).await.expect("fits");

@@ -9,10 +9,11 @@
 use std::collections::BTreeMap;
 
 use super::{
-    CheckPass, Repair, metadata_io,
+    CheckPass, Repair,
+    auxiliary::L1Tables,
     entries::judge_entry,
     metadata::MetadataKind,
-    auxiliary::L1Tables,
+    metadata_io,
     ranges::{GuestRange, slots},
 };
 use reactor::error::Result;
@@ -195,8 +196,10 @@ impl CheckPass<'_> {
         };
         let sound = |entry: &[u8]| {
             let map = if self.shape.extended { u64_at(entry, 8) } else { 0 };
-            judge_entry(self.shape, (u64_at(entry, 0), map), 0, |offset, length| self.fault_at(offset, length))
-                .is_sound()
+            judge_entry(self.shape, (u64_at(entry, 0), map), 0, |offset, length| {
+                self.fault_at(offset, length)
+            })
+            .is_sound()
         };
         // In a data file every entry must equal its guest offset, so nothing is shared there.
         !self.shape.data_file && !table.chunks_exact(self.shape.entry_bytes()).all(sound)

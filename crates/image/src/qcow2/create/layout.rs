@@ -10,7 +10,7 @@ use super::{
     rules::{InvalidImageOption, invalid_option},
 };
 use crate::qcow2::{
-    header::{LARGEST_L1, LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
+    header::{MAX_L1, MAX_REFCOUNT_TABLE, OFFSET_LIMIT},
     refcount_entries,
 };
 
@@ -43,7 +43,7 @@ impl ImageLayout {
     pub(super) fn of(options: &CreateOptions) -> Result<Self, InvalidImageOption> {
         let layout = Self::of_any_size(options)?;
         let table_bytes = layout.refcount_table_clusters * options.cluster_bytes;
-        if table_bytes > LARGEST_REFCOUNT_TABLE.max(options.cluster_bytes)
+        if table_bytes > MAX_REFCOUNT_TABLE.max(options.cluster_bytes)
             || layout.clusters > OFFSET_LIMIT >> layout.cluster_bits
         {
             return Err(too_large(options));
@@ -59,7 +59,7 @@ impl ImageLayout {
         let entry_bytes = if options.extended_l2 { 16 } else { 8 };
         let guest_clusters = options.size_bytes.div_ceil(options.cluster_bytes);
         let l1_entries = guest_clusters.div_ceil(options.cluster_bytes / entry_bytes);
-        if l1_entries * 8 > LARGEST_L1 {
+        if l1_entries * 8 > MAX_L1 {
             return Err(too_large(options));
         }
         let in_clusters = |bytes: u64| bytes.div_ceil(options.cluster_bytes);
@@ -111,7 +111,8 @@ impl ImageLayout {
 /// Number of clusters of the refcount table, and of refcount blocks, if there are `others` other
 /// clusters.
 fn refcounts(options: &CreateOptions, others: u64) -> (u64, u64) {
-    let per_block = refcount_entries::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
+    let per_block =
+        refcount_entries::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
     let (mut table, mut blocks) = (1, 1);
     loop {
         let more_blocks = (others + table + blocks).div_ceil(per_block);

@@ -181,7 +181,7 @@ fn crash_during_creation_leaves_old_new_or_no_image() {
 }
 
 #[test]
-fn preallocated_metadata_is_sparse_and_old_bytes_are_gone() {
+fn preallocated_metadata_is_sparse_without_old_bytes() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("image");
     let spec = format!("file:{}", path.to_str().expect("UTF-8"));

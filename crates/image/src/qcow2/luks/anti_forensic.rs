@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_split_merges_again_and_not_without_any_stripe() {
+    fn split_key_needs_every_stripe_to_merge() {
         for hash in [MessageDigest::sha1(), MessageDigest::sha256(), MessageDigest::sha512()] {
             for length in [16, 32, 64] {
                 let key: Vec<u8> = (0..length).map(|byte| byte as u8).collect();

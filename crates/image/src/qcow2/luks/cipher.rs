@@ -28,7 +28,7 @@ pub const SECTOR_BYTES: usize = 512;
 
 const IV_BYTES: usize = 16;
 // Limit of idle contexts in each direction; more than the workers of any reasonable daemon.
-const MOST_IDLE: usize = 32;
+const MAX_IDLE: usize = 32;
 
 /// Chaining mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,7 +164,7 @@ impl CipherContextPool {
 
     fn return_context(&self, context: CipherCtx) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if idle.len() < MOST_IDLE {
+        if idle.len() < MAX_IDLE {
             idle.push(context);
         }
     }
@@ -193,7 +193,11 @@ impl SectorCipher {
     /// are equal.
     pub fn new(kind: CipherKind, key: &[u8]) -> std::result::Result<Self, InvalidImage> {
         if key.len() != kind.key_bytes {
-            return Err(InvalidImage::new(format!("a key of {} bytes instead of {}", key.len(), kind.key_bytes)));
+            return Err(InvalidImage::new(format!(
+                "a key of {} bytes instead of {}",
+                key.len(),
+                kind.key_bytes
+            )));
         }
         let algorithm = kind.algorithm()?;
         Self::set_up(kind, algorithm, key)
@@ -220,7 +224,12 @@ impl SectorCipher {
                 Some(CipherContextPool::new(context))
             }
         };
-        Ok(Self { kind, encrypt: CipherContextPool::new(encrypt), decrypt: CipherContextPool::new(decrypt), essiv })
+        Ok(Self {
+            kind,
+            encrypt: CipherContextPool::new(encrypt),
+            decrypt: CipherContextPool::new(decrypt),
+            essiv,
+        })
     }
 
     /// Kind of the cipher.
@@ -331,7 +340,12 @@ mod tests {
         let of = |mode, iv, key_bytes| CipherKind { mode, iv, key_bytes };
         let cbc = [16, 24, 32].into_iter().map(move |length| of(ChainingMode::Cbc, Plain, length));
         let essiv = of(ChainingMode::Cbc, EssivSha256, 32);
-        cbc.chain([of(ChainingMode::Xts, Plain64, 32), of(ChainingMode::Xts, Plain, 64), CipherKind::DEFAULT, essiv])
+        cbc.chain([
+            of(ChainingMode::Xts, Plain64, 32),
+            of(ChainingMode::Xts, Plain, 64),
+            CipherKind::DEFAULT,
+            essiv,
+        ])
     }
 
     /// IEEE 1619-2007, annex B, vector 10: data unit ff, XTS-AES-256.

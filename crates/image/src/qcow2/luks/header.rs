@@ -24,7 +24,7 @@ pub const HEADER_BYTES: usize = 592;
 pub const SLOTS: usize = 8;
 /// Limit of PBKDF2 iterations for a key slot or the digest: 30 s on a slow core. QEMU and
 /// cryptsetup spend two seconds on a new slot, which is about three million on a fast core.
-pub const MOST_ITERATIONS: u32 = 1 << 25;
+pub const MAX_ITERATIONS: u32 = 1 << 25;
 
 const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const VERSION: u16 = 1;
@@ -284,10 +284,10 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], InvalidImage> {
 }
 
 fn iterations(what: &str, count: u32) -> Result<(), InvalidImage> {
-    if (1..=MOST_ITERATIONS).contains(&count) {
+    if (1..=MAX_ITERATIONS).contains(&count) {
         return Ok(());
     }
-    Err(InvalidImage::new(format!("{what} has {count} iterations; 1 to {MOST_ITERATIONS} is valid")))
+    Err(InvalidImage::new(format!("{what} has {count} iterations; 1 to {MAX_ITERATIONS} is valid")))
 }
 
 fn sectors(bytes: u64) -> [u8; 4] {
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn luks_header_round_trips() {
         assert_eq!(LuksHeader::slot_offset(CipherKind::DEFAULT, SLOTS), AREA);
         assert_eq!(LuksHeader::parse(&header().encode(), AREA), Ok(header()));
     }

@@ -11,9 +11,9 @@ use openssl::{error::ErrorStack, pkcs5::pbkdf2_hmac, rand::rand_bytes};
 use zeroize::Zeroizing;
 
 use super::{
-    cipher::{SectorCipher, CipherKind},
-    header::{HEADER_BYTES, LuksHash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, STRIPES},
     anti_forensic,
+    cipher::{CipherKind, SectorCipher},
+    header::{HEADER_BYTES, KeySlot, LuksHash, LuksHeader, MAX_ITERATIONS, SLOTS, STRIPES},
 };
 use reactor::{buffer::IoBuffer, error::Error};
 use storage::Storage;
@@ -24,7 +24,7 @@ use crate::{
 };
 
 // Minimum of iterations, from the specification.
-const LEAST_ITERATIONS: u32 = 1000;
+const MIN_ITERATIONS: u32 = 1000;
 // The digest takes an eighth of a slot's time: it is computed for each slot that is tried.
 const DIGEST_SHARE: u32 = 8;
 
@@ -103,16 +103,22 @@ pub async fn read_header(storage: &Storage, place: FileRegion) -> Result<LuksHea
 ///
 /// # Errors
 /// [`UnlockError`].
-pub async fn unlock(storage: &Storage, place: FileRegion, passphrase: &Secret) -> Result<SectorCipher, UnlockError> {
+pub async fn unlock(
+    storage: &Storage,
+    place: FileRegion,
+    passphrase: &Secret,
+) -> Result<SectorCipher, UnlockError> {
     let header = read_header(storage, place).await?;
     let mut slots = 0;
     for slot in header.slots.iter().filter(|slot| slot.active) {
         slots += 1;
-        let material = storage.read(place.offset + slot.offset, IoBuffer::new(header.material_bytes())).await?;
+        let material =
+            storage.read(place.offset + slot.offset, IoBuffer::new(header.material_bytes())).await?;
         let (header, slot, passphrase) = (header.clone(), slot.clone(), passphrase.clone());
         // The stripes are copied into memory that is wiped after use.
         let mut material = Zeroizing::new(material.to_vec());
-        let opened = reactor::run_computation(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
+        let opened =
+            reactor::run_computation(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
         if let Some(cipher) = opened {
             return Ok(cipher);
         }
@@ -131,7 +137,8 @@ fn try_slot(
     let key = derive(header.hash, passphrase.expose(), &slot.salt, slot.iterations, header.cipher.key_bytes)?;
     let decrypted = SectorCipher::new(header.cipher, &key)?.decrypt(0, material);
     decrypted.map_err(|error| InvalidImage::new(format!("a key slot cannot be decrypted: {error}")))?;
-    let master = anti_forensic::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
+    let master =
+        anti_forensic::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
     let digest =
         derive(header.hash, &master, &header.digest_salt, header.digest_iterations, header.digest.len())?;
     // Constant time: the digest verifies the master key.
@@ -165,7 +172,7 @@ pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, Inv
         payload_offset: NewLuks::area_bytes(kind),
         digest: [0; 20],
         digest_salt: random()?,
-        digest_iterations: (iterations / DIGEST_SHARE).max(LEAST_ITERATIONS),
+        digest_iterations: (iterations / DIGEST_SHARE).max(MIN_ITERATIONS),
         uuid: new_uuid()?,
         slots: std::array::from_fn(slot),
     };
@@ -192,8 +199,9 @@ fn derive(
     length: usize,
 ) -> Result<Zeroizing<Vec<u8>>, InvalidImage> {
     let mut key = Zeroizing::new(vec![0; length]);
-    pbkdf2_hmac(secret, salt, iterations as usize, hash.digest(), &mut key)
-        .map_err(|error| InvalidImage::new(format!("a key cannot be derived with {}: {error}", hash.name())))?;
+    pbkdf2_hmac(secret, salt, iterations as usize, hash.digest(), &mut key).map_err(|error| {
+        InvalidImage::new(format!("a key cannot be derived with {}: {error}", hash.name()))
+    })?;
     Ok(key)
 }
 
@@ -202,17 +210,17 @@ fn derive(
 fn iterations_for(hash: LuksHash, key_bytes: usize, time: Duration) -> Result<u32, InvalidImage> {
     const LONG_ENOUGH: Duration = Duration::from_millis(50);
     if time.is_zero() {
-        return Ok(LEAST_ITERATIONS);
+        return Ok(MIN_ITERATIONS);
     }
-    let mut iterations = LEAST_ITERATIONS;
+    let mut iterations = MIN_ITERATIONS;
     loop {
         let started = processor_time()?;
         derive(hash, b"measured", &[0; 32], iterations, key_bytes)?;
         let took = processor_time()?.saturating_sub(started);
-        if took >= LONG_ENOUGH || iterations >= MOST_ITERATIONS {
+        if took >= LONG_ENOUGH || iterations >= MAX_ITERATIONS {
             let scaled = f64::from(iterations) * time.as_secs_f64() / took.max(LONG_ENOUGH).as_secs_f64();
             // The conversion saturates if the float is out of range.
-            return Ok((scaled as u32).clamp(LEAST_ITERATIONS, MOST_ITERATIONS));
+            return Ok((scaled as u32).clamp(MIN_ITERATIONS, MAX_ITERATIONS));
         }
         iterations = iterations.saturating_mul(2);
     }
@@ -248,7 +256,7 @@ mod tests {
     use std::io::Read as _;
 
     use super::*;
-    use crate::qcow2::{big_endian::u64_at, entry::L1Entry, entry::EntryFormat, header::Qcow2Header};
+    use crate::qcow2::{big_endian::u64_at, entry::EntryFormat, entry::L1Entry, header::Qcow2Header};
     use reactor::sim;
 
     const QUICK: LuksOptions =
@@ -324,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_qemu_encrypts_is_decrypted() {
+    fn decrypts_images_of_qemu() {
         for (name, sample) in [
             ("aes-256-xts", &include_bytes!("samples/aes-256-xts-sha256.qcow2.gz")[..]),
             ("aes-128-xts", include_bytes!("samples/aes-128-xts-sha1.qcow2.gz")),

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_those_of_the_whole_table() {
+    fn encoded_bytes_match_the_whole_table() {
         let mut table = RefcountTable::empty(4);
         table.set(1, 0x10000);
         table.grow(8);

@@ -14,13 +14,12 @@
 use std::sync::atomic::Ordering::Release;
 
 use super::{
-    InternalSnapshot, SnapshotError, encode,
+    InternalSnapshot, SnapshotError, encode, read,
     refcount_change::{CopiedFlags, L1TableCopy},
-    read,
 };
 use crate::qcow2::{
     InvalidImage, Qcow2Image,
-    header::{Qcow2Header, LARGEST_L1, MOST_SNAPSHOTS},
+    header::{MAX_L1, MAX_SNAPSHOTS, Qcow2Header},
     l1::{L1, padded},
 };
 
@@ -61,7 +60,7 @@ impl Qcow2Image {
         let _quiet = self.quiesce().await?;
         let header = self.header();
         let (mut snapshots, old_length) = self.snapshot_table().await?;
-        if header.snapshots >= MOST_SNAPSHOTS {
+        if header.snapshots >= MAX_SNAPSHOTS {
             return Err(SnapshotError::TooMany);
         }
         let L1TableCopy { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
@@ -118,7 +117,12 @@ impl Qcow2Image {
     }
 
     /// Writes a snapshot table whose last entry shares everything with the disk.
-    async fn increment_refcounts(&self, header: &Qcow2Header, snapshots: &[InternalSnapshot], old_length: u64) -> Result<()> {
+    async fn increment_refcounts(
+        &self,
+        header: &Qcow2Header,
+        snapshots: &[InternalSnapshot],
+        old_length: u64,
+    ) -> Result<()> {
         self.flush_metadata().await?;
         // From here on first writes copy, whether the snapshot is completed or not. Nothing that
         // can fail may come between the header and this.
@@ -148,7 +152,7 @@ impl Qcow2Image {
         let snapshot = &snapshots[find(&snapshots, name)?];
         let size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
         let entries = u64::from(snapshot.l1_entries).max(header.l1_entries_for(size_bytes));
-        if entries > LARGEST_L1 / 8 {
+        if entries > MAX_L1 / 8 {
             let what = format!("snapshot {name:?} is of a disk of {size_bytes} bytes, which is too large");
             return Err(InvalidImage::new(what).into());
         }
@@ -247,7 +251,12 @@ impl Qcow2Image {
     }
 
     /// Writes another snapshot table, switches the header to it and frees the old one.
-    async fn replace_snapshots(&self, old: &Qcow2Header, snapshots: &[InternalSnapshot], old_length: u64) -> Result<()> {
+    async fn replace_snapshots(
+        &self,
+        old: &Qcow2Header,
+        snapshots: &[InternalSnapshot],
+        old_length: u64,
+    ) -> Result<()> {
         let table = encode(snapshots)?;
         let offset = if snapshots.is_empty() { 0 } else { self.store(&table).await? };
         let changed = async {

@@ -55,7 +55,11 @@ impl Qcow2Image {
 
     /// Adds `by` (1 or -1) to the refcounts of all L2 tables and of everything they refer to. An
     /// increment that fails is undone.
-    pub(super) async fn change_refcounts_of_snapshot(&self, tables: &[u64], by: i64) -> Result<(), SnapshotError> {
+    pub(super) async fn change_refcounts_of_snapshot(
+        &self,
+        tables: &[u64],
+        by: i64,
+    ) -> Result<(), SnapshotError> {
         for (done, table) in tables.iter().enumerate() {
             let changed = self.change_table(*table, by).await;
             if let Err(error) = changed {

@@ -18,14 +18,14 @@ use storage::Storage;
 use crate::qcow2::{
     InvalidImage, MetadataError,
     big_endian::{u16_at, u32_at, u64_at},
+    header::{MAX_L1, MAX_SNAPSHOTS, OFFSET_LIMIT, Qcow2Header},
     metadata_io,
-    header::{Qcow2Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
 };
 
 /// Size limit of the table in bytes, as in QEMU: 1 KiB for each of 65,536 snapshots.
-pub const LARGEST_TABLE: usize = 64 << 20;
+pub const MAX_TABLE: usize = 64 << 20;
 // Limit of the extra data of an entry, as in QEMU.
-const LARGEST_EXTRA: usize = 1024;
+const MAX_EXTRA: usize = 1024;
 // Known extra data: size of the VM state, size of the disk, instruction count.
 const KNOWN_EXTRA: usize = 24;
 const FIXED: usize = 40;
@@ -83,7 +83,7 @@ impl InternalSnapshot {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
         let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);
         let extra_length = u32_at(fixed, 36) as usize;
-        if extra_length > LARGEST_EXTRA {
+        if extra_length > MAX_EXTRA {
             return Err(InvalidImage::new(format!("a snapshot has {extra_length} bytes of extra data")));
         }
         let end = FIXED + extra_length + id_length + name_length;
@@ -113,7 +113,7 @@ impl InternalSnapshot {
     /// The table has an impossible size or offset.
     pub fn check(&self, header: &Qcow2Header) -> Result<(), InvalidImage> {
         let (name, offset, bytes) = (self.name(), self.l1_offset, u64::from(self.l1_entries) * 8);
-        if bytes > LARGEST_L1 {
+        if bytes > MAX_L1 {
             return Err(InvalidImage::new(format!("snapshot {name:?} has an L1 table of {bytes} bytes")));
         }
         if !offset.is_multiple_of(header.cluster_bytes())
@@ -169,8 +169,8 @@ pub fn encode(snapshots: &[InternalSnapshot]) -> Result<Vec<u8>, InvalidImage> {
             return Err(InvalidImage::new("the name of a snapshot has more than 65535 bytes"));
         }
         snapshot.encode(&mut bytes);
-        if bytes.len() > LARGEST_TABLE {
-            return Err(InvalidImage::new(format!("a snapshot table of more than {LARGEST_TABLE} bytes")));
+        if bytes.len() > MAX_TABLE {
+            return Err(InvalidImage::new(format!("a snapshot table of more than {MAX_TABLE} bytes")));
         }
     }
     Ok(bytes)
@@ -197,7 +197,7 @@ impl SnapshotTable {
     pub async fn read(storage: &Storage, header: &Qcow2Header) -> IoResult<Self> {
         let mut table = Self::default();
         let mut read = Vec::new();
-        for number in 0..header.snapshots.min(MOST_SNAPSHOTS) {
+        for number in 0..header.snapshots.min(MAX_SNAPSHOTS) {
             match next(storage, header, number, table.length_bytes, &mut read).await? {
                 Ok((snapshot, length)) => {
                     table.snapshots.push(snapshot);
@@ -235,17 +235,17 @@ async fn next(
             Ok(Some(found)) => return Ok(Ok(found)),
             Ok(None) => {}
             Err(invalid) => {
-                return Ok(Err(InvalidImage::new(format!("entry {number} of the snapshot table: {invalid}"))));
+                return Ok(Err(InvalidImage::new(format!(
+                    "entry {number} of the snapshot table: {invalid}"
+                ))));
             }
         }
         let place = header.snapshots_offset + read.len() as u64;
-        let left = storage.size_bytes().saturating_sub(place).min((LARGEST_TABLE - read.len()) as u64);
+        let left = storage.size_bytes().saturating_sub(place).min((MAX_TABLE - read.len()) as u64);
         if left == 0 {
             let at = header.snapshots_offset;
-            let what = if read.len() == LARGEST_TABLE {
-                format!(
-                    "the snapshot table at {at:#x} has more than {LARGEST_TABLE} bytes, in entry {number}"
-                )
+            let what = if read.len() == MAX_TABLE {
+                format!("the snapshot table at {at:#x} has more than {MAX_TABLE} bytes, in entry {number}")
             } else {
                 format!("the snapshot table at {at:#x} ends inside entry {number}")
             };
@@ -257,8 +257,8 @@ async fn next(
 
 /// Fault of a header with more snapshots than QEMU accepts.
 pub(in crate::qcow2) fn too_many(header: &Qcow2Header) -> Option<InvalidImage> {
-    (header.snapshots > MOST_SNAPSHOTS)
-        .then(|| InvalidImage::new(format!("{} snapshots; the maximum is {MOST_SNAPSHOTS}", header.snapshots)))
+    (header.snapshots > MAX_SNAPSHOTS)
+        .then(|| InvalidImage::new(format!("{} snapshots; the maximum is {MAX_SNAPSHOTS}", header.snapshots)))
 }
 
 /// Reads a table that is to be changed, which must have no faults: the snapshots, and its length
@@ -266,7 +266,10 @@ pub(in crate::qcow2) fn too_many(header: &Qcow2Header) -> Option<InvalidImage> {
 ///
 /// # Errors
 /// The first fault of the table, or the storage's error.
-pub async fn read(storage: &Storage, header: &Qcow2Header) -> Result<(Vec<InternalSnapshot>, usize), MetadataError> {
+pub async fn read(
+    storage: &Storage,
+    header: &Qcow2Header,
+) -> Result<(Vec<InternalSnapshot>, usize), MetadataError> {
     let table = SnapshotTable::read(storage, header).await?;
     let fault = table.decode_errors(header).next();
     match fault {
@@ -305,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn table_round_trips() {
         sim::run(1, async {
             let (storage, header) = image().await;
             let snapshots: Vec<_> = (0..500).map(snapshot).collect();
@@ -320,7 +323,8 @@ mod tests {
     fn a_large_vm_state_without_a_disk_size_keeps_its_size() {
         sim::run(1, async {
             let (storage, header) = image().await;
-            let parts = InternalSnapshot { disk_bytes: None, instructions: None, extra: Vec::new(), ..snapshot(1) };
+            let parts =
+                InternalSnapshot { disk_bytes: None, instructions: None, extra: Vec::new(), ..snapshot(1) };
             let small = InternalSnapshot { vm_state_bytes: 77, ..parts.clone() };
             let snapshots = vec![InternalSnapshot { vm_state_bytes: 5 << 30, ..parts }, small];
             let table = encode(&snapshots).expect("short names");
@@ -331,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_or_wrong_is_refused() {
+    fn truncated_or_wrong_tables_are_rejected() {
         sim::run(1, async {
             let (storage, header) = image().await;
             let said = |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
@@ -377,11 +381,11 @@ mod tests {
     fn a_table_beyond_the_limits_is_read_up_to_them() {
         sim::run(1, async {
             let (storage, header) = image().await;
-            let end = 0x40000 + 40 * u64::from(MOST_SNAPSHOTS + 10);
+            let end = 0x40000 + 40 * u64::from(MAX_SNAPSHOTS + 10);
             metadata_io::grow(&storage, end).await.expect("memory");
-            let header = Qcow2Header { snapshots: MOST_SNAPSHOTS + 1, ..header };
+            let header = Qcow2Header { snapshots: MAX_SNAPSHOTS + 1, ..header };
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
-            assert_eq!(read.snapshots.len(), MOST_SNAPSHOTS as usize);
+            assert_eq!(read.snapshots.len(), MAX_SNAPSHOTS as usize);
             let cut = read.cut.expect("one more").to_string();
             assert_eq!(cut, "65537 snapshots; 65536 is the most");
         });

@@ -67,7 +67,7 @@ fn kinds() -> Vec<CreateOptions> {
 }
 
 #[test]
-fn snapshots_keep_what_the_disk_was() {
+fn snapshots_keep_the_disk_content() {
     for options in kinds() {
         sim::run(1, async move {
             let image = fresh(options.clone()).await;
@@ -88,11 +88,13 @@ fn snapshots_keep_what_the_disk_was() {
 
             let content = closed(image).await;
             for (name, expect) in [("1", &first), ("two", &second)] {
-                let snapshot =
-                    Qcow2Image::open_snapshot(parts(Storage::with_content(&content).await), name).await.expect("there");
+                let snapshot = Qcow2Image::open_snapshot(parts(Storage::with_content(&content).await), name)
+                    .await
+                    .expect("there");
                 assert!(disk(&snapshot).await == *expect && snapshot.is_read_only(), "{name}");
             }
-            let image = Qcow2Image::open(parts(Storage::with_content(&content).await)).await.expect("an image");
+            let image =
+                Qcow2Image::open(parts(Storage::with_content(&content).await)).await.expect("an image");
             image.apply_snapshot("one").await.expect("there");
             assert!(disk(&image).await == first);
             write(&image, 10_000, 30_000, 4).await;
@@ -112,7 +114,7 @@ fn snapshots_keep_what_the_disk_was() {
 }
 
 #[test]
-fn a_size_comes_back_with_its_snapshot() {
+fn revert_restores_the_size() {
     sim::run(1, async {
         let image = fresh(CreateOptions { cluster_bytes: 512, ..CreateOptions::default() }).await;
         write(&image, 0, 10_000, 1).await;
@@ -130,7 +132,7 @@ fn a_size_comes_back_with_its_snapshot() {
 }
 
 #[test]
-fn a_refcount_that_cannot_rise_leaves_everything_as_it_was() {
+fn saturated_refcount_fails_without_a_change() {
     sim::run(1, async {
         let options = CreateOptions { cluster_bytes: 4096, refcount_bits: 1, ..CreateOptions::default() };
         let image = fresh(options).await;
@@ -174,8 +176,9 @@ fn a_crash_leaves_the_image_before_or_after() {
         start.resize(1 << 20, 0);
         let left = sim::run(seed, async move {
             let disk = SimulatedStorage::new(start, Behaviour { block_bytes: 512, ..Behaviour::default() });
-            let image =
-                Qcow2Image::open(parts(Storage::Simulated(Align::new(disk.clone())))).await.expect("an image");
+            let image = Qcow2Image::open(parts(Storage::Simulated(Align::new(disk.clone()))))
+                .await
+                .expect("an image");
             let changing = reactor::spawn_joinable(async move { change(&image, seed % 3).await });
             let instant = sim::random(|random| random.u64(..60_000_000));
             reactor::sleep_until(reactor::now() + Duration::from_nanos(instant)).await;
@@ -196,7 +199,8 @@ fn a_crash_leaves_the_image_before_or_after() {
             let is_now = disk(&image).await;
             assert!(is_now == now || seed % 3 == 1 && is_now == first, "seed {seed}: the disk");
             for (name, expect) in [("one", first), ("two", second)] {
-                let snapshot = Qcow2Image::open_snapshot(parts(Storage::with_content(&left).await), name).await;
+                let snapshot =
+                    Qcow2Image::open_snapshot(parts(Storage::with_content(&left).await), name).await;
                 match snapshot {
                     Ok(snapshot) => assert!(disk(&snapshot).await == expect, "seed {seed}: {name}"),
                     Err(_) => assert!(seed % 3 == 2 && name == "two", "seed {seed}: {name} is lost"),

@@ -5,7 +5,7 @@
 //! it. Weights come first: they work at any size of the group, and use up none of the device's
 //! reservable capacity. Disks of a group that keeps its limits get weights in it.
 
-use policy::throttle::{RateLimit, NodeShare, ReservationUnit};
+use policy::throttle::{NodeShare, RateLimit, ReservationUnit};
 
 use super::{CLOSE, ConfirmedPlan, NeighbourPlan, Neighbours, TIGHTENINGS};
 use crate::advise::{
@@ -32,20 +32,27 @@ impl Neighbours<'_> {
         let mut by_unit = [None; 2];
         by_unit[unit.index()] =
             Some(RateLimit { rate: (part * self.capacity(unit)).max(1.0) as u64, ..RateLimit::NONE });
-        NeighbourPlan { limits: vec![None; self.tenants.len()], group: Some((limits_of(by_unit), shares.to_vec())) }
+        NeighbourPlan {
+            limits: vec![None; self.tenants.len()],
+            group: Some((limits_of(by_unit), shares.to_vec())),
+        }
     }
 
     fn common_unit(&self) -> ReservationUnit {
         let work = |unit: ReservationUnit| {
             self.loads.iter().filter(|load| load.unit == unit).map(|load| load.work_s).sum::<f64>()
         };
-        if work(ReservationUnit::Iops) >= work(ReservationUnit::Bps) { ReservationUnit::Iops } else { ReservationUnit::Bps }
+        if work(ReservationUnit::Iops) >= work(ReservationUnit::Bps) {
+            ReservationUnit::Iops
+        } else {
+            ReservationUnit::Bps
+        }
     }
 
     /// Units per second that the device completes of all these requests together.
     fn capacity(&self, unit: ReservationUnit) -> f64 {
         let of = |tenant: &usize| {
-            amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
+            amount(self.search.arrivals, &self.search.tenants.tenants[*tenant].disks, unit).units
         };
         // Average cost of the whole mix: units divided by the seconds that all of them take.
         let units: u64 = self.tenants.iter().map(of).sum();
@@ -93,8 +100,10 @@ impl Neighbours<'_> {
         let mut best: Option<GroupPart> = None;
         for weight in WEIGHTS {
             let heavy = NodeShare::new(weight).expect("it is a weight");
-            let shares: Vec<NodeShare> =
-                limited.iter().map(|&is_limited| if is_limited { NodeShare::default() } else { heavy }).collect();
+            let shares: Vec<NodeShare> = limited
+                .iter()
+                .map(|&is_limited| if is_limited { NodeShare::default() } else { heavy })
+                .collect();
             let found = self.largest(|_| shares.clone(), limited)?;
             if let Some(found) =
                 // Weights ascend, so a larger weight replaces a smaller one only with a clear
@@ -149,7 +158,7 @@ impl Neighbours<'_> {
         if !self.kept.contains(&true) || !self.kept.contains(&false) {
             return Ok(None);
         }
-        let limits = self.search.house.world.groups[group].hold.limits;
+        let limits = self.search.tenants.world.groups[group].hold.limits;
         for weight in WEIGHTS {
             let heavy = NodeShare::new(weight).expect("it is a weight");
             let shares = self.kept.iter().map(|&is_kept| if is_kept { heavy } else { NodeShare::default() });
@@ -185,7 +194,7 @@ impl Neighbours<'_> {
             let felt = self.run(&plan, false)?;
             tried.push((times, self.judged(&felt, |place| !limited[place])));
         }
-        let found = interval_of_tried(&tried, true, &self.search.judge.target);
+        let found = interval_of_tried(&tried, true, &self.search.criterion.target);
         Ok(found.map(|(low, high)| ConfidenceInterval::around(low, high)))
     }
 }

@@ -10,10 +10,10 @@ use policy::throttle::LimitKind;
 
 use super::{
     super::{
-        confidence::{ConfidenceInterval, limit_interval},
         arrival_curve::late_requests,
-        simulate_all,
+        confidence::{ConfidenceInterval, limit_interval},
         neighbours::{NeighbourAdvice, NeighbourPlan, Neighbours, cost},
+        simulate_all,
     },
     *,
 };
@@ -144,7 +144,7 @@ fn noisy(seed: u64, seconds: u64) -> TraceArrivals {
 type Kind = (&'static str, fn(u64, u64) -> TraceArrivals);
 
 #[test]
-fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
+fn interval_coverage_matches_its_confidence() {
     const TARGETS: [(f64, u64); 4] = [(99.0, 10), (95.0, 10), (99.0, 200), (99.9, 50)];
     const DAY_S: u64 = 1000;
     let kinds: [Kind; 4] = [("noisy", noisy), ("uneven", uneven), ("rushes", rushes), ("even", even)];
@@ -153,13 +153,21 @@ fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
         let days = day_of(7, 10 * DAY_S);
         for seed in 0..seeds(8) {
             let (percent, wait_ms) = TARGETS[seed as usize % TARGETS.len()];
-            let (target, unit) =
-                (LatencyTarget::new(percent, wait_ms * MS), ReservationUnit::ALL[seed as usize / TARGETS.len() % 2]);
+            let (target, unit) = (
+                LatencyTarget::new(percent, wait_ms * MS),
+                ReservationUnit::ALL[seed as usize / TARGETS.len() % 2],
+            );
             let (terms, day) = (terms(target, 60.0), day_of(seed + 100, DAY_S));
             let requests = || day.streams[0].iter();
             let SmallestLimits { limit, .. } =
                 smallest(requests, unit, &amount(&day, &[0], unit), &terms).expect("there is one");
-            let found = limit_interval(demand(requests(), unit), unit, limit, &terms, TraceBlocks::new(day.length_ns));
+            let found = limit_interval(
+                demand(requests(), unit),
+                unit,
+                limit,
+                &terms,
+                TraceBlocks::new(day.length_ns),
+            );
             let ConfidenceInterval { low, high } = found.expect("it is long enough");
             let holds = |of: &TraceArrivals| {
                 let does = |times: f64| {
@@ -200,7 +208,7 @@ fn found(arrivals: &TraceArrivals, target: LatencyTarget) -> NeighbourAdvice {
     let mut house = house(arrivals, Some(DEVICE));
     house.restrict_target(&["a".to_owned()]).unwrap();
     let (stop, judge) = (AtomicBool::new(false), judge(target, true, arrivals));
-    let search = AdviseSearch { house: &house, arrivals, judge, over_s: 60.0, stop: &stop };
+    let search = AdviseSearch { tenants: &house, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     let needs = [0, 1].map(|tenant| search.limits_alone(tenant, &[cost(&search, tenant).0]).unwrap());
     let before = simulate_all(&search, &house.world).unwrap();
     Neighbours::new(search, &[0, 1], &needs, &before).best_plan().unwrap()
@@ -224,7 +232,7 @@ fn keeps(arrivals: &TraceArrivals, plan: &NeighbourPlan, rate: f64, target: Late
 }
 
 #[test]
-fn an_interval_of_those_that_share_a_device_does_as_well() {
+fn shared_device_interval_coverage_matches_its_confidence() {
     const DAY_S: u64 = 200;
     let kinds: [(Kind, u64); 3] = [
         (("noisy neighbour", noisy_neighbour), 20),

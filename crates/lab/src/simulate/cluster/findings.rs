@@ -4,9 +4,11 @@ use super::{
     run::{ClusterOutcome, ClusterSample},
     summary::ClusterSummary,
 };
-use crate::result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, MeasureUnit};
+use crate::result::{
+    Better, Chart, ChartAxis, ChartSeries, Findings, Lines, Measure, MeasureUnit, SamplesAre,
+};
 
-const MOST_POINTS: usize = 512;
+const MAX_POINTS: usize = 512;
 
 pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings {
     let exact = |name: &str, unit, value: f64| Measure {
@@ -28,9 +30,15 @@ pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings
             MeasureUnit::Count,
             figures.asked_per_100_hosts,
         ));
-        measures.push(exact(&name("bytes written to etcd"), MeasureUnit::BytesPerSecond, figures.written_bytes));
+        measures.push(exact(
+            &name("bytes written to etcd"),
+            MeasureUnit::BytesPerSecond,
+            figures.written_bytes,
+        ));
         measures.extend(
-            figures.unused.map(|unused| exact(&name("unused while a host waits"), MeasureUnit::Share, unused)),
+            figures
+                .unused
+                .map(|unused| exact(&name("unused while a host waits"), MeasureUnit::Share, unused)),
         );
     }
     Findings {
@@ -42,7 +50,7 @@ pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings
 }
 
 fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
-    let step = outcome.samples.len().div_ceil(MOST_POINTS).max(1);
+    let step = outcome.samples.len().div_ceil(MAX_POINTS).max(1);
     // Each point is the average of several ticks.
     let line = |name: &str, of: &dyn Fn(&ClusterSample) -> f64| ChartSeries {
         name: name.to_owned(),

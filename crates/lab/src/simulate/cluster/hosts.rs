@@ -2,8 +2,8 @@
 
 use policy::{
     cluster::{
-        ByKind, QuotaClaim, ClusterGroupLimits, divide_quota,
-        simulated::{SimulatedClient, ClientLoad, SeededRandom, NANOS_PER_S},
+        ByKind, ClusterGroupLimits, QuotaClaim, divide_quota,
+        simulated::{ClientLoad, NANOS_PER_S, SeededRandom, SimulatedClient},
     },
     throttle::LimitKind,
 };
@@ -14,9 +14,9 @@ use super::spec::ClusterSpec;
 const NEAR: f64 = 0.05;
 /// A request completes a millisecond after admission (`policy::cluster::simulated`).
 const DONE_A_SECOND: f64 = 1000.0;
-const MOST_DEPTH: f64 = 256.0;
+const MAX_DEPTH: f64 = 256.0;
 /// Bound on a busy host's demand, in multiples of an equal share.
-const MOST_TIMES: f64 = 20.0;
+const MAX_TIMES: f64 = 20.0;
 
 /// Demand of a host.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -96,8 +96,8 @@ impl SimulatedHosts {
             HostDemand::Idle => ClientLoad::Idle,
             // Enough for many times its share, but a backlog that drains soon after the load stops.
             HostDemand::Busy => {
-                let most = self.most.min(self.most / self.spec.hosts as f64 * MOST_TIMES);
-                ClientLoad::Greedy((2.0 * most / disks / DONE_A_SECOND).clamp(2.0, MOST_DEPTH) as u64)
+                let most = self.most.min(self.most / self.spec.hosts as f64 * MAX_TIMES);
+                ClientLoad::Greedy((2.0 * most / disks / DONE_A_SECOND).clamp(2.0, MAX_DEPTH) as u64)
             }
             HostDemand::Bounded(requests) => {
                 let mean = (NANOS_PER_S as f64 * disks / requests).max(1.0) as u64;
@@ -114,7 +114,8 @@ impl SimulatedHosts {
         let count = (self.spec.hosts * self.spec.change as usize).div_ceil(100);
         either.truncate(count);
         for host in &either {
-            self.roles[*host] = if self.roles[*host] == HostDemand::Busy { HostDemand::Idle } else { HostDemand::Busy };
+            self.roles[*host] =
+                if self.roles[*host] == HostDemand::Busy { HostDemand::Idle } else { HostDemand::Busy };
         }
         self.update_ideal();
         either
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn who_changes_becomes_the_other() {
+    fn changed_hosts_swap_roles() {
         let mut hosts = hosts("hosts=10,disks=1,busy=50,idle=50,change=30%", 1000);
         let before = hosts.roles.clone();
         let changed = hosts.change(&mut SeededRandom::new(2));

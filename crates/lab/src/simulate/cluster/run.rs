@@ -8,7 +8,9 @@ use std::{
 use policy::{
     cluster::{
         ClusterGroupLimits,
-        simulated::{NANOS_PER_MS, SeededRandom, NANOS_PER_S, SimulationConfig, StoreTraffic, SimulatedCluster},
+        simulated::{
+            NANOS_PER_MS, NANOS_PER_S, SeededRandom, SimulatedCluster, SimulationConfig, StoreTraffic,
+        },
     },
     throttle::LimitKind,
 };

@@ -6,12 +6,12 @@ use policy::cluster::{MAX_HOSTS, Timing};
 
 use crate::simulate::keys::SpecKeys;
 
-const MOST_DISKS: u64 = 1000;
+const MAX_DISKS: u64 = 1000;
 /// Bound on all disks: each has a queue, a client and a slot in its host's tree.
-const MOST_DISKS_OF_ALL: u64 = 100_000;
-const MOST_SECONDS: u64 = 100_000;
+const MAX_DISKS_OF_ALL: u64 = 100_000;
+const MAX_SECONDS: u64 = 100_000;
 /// Keeps the difference of two clocks below the safety margin of leases.
-const MOST_DRIFT_PPM: u64 = 400;
+const MAX_DRIFT_PPM: u64 = 400;
 const MS: Duration = Duration::from_millis(1);
 
 /// Hosts that share one group's limits.
@@ -69,10 +69,10 @@ impl FromStr for ClusterSpec {
         keys.accept_old_name("promised", "reserved");
         let seconds = |seconds| Duration::from_secs(seconds);
         let hosts = keys.number("hosts", 100, 1..=u64::from(MAX_HOSTS))?;
-        let disks = keys.number("disks", 10, 1..=MOST_DISKS)?;
-        if hosts * disks > MOST_DISKS_OF_ALL {
+        let disks = keys.number("disks", 10, 1..=MAX_DISKS)?;
+        if hosts * disks > MAX_DISKS_OF_ALL {
             return Err(format!(
-                "hosts={hosts},disks={disks} are more than {MOST_DISKS_OF_ALL} disks (lower one)"
+                "hosts={hosts},disks={disks} are more than {MAX_DISKS_OF_ALL} disks (lower one)"
             ));
         }
         // Parsed first: the bounds of other keys depend on it.
@@ -81,7 +81,7 @@ impl FromStr for ClusterSpec {
             hosts: hosts as usize,
             disks: disks as usize,
             size: keys.bytes("size", 4096)?,
-            seconds: keys.number("seconds", 60, 1..=MOST_SECONDS)?,
+            seconds: keys.number("seconds", 60, 1..=MAX_SECONDS)?,
             busy: keys.percent("busy", 40)?,
             idle: keys.percent("idle", 30)?,
             wants: keys.percent("wants", 50)?,
@@ -92,20 +92,21 @@ impl FromStr for ClusterSpec {
             },
             change: keys.percent("change", 10)?,
             // Ten ticks at least, else no change is followed before the next.
-            every: keys.time("every", seconds(10), 10 * tick..=seconds(MOST_SECONDS))?,
+            every: keys.time("every", seconds(10), 10 * tick..=seconds(MAX_SECONDS))?,
             timing: Timing {
                 tick,
                 // Several ticks, so that a late renewal does not end a lease.
                 lease: keys.time("lease", Timing::DEFAULT.lease, 5 * tick..=seconds(600))?,
             },
             safe_share_ppm: match keys.take("fallback-share") {
-                Some(text) => {
-                    Some(settings::parse_fallback_share(text).map_err(|rule| format!("fallback-share={text} {rule}"))?)
-                }
+                Some(text) => Some(
+                    settings::parse_fallback_share(text)
+                        .map_err(|rule| format!("fallback-share={text} {rule}"))?,
+                ),
                 None => None,
             },
             latency: keys.time("latency", MS, Duration::from_micros(1)..=seconds(1))?,
-            drift_ppm: keys.number("drift", 200, 0..=MOST_DRIFT_PPM)?,
+            drift_ppm: keys.number("drift", 200, 0..=MAX_DRIFT_PPM)?,
             candidates: keys.number("candidates", 3, 1..=100)? as usize,
             heavy: keys.percent("heavy", 0)?,
             weight: keys.number("weight", 200, 1..=10_000)? as u32,
@@ -116,7 +117,7 @@ impl FromStr for ClusterSpec {
                 etcd_stops: keys.number("etcd-stops", 0, 0..=1000)?,
                 cuts: keys.number("cuts", 0, 0..=1000)?,
                 crashes: keys.number("crashes", 0, 0..=1000)?,
-                away: keys.time("away", seconds(3), MS..=seconds(MOST_SECONDS))?,
+                away: keys.time("away", seconds(3), MS..=seconds(MAX_SECONDS))?,
             },
         };
         keys.finish("--cluster")?;

@@ -166,7 +166,8 @@ impl ClusterSummary {
         remarks: Vec<String>,
     ) -> Self {
         let samples = &outcome.samples;
-        let figures = |stretches: &[&[ClusterSample]]| ClusterFigures::of(stretches, spec.hosts, outcome.most);
+        let figures =
+            |stretches: &[&[ClusterSample]]| ClusterFigures::of(stretches, spec.hosts, outcome.most);
         let tick = spec.timing.tick.as_nanos() as u64;
         let half = spec.every.as_nanos() as u64 / tick / 2;
         // For one lease after its election the first leader cannot determine all quotas that may be

@@ -14,7 +14,7 @@ fn simulated(text: &str, iops: u64, seed: u64) -> (ClusterSummary, run::ClusterO
 }
 
 #[test]
-fn shares_follow_and_a_seed_tells_the_same_again() {
+fn quotas_follow_demand_and_repeat_for_a_seed() {
     let text = "hosts=30,disks=2,seconds=40";
     let (summary, outcome) = simulated(text, 6000, 3);
     assert_eq!((summary.changes, summary.violation.as_deref()), (4, None));
@@ -30,7 +30,7 @@ fn shares_follow_and_a_seed_tells_the_same_again() {
 }
 
 #[test]
-fn what_etcd_is_asked_when_nothing_changes_stays_below_what_is_asked() {
+fn idle_etcd_load_stays_below_its_bound() {
     let (summary, _) = simulated("hosts=100,disks=1,seconds=30,change=0", 10_000, 1);
     let steady = summary.steady.unwrap();
     assert!(steady.asked_per_100_hosts <= 50.0, "{steady:?}");

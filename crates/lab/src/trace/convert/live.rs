@@ -4,13 +4,15 @@ use std::{fs::File, io::Read, path::Path};
 
 use anyhow::Context as _;
 use console::print_notice;
-use recording::{TraceFormat, MergedTraces, TraceOptions, file::RecordingReader, input::TraceInput, lines::LineReader, reader::TraceReader};
+use recording::{
+    MergedTraces, TraceFormat, TraceOptions, file::RecordingReader, input::TraceInput, lines::LineReader,
+    reader::TraceReader,
+};
 
 use super::{
-    convert_recording,
+    convert_recording, convert_sorted, format_by_name,
+    sink::{ConvertSink, TraceCompression},
     text_formats::TraceStart,
-    convert_sorted, format_by_name,
-    sink::{TraceCompression, ConvertSink},
 };
 use crate::trace::TraceOutput;
 
@@ -49,7 +51,11 @@ impl LiveConversion {
             let read = convert_recording(&mut lines, &mut blocks, &mut sink, &cannot);
             (sink, read)
         } else {
-            let options = TraceOptions { format: Some(TraceFormat::Recording), window: WINDOW, ..TraceOptions::default() };
+            let options = TraceOptions {
+                format: Some(TraceFormat::Recording),
+                window: WINDOW,
+                ..TraceOptions::default()
+            };
             let mut source = MergedTraces::new(vec![TraceReader::over(lines, &options)?], None)?;
             let clock_ns = source.clock_ns();
             let mut sink = new(TraceStart { clock_ns, with_outcomes: false })?;

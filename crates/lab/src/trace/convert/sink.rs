@@ -7,9 +7,11 @@ use std::{
 
 use console::figures;
 use flate2::write::GzEncoder;
-use recording::{DiskId, RecordingEntry, TraceFormat, LimitChange, RecordingWriter};
+use recording::{DiskId, LimitChange, RecordingEntry, RecordingWriter, TraceFormat};
 
-use super::text_formats::{DiskIdentifier, DiskNaming, TextFormat, NotWritten, TraceRequest, TraceStart, disk_naming};
+use super::text_formats::{
+    DiskIdentifier, DiskNaming, NotWritten, TextFormat, TraceRequest, TraceStart, disk_naming,
+};
 use crate::trace::TraceOutput;
 
 const BUFFER_BYTES: usize = 256 << 10;
@@ -89,14 +91,19 @@ impl ConvertSink {
         start: TraceStart,
     ) -> io::Result<Self> {
         let to = if format == TraceFormat::Recording {
-            SinkOutput::Recording { writer: RecordingWriter::new(out, start.clock_ns)?, limits: HashMap::new() }
+            SinkOutput::Recording {
+                writer: RecordingWriter::new(out, start.clock_ns)?,
+                limits: HashMap::new(),
+            }
         } else {
             // With room for the request that exceeds the size at which it is written.
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
             let form = TextFormat::begin(format, start, &mut text);
             let file = match compression {
                 TraceCompression::None => CompressedOutput::Plain(out),
-                TraceCompression::Gzip => CompressedOutput::Gzip(GzEncoder::new(out, flate2::Compression::default())),
+                TraceCompression::Gzip => {
+                    CompressedOutput::Gzip(GzEncoder::new(out, flate2::Compression::default()))
+                }
                 TraceCompression::Zstd => CompressedOutput::Zstd(zstd::Encoder::new(out, ZSTD_LEVEL)?),
             };
             SinkOutput::Lines { file, form, text }
@@ -241,11 +248,15 @@ impl ConvertSink {
         let other = form.calls.iter().filter(|call| is_one || call.identifier != call.name);
         let mut told: Vec<_> = other
             // One more than is listed, to know whether to add an ellipsis.
-            .take(MOST_NAMED + 1)
-            .map(|DiskIdentifier { name, identifier: called }| if is_one { name.clone() } else { format!("{called} is {name}") })
+            .take(MAX_NAMED + 1)
+            .map(
+                |DiskIdentifier { name, identifier: called }| {
+                    if is_one { name.clone() } else { format!("{called} is {name}") }
+                },
+            )
             .collect();
-        if told.len() > MOST_NAMED {
-            told[MOST_NAMED] = "…".to_owned();
+        if told.len() > MAX_NAMED {
+            told[MAX_NAMED] = "…".to_owned();
         }
         let (count, told) = (told.len(), told.join(", "));
         match disk_naming(self.format) {
@@ -280,7 +291,7 @@ fn number_of(limits: &mut HashMap<String, u32>, name: &str) -> u32 {
 }
 
 /// Number of disks whose changed names are listed.
-const MOST_NAMED: usize = 16;
+const MAX_NAMED: usize = 16;
 
 fn flush(file: &mut CompressedOutput, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {
     if text.len() >= from_bytes {

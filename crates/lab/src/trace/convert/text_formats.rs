@@ -5,8 +5,8 @@
 use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
 use recording::{
-    DiskId, TraceFormat, HEADER, MORE_COLUMNS, RequestOp, RequestOutcome,
-    format::{SECTOR_BYTES, SHORTEST_WAIT_US, TICK_NS, TICKS_OF_1970},
+    DiskId, HEADER, MORE_COLUMNS, RequestOp, RequestOutcome, TraceFormat,
+    format::{MIN_WAIT_US, SECTOR_BYTES, TICK_NS, TICKS_OF_1970},
     push_decimal,
     write::{push_request, quoted},
 };
@@ -53,7 +53,9 @@ pub(super) enum DiskNaming {
 
 pub(super) fn disk_naming(format: TraceFormat) -> DiskNaming {
     match format {
-        TraceFormat::Blkparse | TraceFormat::Alibaba | TraceFormat::Spc | TraceFormat::Mqsim => DiskNaming::ByNumber,
+        TraceFormat::Blkparse | TraceFormat::Alibaba | TraceFormat::Spc | TraceFormat::Mqsim => {
+            DiskNaming::ByNumber
+        }
         TraceFormat::FioV2 | TraceFormat::FioV3 | TraceFormat::Msr => DiskNaming::Nearly,
         TraceFormat::CloudPhysics => DiskNaming::Nothing,
         TraceFormat::Weir | TraceFormat::Recording | TraceFormat::Columns => DiskNaming::ByName,
@@ -269,7 +271,7 @@ impl TextFormat {
         }
         // Short waits are not written, but add up, because only written ones advance `waited_us`.
         let wait_us = us - self.waited_us;
-        if !has_times && wait_us >= SHORTEST_WAIT_US {
+        if !has_times && wait_us >= MIN_WAIT_US {
             line(text, format_args!("{file} wait {wait_us} 0"));
             self.waited_us = us;
         }

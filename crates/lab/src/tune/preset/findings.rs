@@ -3,9 +3,9 @@
 
 use console::{figures, table};
 
-use super::{ClaimAgreement, PublishedTable, ClaimRelation};
+use super::{ClaimAgreement, ClaimRelation, PublishedTable};
 use crate::{
-    result::{Better, Chart, Findings, HeatMap, Measure, ResultTable, MeasureUnit},
+    result::{Better, Chart, Findings, HeatMap, Measure, MeasureUnit, ResultTable},
     tune::samples::TuneSamples,
 };
 
@@ -125,8 +125,16 @@ pub(super) fn text(findings: &Findings) -> String {
     for found in &findings.tables {
         // The published table has many long headings, so a terminal shows them as a row.
         let count = found.columns.len();
-        let sides = (0..count)
-            .map(|index| ("", if index == 0 || count == 2 { table::ColumnAlignment::Left } else { table::ColumnAlignment::Right }));
+        let sides = (0..count).map(|index| {
+            (
+                "",
+                if index == 0 || count == 2 {
+                    table::ColumnAlignment::Left
+                } else {
+                    table::ColumnAlignment::Right
+                },
+            )
+        });
         let mut shown = table::TextTable::new(sides.collect::<Vec<_>>());
         shown.row(found.columns.clone());
         found.rows.iter().for_each(|row| shown.row(row.clone()));

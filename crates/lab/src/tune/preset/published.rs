@@ -13,8 +13,10 @@
 use policy::prefetch::PrefetchMode;
 use storage::CacheMode;
 
-use super::{PublishedClaim, PublishedColumn, PublishedFigure, PublishedTable, ClaimRelation, PublishedRow};
-use crate::tune::configurations::{CLUSTERS, DiskConfiguration, L2Share, PatternOperation, AccessOrder, RequestPattern, Qcow2Choice};
+use super::{ClaimRelation, PublishedClaim, PublishedColumn, PublishedFigure, PublishedRow, PublishedTable};
+use crate::tune::configurations::{
+    AccessOrder, CLUSTERS, DiskConfiguration, L2Share, PatternOperation, Qcow2Choice, RequestPattern,
+};
 
 const K: u64 = 1 << 10;
 const M: u64 = 1 << 20;
@@ -37,7 +39,12 @@ fn mode(cache: CacheMode, published: &[f64]) -> PublishedRow {
     row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), published)
 }
 
-fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: ClaimRelation) -> PublishedClaim {
+fn claim(
+    text: &'static str,
+    pairs: &[(&str, &str)],
+    column: usize,
+    relation: ClaimRelation,
+) -> PublishedClaim {
     let pairs = pairs.iter().map(|&(one, other)| (one.to_owned(), other.to_owned())).collect();
     PublishedClaim { text, pairs, column, relation }
 }
@@ -72,16 +79,21 @@ pub(super) fn random_by_cache_mode() -> PublishedTable {
 }
 
 fn random_columns(read: PatternOperation) -> Vec<PublishedColumn> {
-    let column =
-        |name, operation| PublishedColumn::new(name, pattern(AccessOrder::Random, operation, 4 * K, 1), PublishedFigure::Median);
+    let column = |name, operation| {
+        PublishedColumn::new(name, pattern(AccessOrder::Random, operation, 4 * K, 1), PublishedFigure::Median)
+    };
     vec![column("random read", read), column("random write", PatternOperation::Write)]
 }
 
 fn dd_and_hdparm() -> Vec<PublishedColumn> {
     let sequential = |operation| pattern(AccessOrder::Sequential, operation, M, 1);
     vec![
-        PublishedColumn::new("first write", sequential(PatternOperation::FirstWrite), PublishedFigure::Median)
-            .of_raw(sequential(PatternOperation::Write)),
+        PublishedColumn::new(
+            "first write",
+            sequential(PatternOperation::FirstWrite),
+            PublishedFigure::Median,
+        )
+        .of_raw(sequential(PatternOperation::Write)),
         PublishedColumn::new("write", sequential(PatternOperation::Write), PublishedFigure::FastestThree),
         PublishedColumn::new("read", sequential(PatternOperation::Read), PublishedFigure::FastestThree),
     ]

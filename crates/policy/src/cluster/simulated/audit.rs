@@ -104,7 +104,8 @@ impl AdmissionAudit {
                     continue;
                 }
                 for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
-                    let over = self.allowed_excess[usize::from(kind.counts_bytes())] + self.old_sizes[kind.index()][at];
+                    let over = self.allowed_excess[usize::from(kind.counts_bytes())]
+                        + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
                     let leaks = if rate.is_finite() { rate * CLOCK_DRIFT_FACTOR * seconds } else { f64::MAX };
                     level.admitted = (level.admitted - leaks).max(0.0);
@@ -128,7 +129,8 @@ impl AdmissionAudit {
             let units = if kind.counts_bytes() { bytes as f64 } else { 1.0 };
             for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
                 if rate.is_finite() {
-                    let over = self.allowed_excess[usize::from(kind.counts_bytes())] + self.old_sizes[kind.index()][at];
+                    let over = self.allowed_excess[usize::from(kind.counts_bytes())]
+                        + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
                     level.admitted += units;
                     let most = level.ceiling.max(size + over) + 1e-6 * size;

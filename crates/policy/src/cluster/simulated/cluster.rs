@@ -8,15 +8,21 @@ mod events;
 mod faults;
 mod in_force;
 
-use super::{AdmissionAudit, SimulatedClient, ClientLoad, NANOS_PER_MS, SimulatedHost, SeededRandom, NANOS_PER_S, SimulatedStore};
-use crate::cluster::{LeaderAction, ByKind, DemandEstimator, QuotaGrant, HostQuota, QuotaLeader, NAME_LEASE, HostReport, ClusterGroupLimits, Term, Timing};
+use super::{
+    AdmissionAudit, ClientLoad, NANOS_PER_MS, NANOS_PER_S, SeededRandom, SimulatedClient, SimulatedHost,
+    SimulatedStore,
+};
+use crate::cluster::{
+    ByKind, ClusterGroupLimits, DemandEstimator, HostQuota, HostReport, LeaderAction, NAME_LEASE, QuotaGrant,
+    QuotaLeader, Term, Timing,
+};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::{String, ToString as _};
 use alloc::vec::Vec;
-use events::{StoreResponse, StoreRequest, ClusterEvent, SimulatedProcess};
+use events::{ClusterEvent, SimulatedProcess, StoreRequest, StoreResponse};
 
 /// Interval at which a host renews its name.
 const NAME_RENEWAL_NS: u64 = NAME_LEASE.as_nanos() as u64 / 3;
@@ -92,7 +98,12 @@ impl SimulatedCluster {
     ///
     /// # Panics
     /// Panics if the reservations on a host exceed the limits.
-    pub fn new(seed: u64, spec: ClusterGroupLimits, clients: &[Vec<SimulatedClient>], setting: SimulationConfig) -> Self {
+    pub fn new(
+        seed: u64,
+        spec: ClusterGroupLimits,
+        clients: &[Vec<SimulatedClient>],
+        setting: SimulationConfig,
+    ) -> Self {
         let mut random = SeededRandom::new(seed);
         let drift = setting.drift_ppm;
         // Clocks start at unrelated values, at least 10 s, so that no code can rely on a common
@@ -110,8 +121,11 @@ impl SimulatedCluster {
             SimulatedHost::new(HostQuota::new(1, spec, setting.timing), clients, seed, places[at].to_local(0))
         };
         let machines: Vec<_> = clients.iter().enumerate().map(machine).collect();
-        let demands =
-            machines.iter().zip(&places).map(|(machine, place)| demand_of(machine, place.to_local(0))).collect();
+        let demands = machines
+            .iter()
+            .zip(&places)
+            .map(|(machine, place)| demand_of(machine, place.to_local(0)))
+            .collect();
         let all = || clients.iter().flatten();
         let lease = setting.timing.term_lease().as_nanos() as u64;
         let bytes = all().map(|client| client.length).sum();
@@ -200,7 +214,9 @@ impl SimulatedCluster {
         let (place, run) = match &event {
             ClusterEvent::HostTicks(host, run) | ClusterEvent::ToHost(host, run, ..) => (*host, *run),
             ClusterEvent::HostRuns(host, _) => (*host, self.processes[*host].run),
-            ClusterEvent::LeaderTicks(leader, run) | ClusterEvent::ToLeader(leader, run, _) => (hosts + leader, *run),
+            ClusterEvent::LeaderTicks(leader, run) | ClusterEvent::ToLeader(leader, run, _) => {
+                (hosts + leader, *run)
+            }
             ClusterEvent::LeaderRuns(leader, _) => (hosts + leader, self.processes[hosts + leader].run),
             // The store has no local clock and cannot be paused.
             ClusterEvent::AtStore(place, run, _) => (*place, *run),
@@ -367,7 +383,10 @@ impl SimulatedCluster {
             }
             // Split transactions: each succeeds or fails alone, as in the daemon.
             StoreRequest::Write(term, grants) => {
-                let bytes = grants.iter().map(|(_, grant)| (self.setting.value_bytes)(StoreValue::Grant(grant))).sum();
+                let bytes = grants
+                    .iter()
+                    .map(|(_, grant)| (self.setting.value_bytes)(StoreValue::Grant(grant)))
+                    .sum();
                 if self.store.grant(term, &grants, bytes, now) {
                     self.store.traffic.events += grants.len() as u64;
                     self.store.traffic.sent_bytes += bytes;
@@ -424,7 +443,8 @@ impl SimulatedCluster {
                 if rereads {
                     self.send_to_store(place, StoreRequest::Read);
                 }
-                if rereads || now - self.key_renewed_at[number] >= self.setting.timing.key_renewal_interval() {
+                if rereads || now - self.key_renewed_at[number] >= self.setting.timing.key_renewal_interval()
+                {
                     self.key_renewed_at[number] = now;
                     self.send_to_store(place, StoreRequest::KeepAlive(term, now));
                 }
@@ -440,7 +460,10 @@ impl SimulatedCluster {
         let (term, left) = (leader.term(), self.store.grants_of_departed_hosts().into_iter());
         let over: Vec<_> = left.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
         for (host, grant) in over {
-            self.send_to_store(self.machines.len() + number, StoreRequest::Sweep(term, host, Box::new(grant)));
+            self.send_to_store(
+                self.machines.len() + number,
+                StoreRequest::Sweep(term, host, Box::new(grant)),
+            );
         }
     }
 

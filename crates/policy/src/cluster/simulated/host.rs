@@ -3,7 +3,9 @@
 use super::{NANOS_PER_MS, SeededRandom};
 use crate::cluster::{ByKind, HostQuota, ReportedDemand};
 use crate::request::Direction;
-use crate::throttle::{AdmissionResult, RequestCost, PollDecision, QuotaLease, Limits, NodeId, NodeShare, ThrottleTree};
+use crate::throttle::{
+    AdmissionResult, Limits, NodeId, NodeShare, PollDecision, QuotaLease, RequestCost, ThrottleTree,
+};
 use crate::time::Instant;
 use alloc::vec::Vec;
 
@@ -44,7 +46,16 @@ pub struct SimulatedClient {
 impl SimulatedClient {
     /// The weight must be valid and the reservation must fit.
     pub const fn new(load: ClientLoad, length: u64, weight: u32, reserved: u64) -> Self {
-        Self { load, length, weight, reserved, in_flight: 0, disk: None, due: 0, random: SeededRandom::new(0) }
+        Self {
+            load,
+            length,
+            weight,
+            reserved,
+            in_flight: 0,
+            disk: None,
+            due: 0,
+            random: SeededRandom::new(0),
+        }
     }
 
     /// Starts a new load at `now`.
@@ -69,7 +80,9 @@ impl SimulatedClient {
         // An open-loop client skips arrivals that it could not send in time.
         match self.load {
             ClientLoad::Paced(pace) => self.due = (self.due + pace).max(now.saturating_sub(pace)),
-            ClientLoad::Random(mean) => self.due = self.due.max(now.saturating_sub(mean)) + self.random.arrival_gap(mean),
+            ClientLoad::Random(mean) => {
+                self.due = self.due.max(now.saturating_sub(mean)) + self.random.arrival_gap(mean)
+            }
             ClientLoad::Idle | ClientLoad::Greedy(_) => {}
         }
     }
@@ -107,9 +120,11 @@ impl SimulatedHost {
         machine.install_lease();
         let Self { tree, clients, .. } = &mut machine;
         for (number, client) in clients.iter_mut().enumerate() {
-            let share = NodeShare::new(client.weight).unwrap_or_default().with_reservation(client.reserved, 0);
+            let share =
+                NodeShare::new(client.weight).unwrap_or_default().with_reservation(client.reserved, 0);
             // The caller guarantees that the reservations of all hosts fit into the limits.
-            client.disk = Some(tree.add(Some(group), Limits::default(), share).expect("the reservation fits"));
+            client.disk =
+                Some(tree.add(Some(group), Limits::default(), share).expect("the reservation fits"));
             client.random = SeededRandom::new(seed ^ (number as u64) << 40);
             client.in_flight = 0;
             client.start_load(client.load, now);
@@ -121,7 +136,10 @@ impl SimulatedHost {
     pub(super) fn install_lease(&mut self) {
         let Self { host, tree, group, .. } = self;
         let (safe, whole) = (host.fallback_limits(), *host.spec().limits());
-        tree.set_lease(*group, QuotaLease { until: host.lease_end(), fallback: safe, whole, reservation_bounds: [None; 2] });
+        tree.set_lease(
+            *group,
+            QuotaLease { until: host.lease_end(), fallback: safe, whole, reservation_bounds: [None; 2] },
+        );
     }
 
     /// Expires the lease, as the daemon does at each tick and before each message.
@@ -134,7 +152,12 @@ impl SimulatedHost {
 
     pub(super) fn usage(&mut self, demand: ByKind, now: u64) -> ReportedDemand {
         let wanted = self.tree.member_demands(self.group, Instant::from_nanos(now));
-        ReportedDemand { demand, waiting_ns: wanted.waiting_ns, weight: wanted.weight, reserved: wanted.reserved }
+        ReportedDemand {
+            demand,
+            waiting_ns: wanted.waiting_ns,
+            weight: wanted.weight,
+            reserved: wanted.reserved,
+        }
     }
 
     /// Sends the requests that are due and admits those that the tree allows; calls `passed` with

@@ -1,7 +1,7 @@
 //! Model of etcd as weir uses it, with its faults: it stops, or restarts without its last writes.
 //! Counts the requests it receives.
 
-use crate::cluster::{QuotaGrant, HostReport, ClusterGroupLimits, Term};
+use crate::cluster::{ClusterGroupLimits, HostReport, QuotaGrant, Term};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
@@ -74,8 +74,13 @@ pub struct SimulatedStore {
 
 impl SimulatedStore {
     pub(super) const fn new(spec: ClusterGroupLimits, ttl: u64) -> Self {
-        let state =
-            StoreContents { revision: 1, leader: None, spec, reports: BTreeMap::new(), grants: BTreeMap::new() };
+        let state = StoreContents {
+            revision: 1,
+            leader: None,
+            spec,
+            reports: BTreeMap::new(),
+            grants: BTreeMap::new(),
+        };
         Self { state, marked: None, ttl, leader_until: 0, is_down: false, traffic: ZERO }
     }
 

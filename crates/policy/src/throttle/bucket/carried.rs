@@ -14,7 +14,7 @@
 //! them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as for one whose
 //! limits change.
 
-use super::{LeakyBucket, NodeBuckets, SpareLevels, LEVEL_SCALE};
+use super::{LEVEL_SCALE, LeakyBucket, NodeBuckets, SpareLevels};
 use crate::throttle::limits::LimitKind;
 use crate::throttle::stats::AdmissionCounters;
 
@@ -28,7 +28,8 @@ impl LeakyBucket {
             // Excess by the request that overran the bucket. After a watermark has scaled the
             // bucket down it may be larger; members of the next group must not wait for that.
             let over = level.max(came_with.0).saturating_sub(size);
-            let fullest = size + if group.rate > 0 { over.min(u128::from(group.rate) * LEVEL_SCALE) } else { over };
+            let fullest =
+                size + if group.rate > 0 { over.min(u128::from(group.rate) * LEVEL_SCALE) } else { over };
             let came_with = came_with.0.saturating_add(came_with.1);
             // The minimum of two upper bounds: the whole bucket, and what this disk can have
             // caused.
@@ -122,7 +123,8 @@ impl NodeBuckets {
         if kind.counts_bytes() {
             return bytes;
         }
-        u128::from(passed.requests) * LEVEL_SCALE + bytes.checked_div(u128::from(self.least_iops_size)).unwrap_or(0)
+        u128::from(passed.requests) * LEVEL_SCALE
+            + bytes.checked_div(u128::from(self.least_iops_size)).unwrap_or(0)
     }
 
     /// Adds the contents that a disk carries to the selected buckets that are in force.

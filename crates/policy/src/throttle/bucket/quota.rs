@@ -10,7 +10,7 @@
 //! The free capacity of all parts together therefore grows by leaks only and never exceeds the
 //! burst of the whole limit. Never gives a burst to a new part: it comes filled.
 
-use super::{LeakyBucket, NodeBuckets, LEVEL_SCALE};
+use super::{LEVEL_SCALE, LeakyBucket, NodeBuckets};
 use crate::throttle::enforcement::LimitScale;
 use crate::throttle::limits::{LimitKind, Limits};
 
@@ -37,7 +37,7 @@ impl LeakyBucket {
 impl NodeBuckets {
     /// As [`NodeBuckets::change`], for another part of a limit. Capacity is added only by `credit`;
     /// returns the capacity given up. In whole units.
-    pub(in crate::throttle) fn divide(&mut self, limits: &Limits, credit: [u64; 6]) -> [u64; 6] {
+    pub(in crate::throttle) fn set_quota(&mut self, limits: &Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.buckets;
         self.change(limits, LimitScale::ONE);
         LimitKind::ALL.map(|kind| {

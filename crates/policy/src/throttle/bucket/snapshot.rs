@@ -3,7 +3,7 @@
 //! Leaks during the transfer are lost, so nothing is gained by it. Spare levels are not
 //! transferred: read-ahead starts anew, within the capacity that guests leave.
 
-use super::{NodeBuckets, LEVEL_SCALE};
+use super::{LEVEL_SCALE, NodeBuckets};
 use crate::throttle::limits::{LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE};
 use crate::time::Instant;
 

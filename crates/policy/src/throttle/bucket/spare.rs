@@ -14,7 +14,7 @@
 //! Never advances the guests' levels: read-ahead is recorded as of their last request, plus the
 //! capacity that will have leaked unused until the read-ahead arrived.
 
-use super::{LeakyBucket, NodeBuckets, LEVEL_SCALE};
+use super::{LEVEL_SCALE, LeakyBucket, NodeBuckets};
 use crate::request::Direction;
 use crate::throttle::cost::RequestCost;
 use crate::throttle::limits::LimitKind;

@@ -1,6 +1,6 @@
 //! The spare level against its definition: two levels that leak one by one, the guests' first.
 
-use super::super::super::limits::{RateLimit, Limits};
+use super::super::super::limits::{Limits, RateLimit};
 use super::super::super::slicing::WHOLE_REQUEST;
 use super::*;
 use crate::time::Duration;
@@ -58,7 +58,7 @@ fn both_levels_of_a_burst_must_fit() {
 }
 
 #[test]
-fn what_is_charged_long_after_the_last_request_is_charged_in_full() {
+fn charge_long_after_the_last_request_is_full() {
     let limit = RateLimit { rate: 100, ..RateLimit::NONE };
     let mut buckets = buckets(limit, LimitKind::BpsRead, 0);
     for second in [1000, 2000] {

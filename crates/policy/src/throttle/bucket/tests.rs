@@ -53,7 +53,7 @@ fn burst_level_leaks_at_the_burst_rate() {
 }
 
 #[test]
-fn waits_only_once_more_than_full() {
+fn waits_only_above_the_bucket_size() {
     let rows = [
         ((0, 0, 1), 1e15, 0.0),
         ((150, 15, 1), 9.0, 0.0),
@@ -180,10 +180,8 @@ impl FloatBucket {
 }
 
 fn any_limit() -> impl Strategy<Value = RateLimit> {
-    (1..1_000_000u64, prop_oneof![Just(0), 1..20u64], 1..100u64).prop_map(|(rate, factor, length)| RateLimit {
-        rate,
-        burst_rate: rate * factor,
-        burst_length_s: if factor == 0 { 1 } else { length },
+    (1..1_000_000u64, prop_oneof![Just(0), 1..20u64], 1..100u64).prop_map(|(rate, factor, length)| {
+        RateLimit { rate, burst_rate: rate * factor, burst_length_s: if factor == 0 { 1 } else { length } }
     })
 }
 

@@ -13,9 +13,9 @@
 //! Never extends a lease: the caller does ([`ThrottleTree::set_lease`]), by the rules of
 //! [`cluster`](crate::cluster).
 
-use super::super::reservations::{ReservationBound, ReservationExceeded, CapacitySupply, ReservationUnit};
 use super::super::limits::Limits;
 use super::super::node::NodeId;
+use super::super::reservations::{CapacitySupply, ReservationBound, ReservationExceeded, ReservationUnit};
 use super::{ROOT, ThrottleTree, reserved_by};
 use crate::request::Direction;
 use crate::time::Instant;
@@ -93,7 +93,7 @@ impl<T> ThrottleTree<T> {
             }
         }
         if self.nodes[slot].waiting != [0; 2] {
-            wanted.waiting_ns = self.oldest(slot).map_or(0, |since| now.nanos_since(since));
+            wanted.waiting_ns = self.oldest_waiting_since(slot).map_or(0, |since| now.nanos_since(since));
         }
         wanted
     }
@@ -119,7 +119,9 @@ impl<T> ThrottleTree<T> {
         // Not the limits in force: they are this host's current quota, which follows demand.
         let limits = lent.map_or_else(|| node.limits(), |lent| lent.whole);
         let whole = |overbooked: ReservationExceeded| match (overbooked.bound, lent) {
-            (ReservationBound::Limit, Some(_)) => ReservationExceeded { bound: ReservationBound::Whole, ..overbooked },
+            (ReservationBound::Limit, Some(_)) => {
+                ReservationExceeded { bound: ReservationBound::Whole, ..overbooked }
+            }
             _ => overbooked,
         };
         CapacitySupply { limits, device: node.device }.check(promised).map_err(whole)?;
@@ -162,8 +164,8 @@ impl<T> ThrottleTree<T> {
 
     pub(super) fn apply_quota(&mut self, slot: usize, limits: Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.nodes[slot].limits();
-        let given = self.nodes[slot].divide(limits, credit, self.now);
-        self.follow_limits(slot, &before);
+        let given = self.nodes[slot].set_quota(limits, credit, self.now);
+        self.apply_limits_to_carried(slot, &before);
         self.update_shared_limits(slot);
         self.settle_both_up(slot);
         given
@@ -175,13 +177,13 @@ impl<T> ThrottleTree<T> {
     }
 
     /// Time at which the oldest waiting request at or below a node was queued.
-    fn oldest(&self, slot: usize) -> Option<Instant> {
+    fn oldest_waiting_since(&self, slot: usize) -> Option<Instant> {
         debug_assert!(slot != ROOT, "the root is not a group");
         let fronts = Direction::ALL.map(|direction| self.nodes[slot].queue(direction).front());
         let own = fronts.into_iter().flatten().map(|waiter| waiter.since);
         let below = self.slots_below(slot).into_iter();
         let below = below.filter(|child| self.nodes[*child].waiting != [0; 2]);
-        own.chain(below.filter_map(|child| self.oldest(child))).min()
+        own.chain(below.filter_map(|child| self.oldest_waiting_since(child))).min()
     }
 }
 
@@ -189,7 +191,7 @@ impl<T> ThrottleTree<T> {
 mod tests {
     use super::super::{AdmissionResult, PollDecision};
     use super::*;
-    use crate::throttle::{RequestCost, LimitKind, Limits, ThrottleError, NodeShare};
+    use crate::throttle::{LimitKind, Limits, NodeShare, RequestCost, ThrottleError};
     use crate::time::Duration;
 
     fn iops(rate: u64) -> Limits {
@@ -207,7 +209,15 @@ mod tests {
         let mut tree = ThrottleTree::new(at(0));
         let group = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
         tree.set_quota(group, iops(1000), [0; 6], at(0)).unwrap();
-        tree.set_lease(group, QuotaLease { until: at(1000), fallback: iops(100), whole: iops(10_000), reservation_bounds: left });
+        tree.set_lease(
+            group,
+            QuotaLease {
+                until: at(1000),
+                fallback: iops(100),
+                whole: iops(10_000),
+                reservation_bounds: left,
+            },
+        );
         (tree, group)
     }
 
@@ -270,7 +280,10 @@ mod tests {
         assert_eq!(tree.member_demands(group, at(0)).weight, 10);
         assert_eq!(tree.member_demands(group, at(0)).weight, 0, "no requests since the last call");
         while tree.try_admit(other, Direction::Read, &RequestCost::one(1), at(0)) {}
-        assert!(matches!(tree.submit(other, Direction::Read, RequestCost::one(1), 1, at(0)), AdmissionResult::Queued(_)));
+        assert!(matches!(
+            tree.submit(other, Direction::Read, RequestCost::one(1), 1, at(0)),
+            AdmissionResult::Queued(_)
+        ));
         tree.member_demands(group, at(0));
         let wanted = tree.member_demands(group, at(30));
         assert_eq!(wanted, MemberDemands { weight: 20, reserved: [7, 0], waiting_ns: 30_000_000 });

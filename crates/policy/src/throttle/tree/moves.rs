@@ -22,7 +22,7 @@
 
 use super::super::enforcement::Enforcement;
 use super::super::limits::{LimitKind, Limits};
-use super::super::node::{CarriedCharges, NodeLimits, ThrottleNode, NodeId};
+use super::super::node::{CarriedCharges, NodeId, NodeLimits, ThrottleNode};
 use super::{ROOT, ThrottleTree};
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -59,13 +59,13 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn take_over(&mut self, disk: NodeId, charged: CarriedCharges, now: Instant) {
+    pub fn add_carried_charges(&mut self, disk: NodeId, charged: CarriedCharges, now: Instant) {
         let slot = self.slot(disk);
         self.advance_to(now);
         let now = self.now;
         let CarriedCharges { own, left_groups: mut brought, common_groups: mut common } = charged;
         if let Some(own) = own {
-            self.nodes[slot].take_over(own, now);
+            self.nodes[slot].inherit_contents(own, now);
         }
         let above: Vec<usize> = self.path_up(self.nodes[slot].parent).collect();
         let groups = &above[..above.len().saturating_sub(common.len())];
@@ -74,7 +74,7 @@ impl<T> ThrottleTree<T> {
         }
         for (group, brought) in groups.iter().zip(&mut brought) {
             if let Some(brought) = brought {
-                self.nodes[*group].join(brought, now);
+                self.nodes[*group].add_carried(brought, now);
             }
         }
         let beyond = brought.split_off(groups.len());
@@ -92,15 +92,15 @@ impl<T> ThrottleTree<T> {
     }
 
     /// Applies changed limits of a group to the contents that disks have carried into it.
-    pub(super) fn follow_limits(&mut self, group: usize, before: &Limits) {
+    pub(super) fn apply_limits_to_carried(&mut self, group: usize, before: &Limits) {
         let now = self.now;
-        self.for_each_carried(group, |group, brought| group.convert(brought, before, now));
+        self.for_each_carried(group, |group, brought| group.convert_carried(brought, before, now));
     }
 
     /// Applies changed enforcement of a group to the contents that disks have carried into it.
     /// If its limits were lifted, its buckets are raised to at least the carried level, because
     /// they may lack contents that were carried in meanwhile.
-    pub(super) fn follow_enforcement(&mut self, group: usize, before: Enforcement) {
+    pub(super) fn apply_enforcement_to_carried(&mut self, group: usize, before: Enforcement) {
         let now = self.now;
         self.for_each_carried(group, |group, brought| {
             let Some(limited) = &mut group.limited else { return };
@@ -111,14 +111,18 @@ impl<T> ThrottleTree<T> {
         });
     }
 
-    fn for_each_carried(&mut self, group: usize, mut visit: impl FnMut(&mut ThrottleNode<T>, &mut NodeLimits)) {
+    fn for_each_carried(
+        &mut self,
+        group: usize,
+        mut visit: impl FnMut(&mut ThrottleNode<T>, &mut NodeLimits),
+    ) {
         if !self.has_moved {
             return;
         }
         let level = self.nodes[group].level;
-        let mut below: Vec<usize> = self.below(group).collect();
+        let mut below: Vec<usize> = self.child_slots(group).collect();
         while let Some(slot) = below.pop() {
-            below.extend(self.below(slot));
+            below.extend(self.child_slots(slot));
             let up = self.nodes[slot].level - level - 1;
             let Some(mut brought) = self.nodes[slot].carried.get_mut(up).and_then(Option::take) else {
                 continue;
@@ -128,7 +132,7 @@ impl<T> ThrottleTree<T> {
         }
     }
 
-    fn below(&self, slot: usize) -> impl Iterator<Item = usize> + '_ {
+    fn child_slots(&self, slot: usize) -> impl Iterator<Item = usize> + '_ {
         debug_assert!(slot != ROOT, "nothing is limited there");
         self.nodes[slot].schedule.iter().flat_map(|schedule| schedule.slots())
     }
@@ -152,13 +156,13 @@ impl<T> ThrottleNode<T> {
     }
 
     /// Adds the contents that a disk carries.
-    fn join(&mut self, brought: &mut NodeLimits, now: Instant) {
-        self.convert(brought, &Limits::default(), now);
+    fn add_carried(&mut self, brought: &mut NodeLimits, now: Instant) {
+        self.convert_carried(brought, &Limits::default(), now);
     }
 
     /// Converts the contents that a disk carried to the limits of this group, and adds those of
     /// kinds that were unlimited before.
-    fn convert(&mut self, brought: &mut NodeLimits, before: &Limits, now: Instant) {
+    fn convert_carried(&mut self, brought: &mut NodeLimits, before: &Limits, now: Instant) {
         let Some(limited) = &mut self.limited else { return };
         brought.set(&limited.limits, self.enforcement, now);
         limited.buckets.leak_to(now);

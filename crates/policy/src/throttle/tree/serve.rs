@@ -4,9 +4,9 @@
 
 use super::super::cost::{BILLION, RequestCost};
 use super::super::node::QueuedRequest;
-use super::super::slicing::{MAX_COST_NS, SLICE_NS, WHOLE_REQUEST, proportional_part, slice_size};
 use super::super::scheduler::{ScheduleCandidate, SchedulePhase, ServiceCharge};
-use super::{PollDecision, LevelCause, MAX_LEVELS, NodeId, ROOT, ThrottleTree, lane_of, wake_item};
+use super::super::slicing::{MAX_COST_NS, SLICE_NS, WHOLE_REQUEST, proportional_part, slice_size};
+use super::{LevelCause, MAX_LEVELS, NodeId, PollDecision, ROOT, ThrottleTree, lane_of, wake_item};
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
@@ -63,7 +63,13 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if the node has children, because then it is a group.
-    pub fn try_admit(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost, now: Instant) -> bool {
+    pub fn try_admit(
+        &mut self,
+        disk: NodeId,
+        direction: Direction,
+        cost: &RequestCost,
+        now: Instant,
+    ) -> bool {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
         // A request must not overtake earlier ones of its disk, nor ready ones of its siblings.
@@ -88,7 +94,13 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if the node has children, because then it is a group.
-    pub fn charge_unconditionally(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost, now: Instant) {
+    pub fn charge_unconditionally(
+        &mut self,
+        disk: NodeId,
+        direction: Direction,
+        cost: &RequestCost,
+        now: Instant,
+    ) {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
         self.build_path(slot);
@@ -133,7 +145,11 @@ impl<T> ThrottleTree<T> {
         // would take too many steps.
         let from = waiter.charged_parts;
         let part = terms.slice.max(terms.room / BURST_FRACTION);
-        let to = if terms.slice == WHOLE_REQUEST { WHOLE_REQUEST } else { from.saturating_add(part).min(WHOLE_REQUEST) };
+        let to = if terms.slice == WHOLE_REQUEST {
+            WHOLE_REQUEST
+        } else {
+            from.saturating_add(part).min(WHOLE_REQUEST)
+        };
         if to < WHOLE_REQUEST {
             // Back to the front of the queue: the remaining slices keep the order of arrival.
             waiter.charged_parts = to;
@@ -142,7 +158,7 @@ impl<T> ThrottleTree<T> {
             self.charge(direction, &cost, &(from..to));
             return None;
         }
-        self.count_waiting(slot, direction, |waiting| waiting - 1);
+        self.update_waiting(slot, direction, |waiting| waiting - 1);
         self.charge(direction, &waiter.cost, &(from..to));
         let waited_ns = self.now.nanos_since(waiter.since);
         self.last_cause = self.throttle_cause(direction, &waiter);
@@ -164,7 +180,7 @@ impl<T> ThrottleTree<T> {
             let node = &self.nodes[step.slot];
             let (kind, until) = node.last_throttled(direction)?;
             let before = waiter.limited_ns.get(level);
-            let limited_ns = before.map_or(0, |before| node.limited_ns(self.now).saturating_sub(*before));
+            let limited_ns = before.map_or(0, |before| node.throttled_ns(self.now).saturating_sub(*before));
             let is_most = limited_ns > 0 && limited_ns >= self.now.nanos_since(waiter.since) / 2;
             (until >= waiter.since).then_some((is_most, until, LevelCause { level, kind }))
         });
@@ -245,7 +261,7 @@ impl<T> ThrottleTree<T> {
             limited |= node.limited.is_some();
             let next = |direction: Direction| {
                 open[direction.index()]
-                    .then(|| schedule.next(direction, lane_of(node, direction), *now))
+                    .then(|| schedule.next_candidate(direction, lane_of(node, direction), *now))
                     .flatten()
             };
             let other = opposite(wanted);
@@ -266,7 +282,8 @@ impl<T> ThrottleTree<T> {
             // scheduled in one direction would never be served in its opposite.
             let other = opposite(wanted);
             let is_its_turn = |rival: ScheduleCandidate| {
-                rival.child == child || (node.has_shared_limit || !limited) && schedule.offers(child, other)
+                rival.child == child
+                    || (node.has_shared_limit || !limited) && schedule.is_offered(child, other)
             };
             open[other.index()] = next(other).is_some_and(is_its_turn);
             slot = schedule.slot(child);
@@ -330,12 +347,15 @@ impl<T> ThrottleTree<T> {
             let child = &*child;
             let number = child.number;
             let promised_ns = match phase {
-                SchedulePhase::Reservation => of_part(child.entitlement().reservation_ns(cost, operations), part),
+                SchedulePhase::Reservation => {
+                    of_part(child.entitlement().reservation_ns(cost, operations), part)
+                }
                 SchedulePhase::Weight => 0,
             };
             let node = &mut self.nodes[slot];
             let lane = lane_of(node, direction);
-            let service = ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), promised_ns };
+            let service =
+                ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), reservation_ns: promised_ns };
             if let Some(schedule) = &mut node.schedule {
                 schedule.charge(number, service, now);
             }
@@ -364,8 +384,11 @@ impl<T> ThrottleTree<T> {
         let now = self.now;
         let node = &mut self.nodes[slot];
         let has_work = node.has_work(direction);
-        let binding =
-            if has_work { node.enforced_buckets(now).and_then(|buckets| buckets.longest_wait(direction)) } else { None };
+        let binding = if has_work {
+            node.enforced_buckets(now).and_then(|buckets| buckets.longest_wait(direction))
+        } else {
+            None
+        };
         let was_blocked = node.blocked[direction.index()];
         if was_blocked || binding.is_some() {
             node.set_blocked(direction, binding.map(|(_, kind)| kind), now);
@@ -384,7 +407,7 @@ impl<T> ThrottleTree<T> {
         let parent = &mut self.nodes[parent];
         let lane = lane_of(parent, direction);
         let Some(schedule) = &mut parent.schedule else { return false };
-        let was_ready = schedule.offers(number, direction);
+        let was_ready = schedule.is_offered(number, direction);
         if ready && (charged || !was_ready) {
             schedule.offer(number, direction, lane, now);
         } else if was_ready && !ready {

@@ -21,7 +21,13 @@ impl<T> ThrottleTree<T> {
     ///
     /// Never changes the admission of a request, so no poll is needed afterwards. An instant before
     /// the last one counts as the last one.
-    pub fn try_admit_read_ahead(&mut self, disk: NodeId, cost: &RequestCost, given_back: SpareRefund, now: Instant) -> bool {
+    pub fn try_admit_read_ahead(
+        &mut self,
+        disk: NodeId,
+        cost: &RequestCost,
+        given_back: SpareRefund,
+        now: Instant,
+    ) -> bool {
         self.expire_leases_by(now);
         let slot = self.slot(disk);
         // All levels, even if one refuses: each must get its refund.

@@ -1,8 +1,8 @@
 //! Transfer of a node's contents and counters to a tree in another process.
 
-use super::super::bucket::{NodeBuckets, BucketSnapshot};
+use super::super::bucket::{BucketSnapshot, NodeBuckets};
 use super::super::limits::InvalidLimit;
-use super::super::node::{NodeLimits, NodeId};
+use super::super::node::{NodeId, NodeLimits};
 use super::super::stats::CumulativeStats;
 use super::ThrottleTree;
 use crate::time::Instant;
@@ -27,12 +27,17 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn restore(&mut self, node: NodeId, filled: &BucketSnapshot, now: Instant) -> Result<(), InvalidLimit> {
+    pub fn restore(
+        &mut self,
+        node: NodeId,
+        filled: &BucketSnapshot,
+        now: Instant,
+    ) -> Result<(), InvalidLimit> {
         filled.limits.validate()?;
         let slot = self.slot(node);
         self.advance_to(now);
         let buckets = NodeBuckets::filled(filled, self.now);
-        self.nodes[slot].take_over(Box::new(NodeLimits { limits: filled.limits, buckets }), self.now);
+        self.nodes[slot].inherit_contents(Box::new(NodeLimits { limits: filled.limits, buckets }), self.now);
         self.settle_both_up(slot);
         Ok(())
     }

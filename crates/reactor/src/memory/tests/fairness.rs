@@ -83,7 +83,8 @@ fn waiting_costs_nothing_until_there_is_memory() {
     const CLIENTS: u64 = 2000;
     sim::run(1, async {
         let budget = MemoryBudget::new(0);
-        let (first, second, _third) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+        let (first, second, _third) =
+            (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
         first.acquire(&FairQueueFlow::default(), LARGEST).await;
         let clients: Vec<_> = (0..CLIENTS).map(|_| Stalled::new(&first)).collect();
         // Until then no client is overdue.
@@ -161,7 +162,8 @@ fn progress_keeps_a_client() {
         let budget = MemoryBudget::new(0);
         let (disk, _other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
         disk.acquire(&FairQueueFlow::default(), LARGEST).await;
-        let slow = Arc::new(Slow(HolderEntry::default(), AtomicU64::new(now().as_nanos()), AtomicU64::new(0)));
+        let slow =
+            Arc::new(Slow(HolderEntry::default(), AtomicU64::new(now().as_nanos()), AtomicU64::new(0)));
         disk.watch(&slow);
         let waiting: Vec<_> = (0..20)
             .map(|_| {
@@ -182,7 +184,7 @@ fn progress_keeps_a_client() {
 
 /// Clients that have disconnected leave nothing behind, whether requests waited or not.
 #[test]
-fn clients_that_have_gone_are_not_listed() {
+fn disconnected_clients_are_not_listed() {
     let budget = MemoryBudget::new(0);
     let disk = MemoryAccount::new(&budget);
     sim::run(1, async move {

@@ -151,7 +151,8 @@ fn invalid_values_name_their_rule() {
 #[track_caller]
 fn check_all(text: &str, expect: &[&str]) {
     let mistakes = Diagnostics::default();
-    let draft = parse_with_options("f", text, Path::new("/etc/weir"), &ConfigWithOrigins::default(), &mistakes);
+    let draft =
+        parse_with_options("f", text, Path::new("/etc/weir"), &ConfigWithOrigins::default(), &mistakes);
     let all = DesiredState::with_diagnostics(draft, 0, mistakes).map(drop).err().unwrap_or_default();
     let all: Vec<_> = all.iter().map(ToString::to_string).collect();
     let is_so = |(said, expect): (&String, &&str)| said.starts_with(expect);
@@ -307,7 +308,10 @@ fn group_cycles_are_rejected() {
 fn settings_without_effect_are_remarked() {
     let remarks = |text: &str| -> Vec<String> {
         let plan = plan(text);
-        plan.ineffective_settings().into_iter().map(|remark| format!("{}: {}", remark.name, remark.remark)).collect()
+        plan.ineffective_settings()
+            .into_iter()
+            .map(|remark| format!("{}: {}", remark.name, remark.remark))
+            .collect()
     };
     let weighty = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
     assert_eq!(

@@ -6,8 +6,8 @@
 
 use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 
-use super::{REPEATED_WRITES_IN_FLIGHT, UNLIMITED_LOG_LINES, LONGEST_PAUSE, NbdLink, LinkStage};
-use nbd::client::{self, NbdExportInfo, EstablishedConnection, CONNECTION_LOST};
+use super::{LinkStage, MAX_PAUSE, NbdLink, REPEATED_WRITES_IN_FLIGHT, UNLIMITED_LOG_LINES};
+use nbd::client::{self, CONNECTION_LOST, EstablishedConnection, NbdExportInfo};
 use reactor::{error::Result, now, sleep_until};
 
 use crate::nbd::{
@@ -18,7 +18,11 @@ use crate::nbd::{
 impl NbdLink {
     /// Checks that a disk of `size_bytes` can continue on this server; the error names the property
     /// that the server lacks.
-    pub(super) fn check_compatible(&self, about: &NbdExportInfo, size_bytes: u64) -> std::result::Result<(), String> {
+    pub(super) fn check_compatible(
+        &self,
+        about: &NbdExportInfo,
+        size_bytes: u64,
+    ) -> std::result::Result<(), String> {
         let opened = &self.opened;
         if about.size_bytes < size_bytes {
             return Err(format!(
@@ -54,7 +58,10 @@ impl NbdLink {
     ///
     /// # Errors
     /// The reason why this server is rejected.
-    async fn begin_session(self: &Arc<Self>, established: EstablishedConnection) -> std::result::Result<(), String> {
+    async fn begin_session(
+        self: &Arc<Self>,
+        established: EstablishedConnection,
+    ) -> std::result::Result<(), String> {
         let about = established.about().clone();
         let (session, batches) = {
             let mut state = self.lock();
@@ -148,7 +155,7 @@ pub(super) async fn reconnect(trying: ReconnectAttempt) {
         }
         drop(link);
         sleep_until(now() + pause).await;
-        pause = (2 * pause).min(LONGEST_PAUSE);
+        pause = (2 * pause).min(MAX_PAUSE);
     }
 }
 

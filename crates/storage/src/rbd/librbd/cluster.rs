@@ -34,7 +34,7 @@ use crate::{CacheMode, OpenError};
 const MOUNT_TIMEOUT_S: &str = "30";
 const CEPH_MOUNT_TIMEOUT_S: &str = "300";
 /// Maximum size of a config file or keyring.
-const MOST_FILE_BYTES: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// How to name a config file and a user: on every command, and at `weir serve`.
 const CONFIG: &str = ":conf=FILE behind the image, or --rbd-config of `weir serve`,";
@@ -116,7 +116,10 @@ static ALL: LazyLock<Mutex<HashMap<ClusterKey, Slot>>> = LazyLock::new(Mutex::de
 type Slot = Arc<Mutex<Weak<ClusterConnection>>>;
 
 /// The connection for an image: an open one, or a new one.
-pub(super) fn connection(address: &RbdAddress, cache: CacheMode) -> Result<Arc<ClusterConnection>, OpenError> {
+pub(super) fn connection(
+    address: &RbdAddress,
+    cache: CacheMode,
+) -> Result<Arc<ClusterConnection>, OpenError> {
     let way = ClusterKey {
         config: address.config.clone(),
         user: address.user.clone(),
@@ -171,7 +174,7 @@ impl ClusterConnection {
         };
         for path in [&way.config, &way.keyring].into_iter().flatten() {
             // The library would read any file to its end, also a device or a pipe.
-            if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MOST_FILE_BYTES) {
+            if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MAX_FILE_BYTES) {
                 let what = format!("{} is not a file, or is too long for one of Ceph's", path.display());
                 return Err(OpenError::new(
                     &name,

@@ -28,7 +28,7 @@ use std::{
 
 use super::{
     super::{RbdAddress, RbdOptions, backend::ResumeOutcome, resize_notifier::ResizeNotifier},
-    cluster::{ClusterConnection, RadosPool, connection, outcome, c_string, from_c_buffer},
+    cluster::{ClusterConnection, RadosPool, c_string, connection, from_c_buffer, outcome},
     library::{Handle, Library, RbdWatcher},
 };
 use reactor::error::{Error, Result};
@@ -50,9 +50,9 @@ const EXCLUSIVE: c_int = 0;
 /// Prefix of the cookies of locks that the library manages itself.
 const OWN_LOCKS: &str = "auto ";
 /// Size of the buffers for the names of lock holders.
-const MOST_LOCKERS_BYTES: usize = 4096;
+const MAX_LOCKERS_BYTES: usize = 4096;
 /// Maximum number of watchers to list: with more, at least one is another client.
-const MOST_WATCHERS: usize = 64;
+const MAX_WATCHERS: usize = 64;
 
 /// Callback of the library, on one of its threads.
 unsafe extern "C" fn on_update(argument: *mut c_void) {
@@ -317,7 +317,7 @@ impl RbdImage {
     /// Numbers and addresses of the clients that watch the image.
     fn watchers(&self) -> Result<Vec<(u64, String)>> {
         let empty = RbdWatcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
-        let (mut watchers, mut count) = (vec![empty; MOST_WATCHERS], MOST_WATCHERS);
+        let (mut watchers, mut count) = (vec![empty; MAX_WATCHERS], MAX_WATCHERS);
         // SAFETY: the image is open, and the function writes at most `count` watchers.
         let listed =
             unsafe { (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), &raw mut count) };
@@ -364,8 +364,8 @@ impl RbdImage {
     /// Clients that hold a lock, with its cookie.
     fn lockers(&self) -> Result<Vec<(String, String)>> {
         let mut exclusive = 0;
-        let [mut tag, mut clients, mut ids, mut addresses] = [(); 4].map(|()| vec![0_u8; MOST_LOCKERS_BYTES]);
-        let mut lengths = [MOST_LOCKERS_BYTES; 4];
+        let [mut tag, mut clients, mut ids, mut addresses] = [(); 4].map(|()| vec![0_u8; MAX_LOCKERS_BYTES]);
+        let mut lengths = [MAX_LOCKERS_BYTES; 4];
         let [tag_bytes, clients_bytes, ids_bytes, addresses_bytes] = &mut lengths;
         // SAFETY: the image is open, and the function writes at most the given length of each
         // buffer.
@@ -441,7 +441,9 @@ impl RbdImage {
         if self.is_locked {
             match self.acquire() {
                 Ok(()) => {}
-                Err(error) if error.errno() == libc::EROFS => return Ok(ResumeOutcome::LockedElsewhere(self.owner())),
+                Err(error) if error.errno() == libc::EROFS => {
+                    return Ok(ResumeOutcome::LockedElsewhere(self.owner()));
+                }
                 Err(error) => return Err(error),
             }
         }

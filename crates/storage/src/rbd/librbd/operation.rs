@@ -123,7 +123,12 @@ pub(super) struct RbdOperation {
 impl RbdOperation {
     /// Submits an operation. The segments must not be guest memory, which may change while the
     /// library uses it.
-    pub(super) fn start(image: &Arc<RbdImage>, what: RbdOperationKind, place: RbdRequestSlot, mut segments: Segments) -> Self {
+    pub(super) fn start(
+        image: &Arc<RbdImage>,
+        what: RbdOperationKind,
+        place: RbdRequestSlot,
+        mut segments: Segments,
+    ) -> Self {
         let vector = |segment: &mut Segment| {
             assert!(matches!(segment, Segment::Own(_)), "a guest's memory is copied first");
             let base = match what {
@@ -160,7 +165,9 @@ impl RbdOperation {
             // other code accesses it meanwhile.
             unsafe {
                 match what {
-                    RbdOperationKind::Read { offset } => (library.rbd_aio_readv)(image, first, count, offset, completion),
+                    RbdOperationKind::Read { offset } => {
+                        (library.rbd_aio_readv)(image, first, count, offset, completion)
+                    }
                     RbdOperationKind::Write { offset } => {
                         (library.rbd_aio_writev)(image, first, count, offset, completion)
                     }

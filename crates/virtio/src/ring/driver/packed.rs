@@ -4,7 +4,7 @@ use super::{
     DriverBuffer, NotInFlight, UsedChain,
     cells::{Cells, Ordering, fence},
     chain::{DESCRIPTOR_BYTES, flag},
-    position::{RingPosition, EventSuppression},
+    position::{EventSuppression, RingPosition},
 };
 
 #[derive(Debug)]
@@ -93,11 +93,11 @@ impl PackedDriver {
         Ok(Some(UsedChain { id, written: word as u32 }))
     }
 
-    pub(super) fn silence(&mut self) {
+    pub(super) fn suppress_calls(&mut self) {
         self.driver.disable();
     }
 
-    pub(super) fn listen(&mut self) -> bool {
+    pub(super) fn enable_calls(&mut self) -> bool {
         self.driver.request(self.used);
         fence(Ordering::SeqCst);
         let offset = usize::from(self.used.index) * DESCRIPTOR_BYTES;

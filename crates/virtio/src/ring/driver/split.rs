@@ -118,13 +118,13 @@ impl SplitDriver {
         Ok(Some(UsedChain { id: head, written }))
     }
 
-    pub(super) fn silence(&mut self) {
+    pub(super) fn suppress_calls(&mut self) {
         if !self.event_idx {
             self.available.store_u16(FLAGS, NO_INTERRUPT, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn listen(&mut self) -> bool {
+    pub(super) fn enable_calls(&mut self) -> bool {
         if self.event_idx {
             self.available.store_u16(RING + 2 * usize::from(self.size), self.seen, Ordering::Relaxed);
         } else {

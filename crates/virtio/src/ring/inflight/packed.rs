@@ -6,7 +6,7 @@
 //! cannot come between them: an index is never combined with another index's wrap counter.
 
 use super::{
-    RingError, RingDescriptor, InflightQueueArea, SIZE_AT, VERSION, VERSION_AT,
+    InflightQueueArea, RingDescriptor, RingError, SIZE_AT, VERSION, VERSION_AT,
     cells::{Cells, Ordering},
     close,
     position::RingPosition,
@@ -177,8 +177,12 @@ impl PackedLog {
         }
         let word = self.cells.load_u64(at(slot, WORD), Ordering::Relaxed);
         let address = self.cells.load_u64(at(slot, ADDRESS), Ordering::Relaxed);
-        let descriptor =
-            RingDescriptor { address, bytes: (word >> 32) as u32, flags: (word >> 16) as u16, link: word as u16 };
+        let descriptor = RingDescriptor {
+            address,
+            bytes: (word >> 32) as u32,
+            flags: (word >> 16) as u16,
+            link: word as u16,
+        };
         Ok((descriptor, self.next(slot)))
     }
 

@@ -1,7 +1,7 @@
 //! `QueueRegionSplit`: an entry for each head.
 
 use super::{
-    RingError, InflightQueueArea, SIZE_AT, VERSION, VERSION_AT,
+    InflightQueueArea, RingError, SIZE_AT, VERSION, VERSION_AT,
     cells::{Cells, Ordering},
     close,
 };

@@ -24,7 +24,7 @@ use super::{
     RingError,
     cells::{Cells, Ordering, fence},
     chain::{DESCRIPTOR_BYTES, flag},
-    position::{RingPosition, EventSuppression},
+    position::{EventSuppression, RingPosition},
 };
 
 /// The device's half.
@@ -190,7 +190,7 @@ impl DescriptorOwnership {
     }
 
     /// Suppresses kicks.
-    pub(super) fn silence(&mut self) {
+    pub(super) fn suppress_kicks(&mut self) {
         if !self.silent {
             self.device.disable();
         }
@@ -198,7 +198,7 @@ impl DescriptorOwnership {
     }
 
     /// Requests kicks. True if a chain was made available meanwhile, for which no kick may arrive.
-    pub(super) fn listen(&mut self) -> bool {
+    pub(super) fn enable_kicks(&mut self) -> bool {
         self.silent = false;
         self.device.request(self.next);
         // Between the request (above) and the check of the next descriptor: see the drawing.

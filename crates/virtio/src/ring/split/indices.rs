@@ -171,7 +171,7 @@ impl Indices {
 
     /// Suppresses kicks. With an event index there is nothing to store: the requested event has
     /// passed, until the index wraps.
-    pub(super) fn silence(&mut self) {
+    pub(super) fn suppress_kicks(&mut self) {
         if !self.silent && !self.event_idx {
             self.used.store_u16(FLAGS, NO_NOTIFY, Ordering::Relaxed);
         }
@@ -179,7 +179,7 @@ impl Indices {
     }
 
     /// Requests kicks. True if an entry was made available meanwhile, for which no kick may arrive.
-    pub(super) fn listen(&mut self) -> bool {
+    pub(super) fn enable_kicks(&mut self) -> bool {
         self.silent = false;
         if self.event_idx {
             self.used.store_u16(RING + 8 * usize::from(self.size), self.next, Ordering::Relaxed);

@@ -7,7 +7,7 @@ use std::{
     rc::Rc,
 };
 
-use super::world::{TakenChain, RingWorld};
+use super::world::{RingWorld, TakenChain};
 use crate::{
     ring::{
         Virtqueue,
@@ -116,7 +116,7 @@ fn run(seed: u64) -> u64 {
 }
 
 #[test]
-fn a_device_that_is_killed_before_any_store_loses_and_repeats_nothing() {
+fn device_killed_before_any_store_loses_and_repeats_nothing() {
     let mut came_back = 0;
     let seeds = seeds::for_each(
         "--lib",

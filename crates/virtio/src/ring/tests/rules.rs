@@ -3,9 +3,10 @@
 
 use reactor::guest::{GuestMemory, Region};
 
-use super::world::{BUFFERS, RINGS, SEAM, RingShape, layout, memory};
+use super::world::{BUFFERS, RINGS, RingShape, SEAM, layout, memory};
 use crate::ring::{
-    RingError, DescriptorChain, ChainFault, InflightQueueArea, RingLayout, MAX_DESCRIPTORS, RingParts, Virtqueue,
+    ChainFault, DescriptorChain, InflightQueueArea, MAX_DESCRIPTORS, RingError, RingLayout, RingParts,
+    Virtqueue,
     chain::flag::{INDIRECT, NEXT, WRITE},
     driver::{DriverBuffer, RingDriver},
     position::RingPosition,
@@ -260,7 +261,8 @@ fn meaningless_rings_are_rejected() {
 #[test]
 fn invalid_layouts_are_rejected() {
     let memory = memory();
-    let check = |layout: RingLayout, base| Virtqueue::new(layout, memory.clone(), base).expect_err("it cannot be");
+    let check =
+        |layout: RingLayout, base| Virtqueue::new(layout, memory.clone(), base).expect_err("it cannot be");
     let split = layout(&memory, SPLIT);
     let packed = layout(&memory, PACKED);
     for size in [0, 3, 9, (1 << 15) + 1, u16::MAX] {
@@ -275,7 +277,10 @@ fn invalid_layouts_are_rejected() {
     let part = |what, bytes, needed, alignment| RingError::Part { what, bytes, needed, alignment };
     let at = |offset, bytes| memory.range(RINGS + offset, bytes).expect("inside");
     let short = |layout: RingLayout| check(layout, 0x8000_8000);
-    assert_eq!(short(RingLayout { descriptors: at(0, 127), ..split.clone() }), part("descriptors", 127, 128, 16));
+    assert_eq!(
+        short(RingLayout { descriptors: at(0, 127), ..split.clone() }),
+        part("descriptors", 127, 128, 16)
+    );
     assert_eq!(
         short(RingLayout { descriptors: at(8, 128), ..packed.clone() }),
         part("descriptors", 128, 128, 16)
@@ -458,9 +463,12 @@ fn the_in_flight_area_has_the_specifications_fields() {
     // Version, number of descriptors.
     assert_eq!((u16(8), u16(10)), (1, 8));
     let heads: Vec<u16> = (0..3)
-        .map(|_| driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room"))
+        .map(|_| {
+            driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room")
+        })
         .collect();
-    let chains: Vec<DescriptorChain> = (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
+    let chains: Vec<DescriptorChain> =
+        (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
     let entry = |head: u16| 16 + 16 * usize::from(head);
     for (number, &head) in heads.iter().enumerate() {
         assert_eq!((u16(entry(head)), u64(entry(head) + 8)), (1, number as u64));
@@ -542,8 +550,9 @@ fn foreign_inflight_areas_are_rejected() {
             change(&all);
             with().map(|ring| ring.in_flight())
         };
-        let put =
-            |at: usize, bytes: &'static [u8]| open(&move |all: &reactor::guest::GuestBytes| all.write(at, bytes));
+        let put = |at: usize, bytes: &'static [u8]| {
+            open(&move |all: &reactor::guest::GuestBytes| all.write(at, bytes))
+        };
         let refused = |got: Result<u16, RingError>| {
             assert!(matches!(got, Err(RingError::Inflight(_))), "{shape:?} {got:?}");
         };
@@ -597,7 +606,7 @@ fn a_ring_continues_in_other_memory() {
 }
 
 #[test]
-fn what_is_written_to_a_ring_is_logged() {
+fn writes_to_a_ring_are_logged_as_dirty() {
     for shape in [SPLIT, PACKED] {
         let log = reactor::guest::DirtyLog::on_heap(0x100);
         let memory = memory().with_log(Some(log.clone()));

@@ -3,7 +3,7 @@
 
 use fastrand::Rng;
 
-use super::world::{TakenChain, RingWorld};
+use super::world::{RingWorld, TakenChain};
 use crate::{ring::Virtqueue, seeds};
 
 /// Both sides, each of which may sleep.
@@ -86,7 +86,8 @@ impl RingTraffic {
 fn run(seed: u64) -> u64 {
     let (world, shape) = RingWorld::new(seed);
     let ring = Some(world.ring(shape.start()));
-    let mut traffic = RingTraffic { world, ring, held: Vec::new(), device_sleeps: false, driver_sleeps: false };
+    let mut traffic =
+        RingTraffic { world, ring, held: Vec::new(), device_sleeps: false, driver_sleeps: false };
     let mut steps = Rng::with_seed(!seed);
     for _ in 0..steps.usize(20..300) {
         match steps.u8(0..40) {

@@ -3,10 +3,10 @@
 use std::collections::{HashMap, HashSet};
 
 use fastrand::Rng;
-use reactor::guest::{GuestMemory, GuestBytes, Region};
+use reactor::guest::{GuestBytes, GuestMemory, Region};
 
 use super::super::{
-    DescriptorChain, InflightQueueArea, RingLayout, RingParts, Virtqueue, ChainTicket,
+    ChainTicket, DescriptorChain, InflightQueueArea, RingLayout, RingParts, Virtqueue,
     driver::{DriverBuffer, RingDriver},
 };
 
@@ -190,7 +190,7 @@ impl RingWorld {
     }
 
     fn put(&self, address: u64, bytes: &[u8]) {
-        let mut places = super::super::Places::new();
+        let mut places = super::super::ChainMemory::new();
         assert!(self.memory.ranges(address, bytes.len(), &mut places));
         let mut rest = bytes;
         for place in &places {

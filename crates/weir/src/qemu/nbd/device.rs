@@ -19,7 +19,8 @@ pub(super) fn disconnect(device: &str) -> anyhow::Result<()> {
     }
     // A device of `weir attach` is removed with its keeper and its server.
     if !attach::detach_if_attached(path)? {
-        export::nbd::kernel_client::disconnect(number).with_context(|| format!("Cannot disconnect {device}"))?;
+        export::nbd::kernel_client::disconnect(number)
+            .with_context(|| format!("Cannot disconnect {device}"))?;
     }
     print(&format!("{device} disconnected\n"))
 }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
 use console::{CommandFailure, on_reactor, print};
-use export::nbd::client::{NbdEndpoint, ListedExport, list};
+use export::nbd::client::{ListedExport, NbdEndpoint, list};
 use policy::time::Duration;
 use reactor::sanitize::sanitize;
 
@@ -64,7 +64,10 @@ fn endpoint(arguments: &QemuNbdArgs) -> anyhow::Result<NbdEndpoint> {
         None => {
             let port = arguments.port.as_deref().unwrap_or("10809");
             let port = port.parse().with_context(|| format!("{port}: is not a port number"))?;
-            Ok(NbdEndpoint::Tcp { host: arguments.bind.clone().unwrap_or_else(|| "0.0.0.0".to_owned()), port })
+            Ok(NbdEndpoint::Tcp {
+                host: arguments.bind.clone().unwrap_or_else(|| "0.0.0.0".to_owned()),
+                port,
+            })
         }
     }
 }
@@ -81,7 +84,7 @@ fn format_exports(exports: &[ListedExport]) -> String {
         let names = FLAGS.iter().filter(|(bit, _)| export.flags >> bit & 1 == 1).map(|(_, name)| *name);
         let names: Vec<_> = names.collect();
         let _ = writeln!(text, "  flags: 0x{:x} ( {} )", export.flags, names.join(" "));
-        if let Some([minimum, preferred, maximum]) = export.blocks {
+        if let Some([minimum, preferred, maximum]) = export.block_sizes {
             let _ =
                 write!(text, "  min block: {minimum}\n  opt block: {preferred}\n  max block: {maximum}\n");
         }
@@ -106,7 +109,7 @@ mod tests {
             description: "de\u{1b}".to_owned(),
             size_bytes: 1_048_576,
             flags: 0x58f,
-            blocks: Some([1, 4096, 33_554_432]),
+            block_sizes: Some([1, 4096, 33_554_432]),
             contexts: vec!["base:allocation".to_owned()],
         };
         let expect = "exports available: 1\n export: 'a b'\n  description: de?\n  size:  1048576\n  \

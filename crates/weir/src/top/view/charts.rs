@@ -147,8 +147,8 @@ fn limits_of<'a>(
 
 fn set_limits(limits: &SettingValues, unit: ChartUnit) -> Vec<u64> {
     let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == (unit == ChartUnit::Bytes));
-    let settings =
-        kinds.flat_map(|kind| [LimitPart::Rate, LimitPart::BurstRate].map(|part| LimitSetting::Limit(kind, part)));
+    let settings = kinds
+        .flat_map(|kind| [LimitPart::Rate, LimitPart::BurstRate].map(|part| LimitSetting::Limit(kind, part)));
     let values = settings.filter_map(|setting| limits.get(setting.name()).copied());
     values.filter(|&value| value > 0).collect()
 }

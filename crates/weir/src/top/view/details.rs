@@ -16,7 +16,10 @@ use ratatui::{
 use crate::{
     client::{
         change::SettingName,
-        report::{StatusNode, DaemonReport, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
+        report::{
+            DaemonReport, StatusNode, device_users, is_vhost_user, prefetch_memory, prefetch_state,
+            prefetches,
+        },
     },
     top::{list::TopRow, state::TopState},
 };
@@ -89,7 +92,12 @@ fn about_group(group: &GroupStatus) -> String {
 fn settings(report: &DaemonReport, node: StatusNode<'_>) -> String {
     let own = node.settings();
     let mut text = figures::limits(&own.limits);
-    for name in [SettingName::Weight, SettingName::IopsReservation, SettingName::BpsReservation, SettingName::Watermark] {
+    for name in [
+        SettingName::Weight,
+        SettingName::IopsReservation,
+        SettingName::BpsReservation,
+        SettingName::Watermark,
+    ] {
         let value = name.of(own);
         if value != name.default() || name == SettingName::Weight {
             text += &format!(" · {} {}", name.text(), name.format(&value));
@@ -158,7 +166,7 @@ fn throttled_time(state: &TopState, row: &TopRow<'_>, width: usize) -> Line<'sta
 
 #[cfg(test)]
 mod tests {
-    use api::{FrontEndProcess, DaemonStatus};
+    use api::{DaemonStatus, FrontEndProcess};
 
     use super::*;
 

@@ -43,8 +43,9 @@ impl TextColumnWidths {
     /// Assigns widths by priority: name, throttle cause, group, limits.
     fn new(width: usize, rows: &[list::TopRow<'_>]) -> Self {
         let longest = |of: &dyn Fn(&list::TopRow<'_>) -> usize| rows.iter().map(of).max().unwrap_or(0);
-        let group_of =
-            |row: &list::TopRow<'_>| row.node.settings().group.as_ref().map_or(0, |group| group.chars().count());
+        let group_of = |row: &list::TopRow<'_>| {
+            row.node.settings().group.as_ref().map_or(0, |group| group.chars().count())
+        };
         let groups = longest(&group_of);
         // Independent of the limits in force, so that columns do not move while those change.
         let of_group = if groups == 0 { 0 } else { ": ".len() + LIMIT };
@@ -87,7 +88,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
     widths.extend(texts.group.map(length));
     widths.extend(NUMBERS.map(Constraint::Length));
     widths.extend([texts.held_by, texts.limits].into_iter().flatten().map(length));
-    let shown = WeirTopColumn::ALL.into_iter().filter(|column| *column != WeirTopColumn::Group || texts.group.is_some());
+    let shown = WeirTopColumn::ALL
+        .into_iter()
+        .filter(|column| *column != WeirTopColumn::Group || texts.group.is_some());
     let mut headings: Vec<Cell<'_>> = shown.map(|column| heading(state, column)).collect();
     headings.extend(texts.held_by.map(|_| Cell::from("HELD BY")));
     headings.extend(texts.limits.map(|_| Cell::from("LIMITS")));

@@ -13,13 +13,15 @@ use std::{
 use reactor::{
     JoinHandle,
     buffer::IoBuffer,
-    guest::{GuestMemory, GuestBytes, MappingQuota, Region},
+    guest::{GuestBytes, GuestMemory, MappingQuota, Region},
     operation,
     operation::Fd,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use super::{FEATURES, GUARD, MEMORY_BYTES, REQUESTS, SIZE, VhostUserServer, USER, attend, event, memory_file};
+use super::{
+    FEATURES, GUARD, MEMORY_BYTES, REQUESTS, SIZE, USER, VhostUserServer, attend, event, memory_file,
+};
 use crate::vhost_user_blk::{features::protocol, message::code};
 use ::virtio::ring::{
     RingLayout, RingParts,
@@ -51,8 +53,8 @@ impl SocketFrontEnd {
         let served = attend(server, theirs.into());
         let file = memory_file(MEMORY_BYTES);
         let copy = file.try_clone().expect("a descriptor");
-        let region =
-            Region::map(copy, 0, USER, MEMORY_BYTES, 0, &MappingQuota::new(1, MEMORY_BYTES)).expect("a good region");
+        let region = Region::map(copy, 0, USER, MEMORY_BYTES, 0, &MappingQuota::new(1, MEMORY_BYTES))
+            .expect("a good region");
         let memory = GuestMemory::new(vec![region]).expect("one region");
         let front_end = Self { socket: ours.into(), file, memory, served, requests: 0 };
         let number = |number: u64| number.to_ne_bytes();
@@ -124,7 +126,13 @@ impl SocketFrontEnd {
         self.set_event(code::SET_VRING_KICK, ring, &kick).await;
         self.ask_state(code::SET_VRING_ENABLE, ring, 1).await;
         let available = layout.driver.clone();
-        GuestRing { driver: RingDriver::new(&layout), available, kick, call: call.into(), error: error.into() }
+        GuestRing {
+            driver: RingDriver::new(&layout),
+            available,
+            kick,
+            call: call.into(),
+            error: error.into(),
+        }
     }
 
     pub(super) async fn set_event(&self, code: u32, ring: u32, event: &OwnedFd) {

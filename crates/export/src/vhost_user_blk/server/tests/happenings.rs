@@ -63,7 +63,7 @@ fn a_front_end_uses_the_disk_from_its_first_ring_on() {
 }
 
 #[test]
-fn whether_a_front_end_uses_the_disk_goes_over_with_it() {
+fn used_time_of_a_front_end_is_transferred() {
     real(async {
         for begins in [false, true] {
             let (server, _) = server_and_heard();
@@ -90,7 +90,7 @@ fn whether_a_front_end_uses_the_disk_goes_over_with_it() {
 }
 
 #[test]
-fn a_front_end_at_fault_is_told_of_with_what_it_did() {
+fn faulty_front_end_is_reported_with_its_fault() {
     real(async {
         for begins in [false, true] {
             let (server, heard) = server_and_heard();
@@ -115,7 +115,7 @@ fn a_front_end_at_fault_is_told_of_with_what_it_did() {
 }
 
 #[test]
-fn a_ring_that_breaks_is_told_of_and_once_more_when_it_is_served_again() {
+fn broken_ring_is_reported_and_its_recovery_too() {
     real(async {
         let (server, heard) = server_and_heard();
         let front_end = SocketFrontEnd::connect(&server).await;
@@ -161,7 +161,7 @@ fn a_ring_that_a_front_end_leaves_broken_is_not_served_again_by_the_next() {
 }
 
 #[test]
-fn memory_is_doubted_where_kicks_bring_nothing_and_nothing_ever_came() {
+fn empty_kicks_without_any_request_warn_of_unshared_memory() {
     real(async {
         let kick = |ring: &GuestRing| {
             rustix::io::write(&ring.kick, &1_u64.to_ne_bytes()).expect("there is room");

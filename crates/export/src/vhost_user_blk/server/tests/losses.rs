@@ -117,7 +117,7 @@ fn a_guest_that_resets_its_device_flushes_again() {
 }
 
 #[test]
-fn nothing_is_lost_with_a_process_that_ends_in_order() {
+fn orderly_end_loses_no_writes() {
     real(async {
         let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;
@@ -141,7 +141,7 @@ fn nothing_is_lost_with_a_process_that_ends_in_order() {
 }
 
 #[test]
-fn nothing_is_lost_where_a_machine_stops_for_a_while() {
+fn paused_machine_loses_no_writes() {
     // QEMU's `stop` and `cont`: the device is reset, and the same area is passed again.
     real(async {
         let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());

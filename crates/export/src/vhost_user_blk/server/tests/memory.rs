@@ -3,14 +3,15 @@
 use super::*;
 
 #[test]
-fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
+fn memory_regions_change_under_a_running_ring() {
     const MORE: u64 = 1 << 20;
     real(async {
         let server = server(Limits::default());
         let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let log = memory_file(4096);
-        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &MappingQuota::new(1, 4096));
+        let bits =
+            Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &MappingQuota::new(1, 4096));
         let bits =
             GuestMemory::new(vec![bits.expect("mapped")]).expect("one region").range(0, 64).expect("inside");
         let marked = || {
@@ -54,7 +55,7 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
 }
 
 #[test]
-fn nothing_is_served_into_memory_that_has_gone() {
+fn requests_in_removed_memory_are_not_served() {
     const MORE: u64 = 1 << 20;
     real(async {
         let server = server(one_a_second(LimitKind::IopsTotal));

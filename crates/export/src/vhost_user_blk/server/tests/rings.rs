@@ -171,7 +171,7 @@ fn a_blocking_call_event_delays_no_request() {
 }
 
 #[test]
-fn a_ring_that_breaks_says_so_and_others_go_on() {
+fn broken_ring_signals_its_error_event_and_others_continue() {
     real(async {
         let server = server(Limits::default());
         let mut front_end = SocketFrontEnd::connect(&server).await;
@@ -200,11 +200,11 @@ fn a_ring_that_breaks_says_so_and_others_go_on() {
 }
 
 #[test]
-fn rings_that_break_by_the_thousand_are_one_line() {
+fn thousands_of_broken_rings_log_one_line() {
     real(async {
         let device = Arc::clone(&server(Limits::default()).device);
         (0..1000).for_each(|ring| report_unserved_ring(&device, ring, &"it is broken", None));
         let later = reactor::now() + PATIENCE;
-        assert!(device.broken_rings.try_log(later).is_some_and(|left_out| left_out > 900));
+        assert!(device.broken_ring_logs.try_log(later).is_some_and(|left_out| left_out > 900));
     });
 }

@@ -3,7 +3,11 @@
 use super::*;
 
 /// Transfers a quiesced front end from one server to another.
-fn goes_on(front_end: &SocketFrontEnd, first: &VhostUserServer, second: &Arc<VhostUserServer>) -> JoinHandle<()> {
+fn goes_on(
+    front_end: &SocketFrontEnd,
+    first: &VhostUserServer,
+    second: &Arc<VhostUserServer>,
+) -> JoinHandle<()> {
     second.adopt(first.take_quiesced().expect("it is at rest")).expect("the same export");
     attend(second, front_end.socket.clone())
 }
@@ -48,7 +52,7 @@ fn a_transfer_to_another_server_is_invisible_to_the_front_end() {
 }
 
 #[test]
-fn a_front_end_that_rests_is_not_served_and_goes_on() {
+fn quiesced_front_end_resumes() {
     real(async {
         let server = server(Limits::default());
         let mut front_end = SocketFrontEnd::connect(&server).await;
@@ -91,8 +95,9 @@ fn requests_that_cannot_go_back_are_admitted_at_once_in_an_upgrade() {
             while front_end.data(read).1 == GUARD {
                 reactor::yield_now().await;
             }
-            let waiting =
-                |front_end: &SocketFrontEnd| writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+            let waiting = |front_end: &SocketFrontEnd| {
+                writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count()
+            };
             assert!(waiting(&front_end) > 5);
             if is_told {
                 front_end.send(code::GET_VRING_BASE, 1, &[0_u32, 0].map(u32::to_ne_bytes).concat(), &[]);
@@ -133,9 +138,17 @@ fn modified_files_are_distinguished_from_missing_features() {
     real(async {
         type Spoil = fn(&OwnedFd);
         let spoils: [(Spoil, VhostUserOffer, bool); 4] = [
-            (|file| ftruncate(file, 0).expect("it may"), VhostUserOffer { queues: 2, ..VhostUserOffer::default() }, true),
+            (
+                |file| ftruncate(file, 0).expect("it may"),
+                VhostUserOffer { queues: 2, ..VhostUserOffer::default() },
+                true,
+            ),
             (|file| ftruncate(file, MEMORY_BYTES - 1).expect("it may"), VhostUserOffer::default(), true),
-            (|file| fcntl_add_seals(file, SealFlags::FUTURE_WRITE).expect("it may"), VhostUserOffer::default(), true),
+            (
+                |file| fcntl_add_seals(file, SealFlags::FUTURE_WRITE).expect("it may"),
+                VhostUserOffer::default(),
+                true,
+            ),
             (|_| {}, VhostUserOffer { queue_size: 16, ..VhostUserOffer::default() }, false),
         ];
         for (spoil, offer, is_of_its_files) in spoils {
@@ -144,7 +157,7 @@ fn modified_files_are_distinguished_from_missing_features() {
             front_end.start(0, event(0), event(0)).await;
             assert!(first.quiesce(PATIENCE).await);
             spoil(&front_end.file);
-            let said = first.take_quiesced().expect("it is at rest").said;
+            let said = first.take_quiesced().expect("it is at rest").messages;
             let why = VhostUserSession::from_messages(offer, said).expect_err("it cannot be");
             assert_eq!(why.is_modified_file(), is_of_its_files, "{why}");
             drop((front_end.socket, front_end.served));

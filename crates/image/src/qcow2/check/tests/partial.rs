@@ -6,7 +6,7 @@ use storage::{
     simulated::{Behaviour, SimulatedStorage},
 };
 
-use crate::qcow2::{Qcow2Components, Qcow2Image, header::MOST_SNAPSHOTS, snapshot::NewSnapshot};
+use crate::qcow2::{Qcow2Components, Qcow2Image, header::MAX_SNAPSHOTS, snapshot::NewSnapshot};
 
 /// An undamaged image with snapshots of these names, each with its own L1 table and sharing all
 /// data.
@@ -56,7 +56,8 @@ fn a_damaged_snapshot_makes_no_leaks_of_others() {
             assert!(intact.is_ok(), "{intact:?}");
             let damaged = Qcow2Image::open_snapshot(parts(&before).await, "two").await;
             assert!(damaged.is_err_and(|error| error.to_string().contains("two")));
-            let image = Qcow2Image::open_for_maintenance(Storage::with_content(&before).await).await.expect("valid");
+            let image =
+                Qcow2Image::open_for_maintenance(Storage::with_content(&before).await).await.expect("valid");
             assert!(image.create_snapshot(NewSnapshot { name: "no", date_s: 1, date_ns: 0 }).await.is_err());
             assert!(image.delete_snapshot("one").await.is_err());
         }
@@ -92,14 +93,16 @@ fn too_many_snapshots_are_reported_and_the_disk_can_be_read() {
         let (storage, mut header) = image(CreateOptions { version: 2, ..preallocated() }).await;
         let table = storage.size_bytes();
         // Entries of zeroes are valid in version 2.
-        metadata_io::grow(&storage, table + 40 * u64::from(MOST_SNAPSHOTS + 2)).await.expect("memory");
-        (header.snapshots, header.snapshots_offset) = (MOST_SNAPSHOTS + 2, table);
+        metadata_io::grow(&storage, table + 40 * u64::from(MAX_SNAPSHOTS + 2)).await.expect("memory");
+        (header.snapshots, header.snapshots_offset) = (MAX_SNAPSHOTS + 2, table);
         write_header(&storage, &header).await.expect("fits");
         let report = check(&storage, Repair::Forced).await.expect("a header");
         assert!(report.findings.iter().any(|finding| finding.contains("65538 snapshots")), "{report:?}");
         assert_eq!((report.leaks, report.leaks_fixed), (0, 0), "{report:?}");
         let content = storage.read_all().await.expect("memory");
-        let image = Qcow2Image::open(Qcow2Components { read_only: true, ..parts(&content).await }).await.expect("readable");
+        let image = Qcow2Image::open(Qcow2Components { read_only: true, ..parts(&content).await })
+            .await
+            .expect("readable");
         assert!(image.read(0, 4096).await.is_ok());
         let refused = Qcow2Image::open(parts(&content).await).await.expect_err("for writing");
         assert!(refused.to_string().contains("65538 snapshots"), "{refused}");
@@ -169,7 +172,7 @@ fn flags_of_clusters_with_an_unknown_refcount_stay() {
 }
 
 #[test]
-fn a_flag_is_set_only_beside_a_refcount_that_is_one() {
+fn copied_flag_requires_a_refcount_of_one() {
     let content = sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
         let block = number_at(&storage, header.refcount_table_offset).await;

@@ -1,6 +1,6 @@
 //! Events, requests to the store and its answers, and processes with clocks of their own.
 
-use crate::cluster::{QuotaGrant, HostReport, ClusterGroupLimits, Term};
+use crate::cluster::{ClusterGroupLimits, HostReport, QuotaGrant, Term};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;

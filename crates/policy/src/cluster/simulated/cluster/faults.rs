@@ -1,8 +1,8 @@
 //! Faults and changes of configuration: store outages, limits, partitions, pauses, restarts.
 
-use super::{StoreResponse, StoreRequest, MAX_REREAD_DELAY, ClusterEvent, SimulatedCluster, demand_of};
+use super::{ClusterEvent, MAX_REREAD_DELAY, SimulatedCluster, StoreRequest, StoreResponse, demand_of};
 use crate::cluster::simulated::{NANOS_PER_MS, SimulatedHost};
-use crate::cluster::{HostQuota, ClusterGroupLimits};
+use crate::cluster::{ClusterGroupLimits, HostQuota};
 
 impl SimulatedCluster {
     /// Restarts the store. Watches have ended, so every process reads again.
