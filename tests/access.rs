@@ -12,7 +12,9 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, conn
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{TestClient, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_contains, need, operator, peer, text},
+    harness::{
+        DEADLINE, MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need, operator, peer, text,
+    },
     tls::CertificateAuthority,
 };
 

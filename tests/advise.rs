@@ -16,8 +16,8 @@ use serde_json::Value;
 
 use crate::{
     harness::{
-        TestClient, DEADLINE, TestOutcome, Scratch, WEIR, Weir, assert_contains, need,
-        operator::{find, run_ok, run_json, serve, socket, start, status},
+        DEADLINE, Scratch, TestClient, TestOutcome, WEIR, Weir, assert_contains, need,
+        operator::{find, run_json, run_ok, serve, socket, start, status},
         pause, search_path, text, weir,
     },
     record::RunningRecorder,
@@ -67,7 +67,8 @@ fn advise(arguments: &[&str]) -> TestOutcome {
 #[track_caller]
 fn run_pasted(scratch: &Scratch, line: &str) {
     let directory = std::path::Path::new(WEIR).parent().expect("it lies in one");
-    let shell = TestClient::new("sh").args(["-ec", line]).with_path(directory).env("WEIR_QMP", socket(scratch));
+    let shell =
+        TestClient::new("sh").args(["-ec", line]).with_path(directory).env("WEIR_QMP", socket(scratch));
     shell.succeeds();
 }
 
@@ -159,7 +160,10 @@ fn truncated_recording_is_used_up_to_its_last_complete_block() {
     let read: u64 =
         told["tenants"].as_array().expect("a list").iter().filter_map(|it| it["requests"].as_u64()).sum();
     assert_eq!(read, 131_072, "two blocks");
-    assert_contains(told["partial"].as_str().expect("it is said"), &["131072 requests before it are complete"]);
+    assert_contains(
+        told["partial"].as_str().expect("it is said"),
+        &["131072 requests before it are complete"],
+    );
     assert_eq!(told["commands"].as_array().map(Vec::len), Some(2));
 }
 
@@ -268,7 +272,10 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
         }
     }
     let both = of(&["--config", text(&on_device), "--for", "a", "--for", "all"]);
-    assert_contains(&both.stderr(), &["all: so is a disk in it (--for takes a group or disks of it, not both)"]);
+    assert_contains(
+        &both.stderr(),
+        &["all: so is a disk in it (--for takes a group or disks of it, not both)"],
+    );
 }
 
 #[test]

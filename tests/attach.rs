@@ -3,9 +3,9 @@
 //!
 //! ublk and the kernel's NBD client are tested in `tests/guest/block-devices`.
 
-mod server_end;
-mod obstacles;
 mod kills;
+mod obstacles;
+mod server_end;
 
 use std::{
     fs::{self, File},
@@ -27,8 +27,8 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, WEIR, script_without_foreign_mounts, assert_contains, children, need_root, text, poll_until,
-    wait_for_programs, weir,
+    MIB, Qmp, Scratch, Serve, TestClient, WEIR, assert_contains, children, need_root, poll_until,
+    script_without_foreign_mounts, text, wait_for_programs, weir,
 };
 
 /// A disk attached by root; dropping it detaches the disk.
@@ -60,7 +60,8 @@ impl Attachment {
         assert!(!self.place().exists(), "{} is left", self.place().display());
         let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
         assert!(!mounts.contains(text(&self.place())), "{mounts}");
-        let over = TestClient::new("losetup").args(["--list", "--noheadings", "--output=BACK-FILE"]).succeeds();
+        let over =
+            TestClient::new("losetup").args(["--list", "--noheadings", "--output=BACK-FILE"]).succeeds();
         assert!(!over.contains(text(&self.place())), "{over}");
     }
 

@@ -18,7 +18,7 @@ use nix::{
 use serde_json::Value;
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, Terminal, WEIR, assert_contains, need, qemu_img, qemu_io, text, weir,
+    MIB, Scratch, Serve, Terminal, TestClient, WEIR, assert_contains, need, qemu_img, qemu_io, text, weir,
 };
 
 const SIZE: u64 = 4 * MIB;
@@ -287,7 +287,8 @@ fn rate_holds_and_latency_counts_from_the_due_time() {
     assert!(percentile("50.000000") >= 260_000_000, "half of them waited less: {read:#}");
     assert!(percentile("99.000000") >= 500_000_000, "the last waited less: {read:#}");
     // After a second at most 25 of 50 have been sent, plus the requests then in flight.
-    let timed = bench_json("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");
+    let timed =
+        bench_json("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");
     assert!(timed["jobs"][0]["read"]["total_ios"].as_u64() <= Some(51), "more requests than were due");
     let behind = timed["weir"]["behind-seconds"].as_f64().unwrap();
     assert!(behind >= 0.45, "it was {behind} s behind");

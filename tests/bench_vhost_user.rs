@@ -15,7 +15,7 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::{
-    bench::{bench, failed, interrupted, started, bench_json},
+    bench::{bench, bench_json, failed, interrupted, started},
     harness::{MIB, Qmp, Scratch, Serve, Weir, assert_contains, need, qemu_io, text},
 };
 
@@ -70,7 +70,8 @@ fn ready_line_contains_the_target() {
     let scratch = Scratch::new();
     let socket = scratch.socket("vm.sock");
     let address = format!("unix:{}", text(&socket));
-    let weir = Serve::new(&scratch).at_given_addresses().args(["memory:1M", "--vhost-user-blk", &address]).start();
+    let weir =
+        Serve::new(&scratch).at_given_addresses().args(["memory:1M", "--vhost-user-blk", &address]).start();
     let (_, target) = weir.ready_line().trim_end().rsplit_once("exports=").expect("it names them");
     assert_eq!(target, format!("vhost-user:{}", text(&socket)));
     bench("-c 10", target).succeeds();
@@ -99,7 +100,8 @@ fn error_names_the_export_that_uses_the_socket() {
     let scratch = Scratch::new();
     let (control, socket) = (scratch.socket("qmp"), scratch.socket("v.sock"));
     let address = format!("unix:{}", text(&control));
-    let ServedExport { weir, target: _ } = served(&scratch, "", &["memory:1M", "--name", "d", "--qmp", &address]);
+    let ServedExport { weir, target: _ } =
+        served(&scratch, "", &["memory:1M", "--name", "d", "--qmp", &address]);
     let mut qmp = Qmp::negotiated(&control);
     let wanted = |id: &str| {
         let addr = json!({ "type": "unix", "path": text(&socket) });
@@ -161,11 +163,18 @@ fn other_servers_are_measured() {
 fn missing_server_feature_is_reported_before_any_request() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);
-    let ServedExport { weir, target } = served(&scratch, ",queues=2,queue-size=128", &[text(&disk), "--read-only"]);
+    let ServedExport { weir, target } =
+        served(&scratch, ",queues=2,queue-size=128", &[text(&disk), "--read-only"]);
     assert_contains(&bench("-w -c 1", &target).fails(), &["is read-only (leave -w away"]);
-    assert_contains(&bench("-c 3 --jobs 3", &target).fails(), &["has 2 queues, and 3 jobs", "smaller --jobs"]);
+    assert_contains(
+        &bench("-c 3 --jobs 3", &target).fails(),
+        &["has 2 queues, and 3 jobs", "smaller --jobs"],
+    );
     assert_contains(&bench("-s 1000 -c 1", &target).fails(), &["supports only multiples of 512 bytes"]);
-    assert_contains(&bench("-s 2M -d 1 -c 1", &target).fails(), &["has 1048576 bytes, and a request 2097152"]);
+    assert_contains(
+        &bench("-s 2M -d 1 -c 1", &target).fails(),
+        &["has 1048576 bytes, and a request 2097152"],
+    );
     assert_contains(&bench("-d 64 -c 1", &target).fails(), &["did not start its queues"]);
     assert_eq!(bench("-t none", &target).run().code(), 2);
     assert_eq!(bench("", "vhost-user:").run().code(), 2);
@@ -181,7 +190,10 @@ fn disconnect_ends_the_load() {
     let client = started(&["-d", "4", "--runtime", "60s", &target]);
     weir.crash();
     let [_, said] = failed(client);
-    assert_contains(&said, &["a request failed: the server has disconnected: it has closed the connection\n"]);
+    assert_contains(
+        &said,
+        &["a request failed: the server has disconnected: it has closed the connection\n"],
+    );
 }
 
 #[test]

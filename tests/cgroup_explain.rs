@@ -21,7 +21,7 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{BlkioGroup, TestClient, DEADLINE, MIB, Scratch, WEIR, assert_contains, text, weir};
+use crate::harness::{BlkioGroup, DEADLINE, MIB, Scratch, TestClient, WEIR, assert_contains, text, weir};
 
 const LIMIT: u64 = 2 * MIB;
 
@@ -243,7 +243,10 @@ fn unreadable_cgroup_is_an_error() {
     )
     .expect("no limit");
     let printed = group.explain().succeeds();
-    assert_contains(&printed, &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "fix: set a limit"]);
+    assert_contains(
+        &printed,
+        &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "fix: set a limit"],
+    );
     let outcome = group.explain().args(["--measure", "--directory", text(&scratch.path(""))]).run();
     assert_eq!(outcome.code(), 1);
     assert_contains(&outcome.stderr(), &[": its disk ", " has no limit (set one"]);

@@ -3,7 +3,7 @@
 
 use std::{fs, time::Instant};
 
-use crate::harness::{BlkioGroup, TestClient, MIB, Scratch, assert_contains, text, weir};
+use crate::harness::{BlkioGroup, MIB, Scratch, TestClient, assert_contains, text, weir};
 
 fn limit(scratch: &Scratch, group: &str) -> TestClient {
     let kept = scratch.path("cgroups.json");
@@ -22,7 +22,10 @@ fn v1_limit_throttles_direct_writes_and_lists_escapes() {
     let Some(group) = BlkioGroup::new("rates") else { return };
     let scratch = Scratch::new();
     let said = limit(&scratch, &group.name).args(["--bps-write", "2M", "--iops-read", "500"]).succeeds();
-    assert_contains(&said, &[&group.name, "bps-write 2M, iops-read 500", "note: cgroup v1", "buffered writes"]);
+    assert_contains(
+        &said,
+        &[&group.name, "bps-write 2M, iops-read 500", "note: cgroup v1", "buffered writes"],
+    );
     assert_contains(&group.read("blkio.throttle.write_bps_device"), &[" 2097152\n"]);
     assert_contains(&group.read("blkio.throttle.read_iops_device"), &[" 500\n"]);
     let script = format!(

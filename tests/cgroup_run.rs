@@ -16,7 +16,7 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{TestClient, Scratch, WEIR, assert_contains, need_root, remove_emptied, text, weir};
+use crate::harness::{Scratch, TestClient, WEIR, assert_contains, need_root, remove_emptied, text, weir};
 
 /// Mount point of the hierarchy that limits block I/O.
 pub(crate) fn root() -> PathBuf {
@@ -178,7 +178,8 @@ fn surviving_processes_keep_the_cgroup_or_are_killed() {
     let outcome = run(&scratch, &kept, &[&["--bps-write", "1M"], &command[..]].concat()).run();
     let pid = outcome.stdout();
     let directory = directory(&kept);
-    let outlived = SurvivingProcess { pid: Pid::from_raw(pid.trim().parse().unwrap()), directory: directory.clone() };
+    let outlived =
+        SurvivingProcess { pid: Pid::from_raw(pid.trim().parse().unwrap()), directory: directory.clone() };
     assert_contains(
         &outcome.stderr(),
         &["the cgroup stays with its limits for a process that", pid.trim(), "--kill"],
@@ -219,5 +220,8 @@ fn invalid_options_leave_nothing() {
         .args(["--reuid=65534", "--clear-groups", WEIR, "cgroup", "run"])
         .args(["--name", &name, "--device", "/", "true"])
         .fails();
-    assert_contains(&denied, &["weir: cgroup /weir", "cannot be created", "Permission denied", "run as root"]);
+    assert_contains(
+        &denied,
+        &["weir: cgroup /weir", "cannot be created", "Permission denied", "run as root"],
+    );
 }

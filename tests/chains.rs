@@ -12,7 +12,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{self, TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, qemu_io, text};
+use crate::harness::{self, MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, qemu_io, text};
 
 fn qemu_img(directory: &Path, arguments: &str) -> String {
     let directory = text(directory);
@@ -214,8 +214,10 @@ fn caches_are_sized_counted_and_changed() {
         (&json!(64 * MIB), &json!(0)),
         "{full}"
     );
-    let (_, said) = qmp
-        .command_error("x-weir-set", json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}));
+    let (_, said) = qmp.command_error(
+        "x-weir-set",
+        json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}),
+    );
     assert_contains(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
     let shown = harness::weir(&["status", "--all", "--qmp"]);
     let shown = shown.arg(format!("unix:{}", text(&scratch.socket("qmp")))).succeeds();

@@ -6,8 +6,8 @@
 //! over the elapsed time, which holds on slow machines as well. Never asserts how fast quotas
 //! follow demand, nor that a rate is reached.
 
-mod reservations;
 mod authentication;
+mod reservations;
 mod status;
 
 use std::{
@@ -25,7 +25,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, DEADLINE, Qmp, Scratch, Serve, Weir, assert_contains, need, pause, search_path, text, weir,
+    DEADLINE, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need, pause, search_path, text, weir,
 };
 
 /// An etcd member on loopback, with its data in the scratch directory.
@@ -277,7 +277,8 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     until("another leads", || leader_of(&hosts[witness]).is_some_and(|name| name != leader));
     hosts[witness].run(&["throttle", "gold", "--cluster", "--iops-total", "1500"]).succeeds();
     hosts[at].restart();
-    let change = |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
+    let change =
+        |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
     until("all hosts have the new limit", || hosts.iter().all(|host| change(host) == Some(1500)));
     assert!(sum(&hosts) <= 1500);
     let watched = AdmissionBound::begin(&hosts, 1500);
@@ -285,7 +286,8 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     let mut events = Qmp::negotiated(&hosts[witness].control);
     etcd.kill();
     until("all use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
-    let event = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_partitioned");
+    let event =
+        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
     hosts[witness].weir().wait_for_log("the fallback share applies");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
@@ -349,7 +351,8 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     }
     // `check-config` reports it before a start.
     let there = Scratch::new();
-    let file = ClusterTestHost::config(&there, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
+    let file =
+        ClusterTestHost::config(&there, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
     let said = weir(&["check-config", text(&file)]).fails();
     let place = format!("weir: {}:", text(&file));
     assert!(said.starts_with(&place), "{said}");
@@ -523,7 +526,8 @@ fn lost_or_overwritten_keys_are_restored() {
         until("both are there", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     }
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "1600"]).succeeds();
-    let change = |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
+    let change =
+        |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
     until("it holds on both", || hosts.iter().all(|host| change(host) == Some(1600)));
     // A start without etcd, and one with an empty etcd.
     etcd.kill();
@@ -623,7 +627,10 @@ fn removed_group_is_not_restored() {
     fs::write(&file, config + "[group.silver]\ncluster = true\n").unwrap();
     hosts[1].run(&["reload"]).succeeds();
     until("the second host has it", || etcd_value(&etcd, "all/promise/b").contains("silver"));
-    assert_contains(&remove(&hosts[0], "silver").fails(), &["group silver: in use on b (remove [group.silver]"]);
+    assert_contains(
+        &remove(&hosts[0], "silver").fails(),
+        &["group silver: in use on b (remove [group.silver]"],
+    );
     assert_contains(
         &remove(&hosts[0], "none").fails(),
         &["group none: cluster \"lab\" has no group of this name"],
@@ -707,7 +714,10 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
         assert_contains(&host.run(&["throttle", "gold", "--cluster"]).fails(), &["has version 99"]);
         assert_contains(&host.run(&["group", "remove", "gold", "--cluster"]).fails(), &["group gold"]);
         let shown = host.run(&["cluster", "status"]).succeeds();
-        assert_contains(&shown, &["group gold: its state in etcd have version 99", "have their fallback shares"]);
+        assert_contains(
+            &shown,
+            &["group gold: its state in etcd have version 99", "have their fallback shares"],
+        );
         assert_eq!(host.cluster()["unreadable-groups"][0]["group"], "gold");
     }
     // A group that is unknown on this host is left alone as well.

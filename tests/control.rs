@@ -7,7 +7,7 @@ use std::fs;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    MIB, Qmp, Scratch, Serve, Weir, RawNbdClient, operator, qemu_img, text,
+    MIB, Qmp, RawNbdClient, Scratch, Serve, Weir, operator, qemu_img, text,
     wire::{CMD_WRITE, EINVAL, ENOSPC, EPERM, OPT_GO, REP_ERR_UNKNOWN, RawNbdRequest, go_data},
 };
 
@@ -182,8 +182,9 @@ fn format_node_over_a_node_is_reversible() {
     // A file that is not an image leaves the node unchanged.
     let plain = party.scratch.sparse("plain.raw", MIB);
     party.command("blockdev-add", json!({"driver": "file", "node-name": "p0", "filename": plain}));
-    let (_, said) =
-        party.control.command_error("blockdev-add", json!({"driver": "qcow2", "node-name": "q1", "file": "p0"}));
+    let (_, said) = party
+        .control
+        .command_error("blockdev-add", json!({"driver": "qcow2", "node-name": "q1", "file": "p0"}));
     assert!(said.contains("plain.raw"), "{said}");
     party.command("block-export-add", of("p0"));
     assert_eq!(sizes(&party, "p0"), MIB);

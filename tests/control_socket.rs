@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::json;
 
-use crate::harness::{TestClient, Qmp, Scratch, Serve, WEIR, assert_contains, need_root, text};
+use crate::harness::{Qmp, Scratch, Serve, TestClient, WEIR, assert_contains, need_root, text};
 
 /// A daemon without options for the control socket; `socket` is its default address.
 fn serve(socket: &Path) -> Serve {
@@ -97,7 +97,10 @@ fn unavailable_default_socket_is_a_warning_unless_required() {
     assert_eq!(status.code(), Some(1), "{said}");
     assert_contains(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
     let both = ["--qmp", "none", "--qmp", "unix:s"];
-    assert_contains(&serve(&socket).args(both).rejects_usage(), &["--qmp none: conflicts with a named control socket"]);
+    assert_contains(
+        &serve(&socket).args(both).rejects_usage(),
+        &["--qmp none: conflicts with a named control socket"],
+    );
     // An explicit control socket replaces the default one.
     let named = scratch.socket("named");
     let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();

@@ -15,7 +15,8 @@ use serde_json::{Value, json};
 
 use crate::{
     harness::{
-        TestClient, MIB, Qmp, Scratch, Serve, Weir, RawNbdClient, assert_contains, need_root, operator, pattern, text,
+        MIB, Qmp, RawNbdClient, Scratch, Serve, TestClient, Weir, assert_contains, need_root, operator,
+        pattern, text,
     },
     vhost_user::{features, front_end},
 };
@@ -100,7 +101,8 @@ fn passed_image_is_served_without_access_to_its_path() {
     let is_refused =
         refused.contains("the sandbox allows images only in ") || refused.contains("no permission");
     assert!(is_refused, "{refused}");
-    let added = qmp.command_with_descriptor(open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
+    let added =
+        qmp.command_with_descriptor(open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
     let set = &added["return"]["fdset-id"];
     qmp.command("blockdev-add", node("d", set, &json!({})));
     let said = qmp.command_error("blockdev-add", node("again", set, &json!({}))).1;
@@ -118,7 +120,9 @@ fn passed_image_is_served_without_access_to_its_path() {
     assert_eq!(client.read(512, 512).as_deref(), Ok(&pattern(1024)[512..]));
     drop(client);
     let uri = format!("nbd+unix:///d?socket={}", text(&nbd));
-    TestClient::new("nbdsh").args(["-u", &uri, "-c", "h.pwrite(b'x' * 512, 0)", "-c", "h.flush()"]).succeeds();
+    TestClient::new("nbdsh")
+        .args(["-u", &uri, "-c", "h.pwrite(b'x' * 512, 0)", "-c", "h.flush()"])
+        .succeeds();
     assert_eq!(fs::read(&image).expect("root may")[..512], [b'x'; 512]);
     qmp.command("block-export-del", json!({ "id": "e", "mode": "hard" }));
     qmp.event("BLOCK_EXPORT_DELETED");
@@ -141,7 +145,10 @@ fn access_mode_of_a_descriptor_is_respected() {
     let said = qmp.command_error("blockdev-add", node("n", &json!(8), &json!({}))).1;
     assert_contains(&said, &["there is no such set"]);
     for command in [json!({ "fdset-id": 7, "fd": 9999 }), json!({ "fdset-id": 9 })] {
-        assert_contains(&qmp.command_error("remove-fd", command).1, &["File descriptor named 'fdset-id:", "not found"]);
+        assert_contains(
+            &qmp.command_error("remove-fd", command).1,
+            &["File descriptor named 'fdset-id:", "not found"],
+        );
     }
     let directory = File::open(scratch.path("")).expect("it is there");
     qmp.command_with_descriptor(directory, "add-fd", &json!({ "fdset-id": 3 }));
@@ -158,12 +165,18 @@ fn missing_or_surplus_descriptors_are_harmless() {
     assert_eq!(qmp.command_error("getfd", json!({ "fdname": "a" })).1, none);
     assert_eq!(qmp.command_error("add-fd", json!({})).1, none);
     let pipe = std::io::pipe().expect("a pipe");
-    assert!(qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
+    assert!(
+        qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"]
+            .is_string()
+    );
     assert!(qmp.command_with_descriptor(&pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
     assert!(qmp.command_with_descriptor(&pipe.0, "query-status", &json!({}))["return"].is_object());
     // Names of descriptors belong to one connection.
     let mut other = Qmp::negotiated(&scratch.socket("qmp"));
-    assert_eq!(other.command_error("closefd", json!({ "fdname": "a" })).1, "File descriptor named 'a' not found");
+    assert_eq!(
+        other.command_error("closefd", json!({ "fdname": "a" })).1,
+        "File descriptor named 'a' not found"
+    );
     qmp.command("closefd", json!({ "fdname": "a" }));
     qmp.command_error("closefd", json!({ "fdname": "a" }));
     // A pipe is not a socket; the daemon closes it.
@@ -201,7 +214,11 @@ fn sockets_bound_by_a_client_are_used() {
         &["fd:nbd: no such socket was passed"],
     );
     let machine = scratch.socket("machine");
-    qmp.command_with_descriptor(UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
+    qmp.command_with_descriptor(
+        UnixListener::bind(&machine).expect("it is ours"),
+        "getfd",
+        &json!({ "fdname": "v" }),
+    );
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "v" } });
     qmp.command("block-export-add", export);
     UnixStream::connect(&machine).expect("a listener");

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::harness::{TestClient, LoopDevice, MIB, Scratch, Serve, Weir, export_size, text};
+use crate::harness::{LoopDevice, MIB, Scratch, Serve, TestClient, Weir, export_size, text};
 
 #[test]
 fn unaligned_writes_on_4k_sectors_keep_adjacent_data() {

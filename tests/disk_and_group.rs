@@ -5,8 +5,8 @@ use std::fs;
 
 use crate::{
     harness::{
-        TestClient, MIB, Qmp, Scratch, Serve, RawNbdClient, assert_contains, create_encrypted,
-        operator::{run_failing, find, run_misused, run_ok, run_json, serve, socket, status},
+        MIB, Qmp, RawNbdClient, Scratch, Serve, TestClient, assert_contains, create_encrypted,
+        operator::{find, run_failing, run_json, run_misused, run_ok, serve, socket, status},
         pattern, qemu_img, qemu_io, text,
     },
     vhost_user::front_end,
@@ -130,7 +130,10 @@ fn added_disk_uses_default_or_named_addresses() {
     let of_c = format!(
         "[disk.c]\nimage = \"memory:2097152\"\nexport = [{{ type = \"nbd\", listen = \"{two}\", read-only = true }}]\n"
     );
-    assert_contains(&fs::read_to_string(&file).unwrap(), &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c]);
+    assert_contains(
+        &fs::read_to_string(&file).unwrap(),
+        &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c],
+    );
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     let both = [("b".to_owned(), one.clone(), false), (format!("b@{two}"), two.clone(), true)];
     let check = || {
@@ -171,7 +174,10 @@ fn address_of_another_disk_must_be_named() {
     let done = qmp.command("x-weir-add-disk", asked);
     assert_eq!(done, serde_json::json!({ "uris": [] }));
     let mut export = serde_json::json!({ "type": "nbd", "id": "later", "node-name": "later" });
-    assert_contains(&qmp.command_error("block-export-add", export.clone()).1, &["'x-weir-listen' is missing", &own]);
+    assert_contains(
+        &qmp.command_error("block-export-add", export.clone()).1,
+        &["'x-weir-listen' is missing", &own],
+    );
     export["x-weir-listen"] = own.clone().into();
     qmp.command("block-export-add", export);
     drop(qmp);

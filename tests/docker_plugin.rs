@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, Scratch, Serve, Weir, assert_contains, need, need_root, text, wait_for_programs, weir,
+    Scratch, Serve, TestClient, Weir, assert_contains, need, need_root, text, wait_for_programs, weir,
 };
 
 /// A plugin, its directory, and the name of its volume, unique to the test.
@@ -108,7 +108,11 @@ impl PluginDaemon {
 
 fn serve(scratch: &Scratch) -> Serve {
     let socket = format!("unix:{}", text(&scratch.socket("plugin")));
-    Serve::subcommand("docker-plugin").arg("--socket").arg(socket).arg("--directory").arg(scratch.path("volumes"))
+    Serve::subcommand("docker-plugin")
+        .arg("--socket")
+        .arg(socket)
+        .arg("--directory")
+        .arg(scratch.path("volumes"))
 }
 
 /// A name derived from the scratch directory, which is unique.

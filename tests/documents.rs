@@ -12,7 +12,7 @@
 
 use std::{fmt::Write as _, fs, path::Path, path::PathBuf, thread};
 
-use crate::harness::{TestClient, Scratch, WEIR, script_without_foreign_mounts, need, need_root, text};
+use crate::harness::{Scratch, TestClient, WEIR, need, need_root, script_without_foreign_mounts, text};
 
 /// Shell code that runs before, between and after the blocks of a document.
 const BEFORE: &str = r#"
@@ -143,7 +143,8 @@ fn errors_of(root: &Path, document: &Path) -> Vec<String> {
     let scratch = Scratch::new();
     let made = ["tmp", "empty"].map(|name| scratch.path(name));
     made.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
-    let (script, said) = (scratch.file("script", script_without_foreign_mounts(&script(name, &blocks))), scratch.path("said"));
+    let (script, said) =
+        (scratch.file("script", script_without_foreign_mounts(&script(name, &blocks))), scratch.path("said"));
     let outcome = TestClient::new("unshare")
         .args(["--mount", "--net", "--pid", "--mount-proc", "--kill-child", "bash", text(&script)])
         .args([text(&made[0]), text(&said), text(&made[1])])

@@ -18,9 +18,9 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, children,
+    MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, children,
     operator::{run_ok, socket, start},
-    qemu_img, text, poll_until, weir,
+    poll_until, qemu_img, text, weir,
 };
 
 fn qmp(scratch: &Scratch) -> Qmp {
@@ -73,7 +73,10 @@ fn changes_are_events_with_their_client() {
     let rest = client.command("x-weir-query-events", json!({"since": id(2)}));
     assert_eq!(rest, json!([all[3]]));
     let line = weir.wait_for_log("kind=\"config_changed\"");
-    assert_contains(&line, &["disk a was changed by process ", "over QMP: iops-total 500 (was 0)", "disk=\"a\""]);
+    assert_contains(
+        &line,
+        &["disk a was changed by process ", "over QMP: iops-total 500 (was 0)", "disk=\"a\""],
+    );
 }
 
 #[test]

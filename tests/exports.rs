@@ -18,8 +18,8 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, WEIR, assert_contains, create_encrypted, export_size, nbdsh, need_root,
-    pattern, qemu_img, qemu_io, text,
+    MIB, Qmp, Scratch, Serve, TestClient, WEIR, assert_contains, create_encrypted, export_size, nbdsh,
+    need_root, pattern, qemu_img, qemu_io, text,
 };
 
 /// Runs a script with two connected handles, `ours` and `theirs`: the image exported by weir and by
@@ -92,7 +92,10 @@ fn a_snapshot_is_served_as_it_was() {
     beside_qemu(&uri, &["-f", "qcow2", "-l", "before"], &image, same);
     weir.stop();
     let said = Serve::new(&scratch).arg(&image).args(["-f", "qcow2", "--snapshot", "after"]).fails();
-    assert_contains(&said, &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists all)"]);
+    assert_contains(
+        &said,
+        &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists all)"],
+    );
     assert!(!said.contains("damage"), "{said}");
 }
 
@@ -138,7 +141,10 @@ fn later_clients_see_the_current_file_size() {
         File::options().write(true).open(&image).unwrap().set_len(bytes).unwrap();
         assert_eq!(export_size(&weir.uri("disk")), bytes);
     }
-    assert_contains(&weir.stop(), &["the size of the image was changed from outside", "old=4194304 new=2097152"]);
+    assert_contains(
+        &weir.stop(),
+        &["the size of the image was changed from outside", "old=4194304 new=2097152"],
+    );
 }
 
 #[test]

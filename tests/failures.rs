@@ -10,8 +10,8 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, WEIR, Weir, script_without_foreign_mounts, assert_contains, nbdsh, nbdsh_command, need_root,
-    qemu_io, text, weir as weir_command,
+    MIB, Qmp, Scratch, Serve, TestClient, WEIR, Weir, assert_contains, nbdsh, nbdsh_command, need_root,
+    qemu_io, script_without_foreign_mounts, text, weir as weir_command,
 };
 
 /// Starts the daemon in a mount namespace, with an image of 8 MiB on a tmpfs of 2 MiB at `$0`.
@@ -25,7 +25,14 @@ fn full_file_system_is_enospc_for_the_client() {
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
     let weir = Serve::new(&scratch)
-        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .wrapped_by([
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM),
+            text(&mount),
+        ])
         .arg(mount.join("disk.raw"))
         .start();
     let script = "
@@ -90,7 +97,14 @@ fn full_file_system_stops_the_disk_until_there_is_space() {
     fs::create_dir(&mount).unwrap();
     let control = scratch.path("qmp.sock");
     let weir = Serve::new(&scratch)
-        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .wrapped_by([
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM),
+            text(&mount),
+        ])
         .arg(mount.join("disk.raw"))
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
         .start();
@@ -111,7 +125,10 @@ print('done')
     );
     let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
     await_stop(&mut qmp);
-    assert_eq!(qmp.command_reply("query-status", json!({}))["return"], json!({"running": false, "status": "io-error"}));
+    assert_eq!(
+        qmp.command_reply("query-status", json!({}))["return"],
+        json!({"running": false, "status": "io-error"})
+    );
     assert_eq!(qmp.command_reply("query-block", json!({}))["return"][0]["io-status"], "nospace");
     let stats = qmp.command_reply("query-blockstats", json!({}));
     assert_eq!(stats["return"][0]["stats"]["failed_wr_operations"], 1, "{stats}");
@@ -129,7 +146,14 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
     fs::create_dir(&mount).unwrap();
     let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
     let weir = Serve::new(&scratch)
-        .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .wrapped_by([
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            &script_without_foreign_mounts(ON_A_SMALL_FILE_SYSTEM),
+            text(&mount),
+        ])
         .arg(mount.join("disk.raw"))
         .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])

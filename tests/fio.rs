@@ -1,6 +1,6 @@
 //! fio's nbd engine with verification: every block carries its own checksum and offset.
 
-use crate::harness::{TestClient, MIB, Scratch, Serve};
+use crate::harness::{MIB, Scratch, Serve, TestClient};
 
 #[test]
 fn random_writes_are_verified() {

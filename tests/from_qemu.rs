@@ -3,7 +3,7 @@
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, WEIR, assert_contains, qemu_img, text};
+use crate::harness::{MIB, Scratch, Serve, TestClient, WEIR, assert_contains, qemu_img, text};
 
 /// Starts the program in the background with the arguments under test, and ends it.
 const TRY: &str = r#"

@@ -8,7 +8,7 @@ use std::{fs, path::Path};
 
 use crate::{
     fuse::{can_mount, mount_point},
-    harness::{TestClient, MIB, Scratch, Serve, qemu_img, text},
+    harness::{MIB, Scratch, Serve, TestClient, qemu_img, text},
 };
 
 const EXERCISE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fsx/exercise.py");

@@ -22,8 +22,8 @@ use nix::{
 use serde_json::json;
 
 use crate::harness::{
-    TestClient, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_contains, children, need_root, pattern,
-    qemu_img, text, wait_for_programs,
+    DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, children, need_root,
+    pattern, qemu_img, text, wait_for_programs,
 };
 
 /// Returns from the test if mounting is not possible, as in some containers.

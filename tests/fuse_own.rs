@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use crate::{
     fuse::{can_mount, mount_point, wait_until_unmounted},
     harness::{
-        TestClient, LoopDevice, MIB, Qmp, Scratch, Serve, assert_contains, need_root, pattern, qemu_img, text, weir,
+        LoopDevice, MIB, Qmp, Scratch, Serve, TestClient, assert_contains, need_root, pattern, qemu_img,
+        text, weir,
     },
 };
 

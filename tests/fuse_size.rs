@@ -9,7 +9,7 @@ use std::{
 use serde_json::json;
 
 use crate::{
-    fuse::{can_mount, python, mount_point},
+    fuse::{can_mount, mount_point, python},
     harness::{MIB, Qmp, Scratch, Serve, Weir, pattern, qemu_img, text},
 };
 
@@ -33,7 +33,8 @@ def refused(number, *arguments):
 
 /// Serves a new image of this size; returns the image and the file of the export.
 fn serve(scratch: &Scratch, format: &str, size: &str, options: &[&str]) -> (Weir, PathBuf, PathBuf) {
-    let (image, file) = (scratch.path(&format!("disk.{format}")), mount_point(scratch, &format!("{format}.file")));
+    let (image, file) =
+        (scratch.path(&format!("disk.{format}")), mount_point(scratch, &format!("{format}.file")));
     qemu_img(["create", "-q", "-f", format]).arg(&image).arg(size).succeeds();
     let weir = Serve::new(scratch)
         .arg(&image)

@@ -37,8 +37,8 @@ use nix::unistd::Pid;
 
 pub(crate) use blkio_group::{BlkioGroup, remove_emptied};
 pub(crate) use client::{
-    TestClient, TestOutcome, WEIR, create_encrypted, export_size, nbdsh, nbdsh_command, need, qemu_img, qemu_io,
-    search_path, weir, weir_image,
+    TestClient, TestOutcome, WEIR, create_encrypted, export_size, nbdsh, nbdsh_command, need, qemu_img,
+    qemu_io, search_path, weir, weir_image,
 };
 pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;

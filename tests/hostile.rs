@@ -7,7 +7,7 @@ use std::{thread, time::Instant};
 use serde_json::Value;
 
 use crate::harness::{
-    DEADLINE, MIB, Scratch, Serve, Weir, RawNbdClient, operator, pattern, pause,
+    DEADLINE, MIB, RawNbdClient, Scratch, Serve, Weir, operator, pattern, pause,
     wire::{
         self, CMD_READ, CMD_WRITE, EINVAL, EPERM, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
         OPT_SET_META_CONTEXT, OPT_STARTTLS, OPTION_MAGIC, REP_ACK, REP_ERR_INVALID, REP_ERR_POLICY,
@@ -174,7 +174,10 @@ fn half_closed_client_receives_its_replies() {
     let party = ServedFriend::new();
     let mut client = party.go();
     for cookie in 0..50 {
-        client.request(RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 }, &[]);
+        client.request(
+            RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 },
+            &[],
+        );
     }
     client.shutdown_write();
     // The client has shut down its sending half; the replies must still arrive.
@@ -199,7 +202,8 @@ fn client_that_never_reads_is_not_read_from() {
     let asked = thread::scope(|scope| {
         // Sends far more requests than the queues hold; the daemon must stop reading.
         let requests = scope.spawn(|| {
-            let read = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
+            let read =
+                RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
             deaf.limit_writing();
             (0..1_000_000_u64).take_while(|_| deaf.try_send(&read)).count()
         });
@@ -235,8 +239,10 @@ fn surplus_clients_wait() {
 fn silent_clients_yield_to_active_ones() {
     for places in [1, 5, 20] {
         let most = places.to_string();
-        let weir =
-            Serve::with_own_scratch().arg("memory:1M").args(["--max-connections", &most, "--log", "debug"]).start();
+        let weir = Serve::with_own_scratch()
+            .arg("memory:1M")
+            .args(["--max-connections", &most, "--log", "debug"])
+            .start();
         let silent: Vec<_> = (0..3 * places).map(|_| RawNbdClient::connect(weir.socket())).collect();
         // Behind three times as many silent clients, each of which could stay for ten seconds.
         assert_eq!(RawNbdClient::negotiated(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));

@@ -14,7 +14,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{TestClient, DEADLINE, Qmp, Scratch, Serve, Weir, text, poll_until};
+use crate::harness::{DEADLINE, Qmp, Scratch, Serve, TestClient, Weir, poll_until, text};
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
@@ -180,9 +180,7 @@ fn overview_lists_the_running_state() {
     // Errors of the HTTP layer have the same form.
     assert!(daemon.get("/api/v1/disks/%ff/history").error(400).contains("UTF-8"));
     assert!(daemon.get("/api/v1/nothing").error(404).contains("there is no such path"));
-    assert!(
-        daemon.send("DELETE", "/api/v1/overview", "", "").error(405).contains("method is not supported")
-    );
+    assert!(daemon.send("DELETE", "/api/v1/overview", "", "").error(405).contains("method is not supported"));
     let described = daemon.get("/api/v1/openapi.json").json();
     assert_eq!(described["openapi"], "3.1.0");
     daemon.weir.stop();
@@ -212,7 +210,8 @@ fn totals_without_limits_equal_metrics_and_status() {
     };
     // The sums over both disks.
     let both = [32, 25 * 4096 + 7 * 512, 1, 512];
-    let overview = poll_until(|| Some(daemon.overview()).filter(|all| counts(all, "groups", "outer") == both));
+    let overview =
+        poll_until(|| Some(daemon.overview()).filter(|all| counts(all, "groups", "outer") == both));
     let (a, b) = ([25, 25 * 4096, 1, 512], [7, 7 * 512, 0, 0]);
     assert_eq!([counts(&overview, "disks", "a"), counts(&overview, "disks", "b")], [a, b]);
     assert_eq!(counts(&overview, "groups", "inner"), a);

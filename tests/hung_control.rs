@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::{
     bench::bench,
     harness::{
-        DEADLINE, MIB, Qmp, Scratch, Weir, RawNbdClient,
+        DEADLINE, MIB, Qmp, RawNbdClient, Scratch, Weir,
         fuse_server::{
             ALL, FALLOCATE, FLUSH, FSYNC, FuseServer, GETATTR, LOOKUP, LSEEK, OPEN, READ, RELEASE, SETATTR,
             SETLK, STATFS, WRITE,

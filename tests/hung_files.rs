@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, WEIR, Weir, RawNbdClient,
+    MIB, Qmp, RawNbdClient, Scratch, Serve, TestClient, WEIR, Weir,
     fuse_server::{ALL, FALLOCATE, FSYNC, FuseServer, GETATTR, LSEEK, READ, WRITE},
     qemu_img, text,
     wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, FLAG_FUA, RawNbdRequest},
@@ -166,7 +166,8 @@ fn a_flush_fails_after_a_synchronous_write_has_collected_the_error() {
 fn hung_block_status_delays_no_other_disk() {
     let house = HungFileDaemon::new(&[]);
     let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    let mut clients: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated_extended(house.weir.socket(), "h").0).collect();
+    let mut clients: Vec<_> =
+        (0..CLIENTS).map(|_| RawNbdClient::negotiated_extended(house.weir.socket(), "h").0).collect();
     house.fuse.block_requests(&[LSEEK]);
     for client in &mut clients {
         client.send(&request(CMD_BLOCK_STATUS, 0, 0, MIB).extended());

@@ -30,7 +30,7 @@ use std::{
 
 use fastrand::Rng;
 
-use crate::harness::{TestClient, Scratch, qemu_img, weir_image};
+use crate::harness::{Scratch, TestClient, qemu_img, weir_image};
 
 const STEPS: u32 = 14;
 /// Space that a history may use on the host beyond a tenth more, and beyond one cluster, which one

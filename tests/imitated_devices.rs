@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, assert_contains, nbdsh, text};
+use crate::harness::{MIB, Scratch, Serve, TestClient, assert_contains, nbdsh, text};
 
 #[test]
 fn delayed_device_is_as_slow_as_configured() {

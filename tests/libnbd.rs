@@ -5,7 +5,7 @@
 
 use std::fs;
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, nbdsh, pattern};
+use crate::harness::{MIB, Scratch, Serve, TestClient, nbdsh, pattern};
 
 const REFUSED: &str = r#"
 import errno
@@ -346,6 +346,7 @@ assert answered == total, answered
 #[test]
 fn error_messages_reach_the_client() {
     let weir = Serve::filled(MIB).start();
-    let said = TestClient::new("nbdsh").args(["--connect", &weir.uri("nothing")]).arg("-c").arg("pass").fails();
+    let said =
+        TestClient::new("nbdsh").args(["--connect", &weir.uri("nothing")]).arg("-c").arg("pass").fails();
     assert!(said.contains("nothing"), "{said}");
 }

@@ -8,7 +8,7 @@
 use serde_json::Value;
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, Weir, RawNbdClient, nbdsh,
+    MIB, RawNbdClient, Scratch, Serve, TestClient, Weir, nbdsh,
     operator::{find, run_ok, serve, socket, status, wait_until},
     text,
     wire::{CMD_READ, RawNbdRequest},
@@ -124,7 +124,8 @@ fn burst_is_admitted_at_once_then_the_rate_holds() {
 #[test]
 fn disks_of_a_group_share_one_limit() {
     let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
-    let weir = Serve::with_own_scratch().args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
+    let weir =
+        Serve::with_own_scratch().args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
     let seconds = read_at_once(["a", "b"].map(|disk| (weir.uri(disk), 200)));
     let last = seconds.into_iter().fold(0.0, f64::max);
     assert_at_most(400.0, max_admitted(1000.0, last, 1.0), last);

@@ -9,7 +9,7 @@ use std::{
 };
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, assert_contains, need, qemu_img, qemu_io, text, weir, weir_image,
+    MIB, Scratch, Serve, TestClient, assert_contains, need, qemu_img, qemu_io, text, weir, weir_image,
 };
 
 /// A qemu-io with an open image; dropping it closes the image.
@@ -215,7 +215,10 @@ fn weir_refuses_to_write_what_qemu_reads() {
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let _qemu = OpenQemuIo::open(&["-r", "-f", "qcow2"], &image);
     let serve = || Serve::new(&scratch).arg(&image).args(["--format", "raw"]);
-    assert_contains(&serve().fails(), &["disk.qcow2: another process has locked it against writing", "qemu-io"]);
+    assert_contains(
+        &serve().fails(),
+        &["disk.qcow2: another process has locked it against writing", "qemu-io"],
+    );
     serve().arg("--read-only").start().stop();
 }
 

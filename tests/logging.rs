@@ -17,7 +17,7 @@ use nix::{
 use serde_json::json;
 
 use crate::harness::{
-    TestClient, DEADLINE, MIB, Qmp, Scratch, WEIR, assert_contains,
+    DEADLINE, MIB, Qmp, Scratch, TestClient, WEIR, assert_contains,
     fuse_server::{FLUSH, FuseServer, OPEN, RELEASE, WRITE},
     text, weir,
 };

@@ -15,7 +15,9 @@ use serde_json::Value;
 
 use crate::{
     bench::{bench, interrupted, started},
-    harness::{TestClient, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, poll_until, weir},
+    harness::{
+        DEADLINE, Scratch, Serve, TestClient, Weir, need, poll_until, qemu_img, search_path, text, weir,
+    },
 };
 
 const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
@@ -476,7 +478,8 @@ fn promtool_finds_nothing_wrong() {
     TestClient::new("promtool").args(["check", "rules", text(&packaged("weir.rules.yml"))]).succeeds();
     TestClient::new("promtool").args(["test", "rules", text(&packaged("weir.rules.test.yml"))]).succeeds();
     let scratch = Scratch::new();
-    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M", "--iops-total", "1000"]));
+    let daemon =
+        MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M", "--iops-total", "1000"]));
     read_each(&daemon.weir, "memory", 3);
     let (_, body) = daemon.ask("GET /metrics", "*/*");
     let said = TestClient::new("promtool")

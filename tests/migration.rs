@@ -18,8 +18,8 @@ use serde_json::{Value, json};
 use crate::{
     cluster::{EtcdServer, until},
     harness::{
-        TestClient, MIB, TestOutcome, Qmp, Scratch, Serve, Weir, assert_contains, nbdsh_command, qemu_img, qemu_io, text,
-        weir,
+        MIB, Qmp, Scratch, Serve, TestClient, TestOutcome, Weir, assert_contains, nbdsh_command, qemu_img,
+        qemu_io, text, weir,
     },
 };
 
@@ -167,7 +167,10 @@ fn last_disk_migrates_to_an_empty_host_and_back() {
     assert_contains(&said, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
     a.io(&["write -P 3 0 4k"]);
     let said = a.move_to("b").args(["--save"]).succeeds();
-    assert_contains(&said, &["vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"]);
+    assert_contains(
+        &said,
+        &["vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"],
+    );
     b.io(&["read -P 3 0 4k"]);
     a.stop();
     a.restart();
@@ -344,7 +347,8 @@ fn reservation_and_vhost_user_socket_migrate() {
          export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
         text(&scratch.socket("by"))
     );
-    let (b, c) = (MigrationHost::start("b", &etcd, &scratch, &by), MigrationHost::start("c", &etcd, &scratch, GROUPS));
+    let (b, c) =
+        (MigrationHost::start("b", &etcd, &scratch, &by), MigrationHost::start("c", &etcd, &scratch, GROUPS));
     assert_contains(&a.move_to("c").fails(), &["c refuses it: no socket can be created in the directory of"]);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let knows = |host: &MigrationHost| {
@@ -465,7 +469,10 @@ fn range_of_an_image_survives_migrations() {
     let scratch = Scratch::new();
     let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("whole.raw", 4 * MIB);
-    let (a, b) = (MigrationHost::start("a", &etcd, &scratch, GROUPS), MigrationHost::start("b", &etcd, &scratch, GROUPS));
+    let (a, b) = (
+        MigrationHost::start("a", &etcd, &scratch, GROUPS),
+        MigrationHost::start("b", &etcd, &scratch, GROUPS),
+    );
     qemu_io(["-f", "raw"], &["write -P 1 0 1M", "write -P 2 1M 1M", "write -P 3 2M 2M"], &image);
     let mut qmp = Qmp::negotiated(&a.control());
     let node = json!({

@@ -1,7 +1,7 @@
 //! Files named by a user are opened without blocking: named pipes, devices and directories are
 //! rejected where a file is expected; a pipe that the shell passes as a descriptor is read.
 
-use crate::harness::{TestClient, Scratch, WEIR, assert_contains, need, text, weir};
+use crate::harness::{Scratch, TestClient, WEIR, assert_contains, need, text, weir};
 
 #[test]
 fn named_pipe_is_rejected_as_config_or_token() {

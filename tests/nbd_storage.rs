@@ -3,8 +3,8 @@
 //!
 //! All daemons run in the sandbox, which must let them reconnect.
 
-mod reconnects;
 mod images;
+mod reconnects;
 mod unavailable;
 
 use std::{
@@ -23,8 +23,8 @@ use serde_json::json;
 
 use crate::{
     harness::{
-        TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, need,
-        operator::{run_failing, find, run_ok, run_json, socket, status, wait_until},
+        MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need,
+        operator::{find, run_failing, run_json, run_ok, socket, status, wait_until},
         qemu_img, text, weir_image,
     },
     tls::CertificateAuthority,
@@ -141,8 +141,12 @@ fn disks_of_all_servers_are_served_unchanged() {
         let (file, at) = (half_filled(&scratch), scratch.socket("back"));
         let plain = uri(&at, "");
         let (_server, _weir, backing) = match kind {
-            "nbdkit" => (Some(BackgroundNbdServer::nbdkit(&scratch, &at, &["file", text(&file)])), None, plain),
-            "qemu-nbd" => (Some(BackgroundNbdServer::qemu_nbd(&scratch, &at, &["-f", "raw", text(&file)])), None, plain),
+            "nbdkit" => {
+                (Some(BackgroundNbdServer::nbdkit(&scratch, &at, &["file", text(&file)])), None, plain)
+            }
+            "qemu-nbd" => {
+                (Some(BackgroundNbdServer::qemu_nbd(&scratch, &at, &["-f", "raw", text(&file)])), None, plain)
+            }
             "qemu-storage-daemon" => {
                 (Some(BackgroundNbdServer::storage_daemon(&scratch, &at, &file)), None, uri(&at, "disk"))
             }
@@ -242,7 +246,9 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Backg
 
 #[test]
 fn killed_nbdkit_loses_nothing() {
-    killed_under_load("nbdkit", &|scratch, at, file| BackgroundNbdServer::nbdkit(scratch, at, &["file", text(file)]));
+    killed_under_load("nbdkit", &|scratch, at, file| {
+        BackgroundNbdServer::nbdkit(scratch, at, &["file", text(file)])
+    });
 }
 
 #[test]
@@ -440,7 +446,10 @@ fn tls_with_certificates_and_with_a_pre_shared_key() {
     assert_contains(&refused(&format!("nbd://127.0.0.1:{port}/disk")), &["the server requires TLS"]);
     let nameless = place("127.0.0.1", "")
         .replace(authority.path(), text(&authority.without_client(&scratch, "nameless")));
-    assert_contains(&refused(&nameless), &["closed the connection during TLS", "does it require a certificate?"]);
+    assert_contains(
+        &refused(&nameless),
+        &["closed the connection during TLS", "does it require a certificate?"],
+    );
     let keys = scratch.file("keys.psk", "alice:00112233445566778899aabbccddeeff\n");
     // A server that does not know the key is rejected, whatever certificate it has.
     let by_key = format!("nbds://alice@127.0.0.1:{port}/disk?tls-psk-file={}", text(&keys));

@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::MetadataExt as _};
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, pattern};
+use crate::harness::{MIB, Scratch, Serve, TestClient, pattern};
 
 #[test]
 fn image_survives_a_round_trip() {

@@ -1,6 +1,6 @@
 //! nbdinfo: properties of an export, allocation, and the list of exports.
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, WEIR, Weir, assert_contains, export_size};
+use crate::harness::{MIB, Scratch, Serve, TestClient, WEIR, Weir, assert_contains, export_size};
 
 fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> TestClient {
     TestClient::new("nbdinfo").args(arguments)

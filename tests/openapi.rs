@@ -9,7 +9,7 @@ use std::{env, fs, os::unix::fs::PermissionsExt as _};
 
 use serde_json::Value;
 
-use crate::harness::{TestClient, Scratch, Serve, text};
+use crate::harness::{Scratch, Serve, TestClient, text};
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 /// Maximum number of requests per operation and phase: about a minute on an idle host.

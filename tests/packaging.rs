@@ -13,7 +13,7 @@ use std::{
 };
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, WEIR, assert_contains, need, need_root, text, wait_for_programs, weir,
+    MIB, Scratch, Serve, TestClient, WEIR, assert_contains, need, need_root, text, wait_for_programs, weir,
 };
 
 /// Path of the generator on Debian.
@@ -58,7 +58,8 @@ fn installed() -> Scratch {
 
 /// All files except directories, as paths relative to `directory`.
 fn files_below(directory: &Path) -> BTreeSet<PathBuf> {
-    let found = TestClient::new("find").args([text(directory), "!", "-type", "d", "-printf", "%P\n"]).succeeds();
+    let found =
+        TestClient::new("find").args([text(directory), "!", "-type", "d", "-printf", "%P\n"]).succeeds();
     found.lines().map(PathBuf::from).collect()
 }
 

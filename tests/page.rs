@@ -87,7 +87,8 @@ fn figures() -> Vec<Value> {
         &[("bps-read", 10 << 20), ("bps-read-max-length", 1), ("iops-write", 7)],
         &[("bps-total", 1_000_000), ("bps-total-max", 3 << 30), ("iops-size", 4096)],
     ] {
-        let limits: figures::SettingValues = limits.iter().map(|&(name, value)| (name.to_owned(), value)).collect();
+        let limits: figures::SettingValues =
+            limits.iter().map(|&(name, value)| (name.to_owned(), value)).collect();
         told.push(given("limits", json!(limits), figures::limits(&limits)));
     }
     told

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{
     MIB, Qmp, Scratch, Serve, Weir, assert_contains, nbdsh,
-    operator::{run_failing, find, run_misused, run_ok, run_json, serve, socket, start, status},
+    operator::{find, run_failing, run_json, run_misused, run_ok, serve, socket, start, status},
     text,
 };
 
@@ -88,7 +88,10 @@ fn invalid_settings_fail_the_start() {
     assert_contains(&said, &["--prefetch-window-max 64K: prefetch-window-min (131072) is above"]);
     let file = scratch.file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\nprefetch-streams = 4097\n");
     let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
-    assert_contains(&said, &[":3: disk.a.prefetch-streams = 4097: is out of range; it may be from 1 to 4096"]);
+    assert_contains(
+        &said,
+        &[":3: disk.a.prefetch-streams = 4097: is out of range; it may be from 1 to 4096"],
+    );
 }
 
 #[test]
@@ -114,7 +117,8 @@ fn live_change_is_atomic() {
     let (_, said) =
         client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
     assert_contains(&said, &["iops-total-max (7) is below iops-total (500)"]);
-    let (_, said) = client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "group": "nobody"}));
+    let (_, said) =
+        client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "group": "nobody"}));
     assert_contains(&said, &["nobody"]);
     let (_, said) = client.command_error("x-weir-set", json!({"name": "a", "prefetch": true}));
     assert_contains(&said, &["'prefetch', expected: string"]);
@@ -133,10 +137,14 @@ fn live_change_is_atomic() {
 fn groups_have_no_prefetch_settings() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--group", "gold"]);
-    assert_contains(&run_failing(&scratch, &["prefetch", "gold"]), &["gold: is a group", "name one of its disks"]);
+    assert_contains(
+        &run_failing(&scratch, &["prefetch", "gold"]),
+        &["gold: is a group", "name one of its disks"],
+    );
     assert_contains(&run_failing(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
-    let (_, said) = client.command_error("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
+    let (_, said) =
+        client.command_error("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
     assert_contains(&said, &["group gold: prefetch is a setting of its disks"]);
     assert_contains(&run_ok(&scratch, &["throttle", "gold"]), &["no own limits"]);
 }
@@ -202,7 +210,10 @@ fn added_disks_use_their_prefetch_settings() {
         let (_, said) = client.command_error("blockdev-add", arguments);
         assert_contains(&said, &[expected]);
     }
-    assert_contains(&run_failing(&scratch, &["prefetch", "wrong"]), &["wrong: no disk and no group has this name"]);
+    assert_contains(
+        &run_failing(&scratch, &["prefetch", "wrong"]),
+        &["wrong: no disk and no group has this name"],
+    );
     let inner =
         json!({"driver": "raw", "node-name": "w", "file": {"driver": "null-co", "x-weir-prefetch": "on"}});
     let (_, said) = client.command_error("blockdev-add", inner);

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::harness::{TestClient, LoopDevice, MIB, Scratch, assert_contains, text, weir};
+use crate::harness::{LoopDevice, MIB, Scratch, TestClient, assert_contains, text, weir};
 
 /// A short probe with a state directory of the test.
 fn probe(scratch: &Scratch) -> TestClient {
@@ -59,7 +59,10 @@ fn a_device_in_use_is_not_written_to() {
     start[4086..].copy_from_slice(b"SWAPSPACE2");
     fs::write(below.path(), &start).unwrap();
     let refused = probe(&scratch).arg("--write").arg(below.path()).fails();
-    assert_contains(&refused, &["has the signature of swap space, which writing would destroy", "(add --force"]);
+    assert_contains(
+        &refused,
+        &["has the signature of swap space, which writing would destroy", "(add --force"],
+    );
     let forced = probe(&scratch).args(["--write", "--force"]).arg(below.path()).succeeds();
     assert_contains(&forced, &["random write"]);
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::harness::{self, TestClient, MIB, Scratch, Serve, assert_contains, qemu_img, text, weir_image};
+use crate::harness::{self, MIB, Scratch, Serve, TestClient, assert_contains, qemu_img, text, weir_image};
 
 const KIB: u64 = 1024;
 const DISK_BYTES: u64 = 8 * MIB;

@@ -13,7 +13,7 @@ use std::{env, fmt::Write as _, fs, path::PathBuf};
 
 use fastrand::Rng;
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
+use crate::harness::{MIB, Scratch, Serve, TestClient, qemu_img, qemu_io, text, weir_image};
 
 /// Interval of sampled combinations: coprime to the number of values of each property, so they mix.
 const ONE_OF: usize = 11;

@@ -9,7 +9,9 @@ use std::{
 
 use serde_json::Value;
 
-use crate::harness::{self, TestClient, MIB, Scratch, WEIR, assert_contains, qemu_img, text, weir_image as weir};
+use crate::harness::{
+    self, MIB, Scratch, TestClient, WEIR, assert_contains, qemu_img, text, weir_image as weir,
+};
 
 const LUKS: &str = "encrypt.format=luks,encrypt.iter-time=10";
 

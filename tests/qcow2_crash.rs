@@ -13,7 +13,7 @@ use std::{env, fs, path::Path, sync::mpsc, thread};
 use fastrand::Rng;
 
 use crate::harness::{
-    MIB, Scratch, Serve, RawNbdClient, qemu_img, text, weir_image,
+    MIB, RawNbdClient, Scratch, Serve, qemu_img, text, weir_image,
     wire::{CMD_FLUSH, CMD_WRITE, CMD_WRITE_ZEROES, RawNbdRequest},
 };
 
@@ -170,7 +170,13 @@ fn kill_under_load_keeps_flushed_data_and_consistency() {
     }
 }
 
-fn kill_once(scratch: &Scratch, path: &Path, ledgers: &mut [CrashLedger; 2], numbers: &mut [u32; 2], kill: usize) {
+fn kill_once(
+    scratch: &Scratch,
+    path: &Path,
+    ledgers: &mut [CrashLedger; 2],
+    numbers: &mut [u32; 2],
+    kill: usize,
+) {
     let weir = Serve::new(scratch).arg(path).args(["--format", "qcow2"]).start();
     let (flushed, flushes) = mpsc::channel();
     thread::scope(|scope| {

@@ -34,17 +34,17 @@ use image::{
     Image, RawImage,
     qcow2::{
         CacheSettings, Qcow2Components, Qcow2Image,
-        check::{GuestRange, Repair, CheckReport, check},
+        check::{CheckReport, GuestRange, Repair, check},
         header::{EncryptionMethod, Qcow2Header},
-        luks::{SectorCipher, CipherKind},
+        luks::{CipherKind, SectorCipher},
         read_header,
     },
 };
 use reactor::sim;
 use storage::Storage;
 
-use self::images::{BASE, KEY, ImageTemplate, open_arguments, templates};
-use crate::harness::{TestClient, Scratch, qemu_img};
+use self::images::{BASE, ImageTemplate, KEY, open_arguments, templates};
+use crate::harness::{Scratch, TestClient, qemu_img};
 
 /// Maximum number of bytes of a disk that are read; damage may increase its size.
 const MOST_BYTES: u64 = 512 << 10;
@@ -351,7 +351,9 @@ async fn read_all(image: &Qcow2Image, grain: u64) -> Vec<Option<Vec<u8>>> {
 
 async fn parts(content: &DamagedImage, header: &Qcow2Header) -> Qcow2Components {
     let backing = match &header.backing {
-        Some(_) => Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&content.base).await).read_only()))),
+        Some(_) => {
+            Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&content.base).await).read_only())))
+        }
         None => None,
     };
     let data = match &content.data {
@@ -364,7 +366,8 @@ async fn parts(content: &DamagedImage, header: &Qcow2Header) -> Qcow2Components 
         storage: Storage::with_content(&content.bytes).await,
         backing,
         data,
-        cipher: (header.crypt == EncryptionMethod::Luks).then(|| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+        cipher: (header.crypt == EncryptionMethod::Luks)
+            .then(|| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
         read_only: true,
         caches: CacheSettings::default(),
     }
@@ -376,7 +379,12 @@ fn is_lost(lost: &[GuestRange], snapshot: &Option<String>, offset: u64) -> bool 
     })
 }
 
-fn compare_disks(before: &DiskContents, after: &DiskContents, grain: u64, report: &CheckReport) -> Result<(), String> {
+fn compare_disks(
+    before: &DiskContents,
+    after: &DiskContents,
+    grain: u64,
+    report: &CheckReport,
+) -> Result<(), String> {
     for (name, parts) in before {
         let now = after.get(name).ok_or_else(|| format!("{name:?} cannot be opened any more"))?;
         for (number, part) in parts.iter().enumerate() {

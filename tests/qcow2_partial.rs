@@ -112,7 +112,10 @@ fn cluster_of_an_ambiguous_entry_is_not_leaked() {
         assert_eq!(check.code(), 2, "{}", check.stderr());
         let report: serde_json::Value = serde_json::from_str(&check.stdout()).unwrap();
         assert_eq!((&report["leaks"], &report["possible-leaks"]), (&serde_json::Value::Null, &1.into()));
-        assert_contains(&check.stderr(), &["1 errors are left: a repair of leaks only frees leaked clusters"]);
+        assert_contains(
+            &check.stderr(),
+            &["1 errors are left: a repair of leaks only frees leaked clusters"],
+        );
     }
 }
 

@@ -99,7 +99,10 @@ fn resize_of_an_old_image_with_snapshots_explains_its_failure() {
     let path = image(&scratch, "compat=0.10");
     qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
     let said = weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).fails();
-    assert_contains(&said, &["disk.qcow2: its snapshots do not record the size", "compat=1.1", "snapshot -d"]);
+    assert_contains(
+        &said,
+        &["disk.qcow2: its snapshots do not record the size", "compat=1.1", "snapshot -d"],
+    );
     qemu_img(["amend", "-f", "qcow2", "-o", "compat=1.1", text(&path)]).succeeds();
     weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).succeeds();
     is_right(&path);

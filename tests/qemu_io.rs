@@ -1,6 +1,6 @@
 //! qemu-io: writes whose pattern a later read verifies, zeroes, discards, a second opening.
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, qemu_io};
+use crate::harness::{MIB, Scratch, Serve, TestClient, qemu_io};
 
 #[test]
 fn patterns_are_read_back_after_reopening() {

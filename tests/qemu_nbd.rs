@@ -2,8 +2,8 @@
 //! weir; compares what clients see, the content of the image, and the exit status.
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, assert_contains, create_encrypted, need, pattern, peer, peer::ScriptRun, qemu_img,
-    text,
+    MIB, Scratch, Serve, TestClient, assert_contains, create_encrypted, need, pattern, peer, peer::ScriptRun,
+    qemu_img, text,
 };
 
 /// Runs it in the background until `stop`.

@@ -2,8 +2,8 @@
 //! link to weir; compares what clients see. `weir serve` has the same options.
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, assert_contains, create_encrypted, export_size, need, need_root, pattern, peer,
-    peer::ScriptRun, qemu_img, text,
+    MIB, Scratch, Serve, TestClient, assert_contains, create_encrypted, export_size, need, need_root,
+    pattern, peer, peer::ScriptRun, qemu_img, text,
 };
 
 /// `serve` runs it in the background until `stop`; `ask` sends a QMP command and prints the reply.
@@ -161,7 +161,11 @@ fn serve_has_the_same_options_beside_its_own() {
     let copy = scratch.path("copy");
     TestClient::new("nbdcopy").args([&weir.uri("told"), text(&copy)]).succeeds();
     assert!(std::fs::read(copy).expect("it was copied") == pattern(MIB as usize));
-    let said =
-        Serve::new(&scratch).at_given_addresses().args(["--nbd", "localhost:0", "--blockdev", "null-co,node-name=a"]);
+    let said = Serve::new(&scratch).at_given_addresses().args([
+        "--nbd",
+        "localhost:0",
+        "--blockdev",
+        "null-co,node-name=a",
+    ]);
     assert_contains(&said.rejects_usage(), &["--nbd localhost:0", "--nbd-server"]);
 }

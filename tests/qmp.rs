@@ -5,7 +5,7 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, operator::wait_until, qemu_io, text,
+    MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, operator::wait_until, qemu_io, text,
 };
 
 fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
@@ -91,7 +91,10 @@ fn qmp_shell_works() {
                   qom-get path=/objects/gold property=x-iops-total\n\
                   nonsense\n";
     let said = TestClient::new("qmp-shell").arg(&path).with_stdin(script).succeeds();
-    assert_contains(&said, &["{\"return\": {}}", "{\"return\": 700}", "The command nonsense has not been found"]);
+    assert_contains(
+        &said,
+        &["{\"return\": {}}", "{\"return\": 700}", "The command nonsense has not been found"],
+    );
 }
 
 #[test]
@@ -181,8 +184,10 @@ fn weirs_own_settings_are_set_atomically() {
     );
     assert_eq!(shown["limits"], json!({"iops-read": 50}));
     // 900 of 1000 are reserved: another 200 exceed the limit by 100, so the whole command fails.
-    let (_, why) = client
-        .command_error("x-weir-set", json!({"name": "b", "group": "gold", "weight": 9, "iops-reservation": 200}));
+    let (_, why) = client.command_error(
+        "x-weir-set",
+        json!({"name": "b", "group": "gold", "weight": 9, "iops-reservation": 200}),
+    );
     assert_contains(&why, &["1100", "1000", "100"]);
     let b = status(&mut client)["disks"][1].clone();
     assert_eq!((b.get("group"), &b["weight"]), (None, &json!(100)));
@@ -223,9 +228,17 @@ fn socket_is_private_to_its_owner() {
         .expect("it is ours");
     let connect =
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(4096))";
-    let stranger =
-        TestClient::new("setpriv").args(["--reuid=65534", "--clear-groups", "/usr/bin/python3", "-c", connect]);
-    assert_contains(&stranger.arg(&path).succeeds(), &["this socket is for root and the user with the number 0"]);
+    let stranger = TestClient::new("setpriv").args([
+        "--reuid=65534",
+        "--clear-groups",
+        "/usr/bin/python3",
+        "-c",
+        connect,
+    ]);
+    assert_contains(
+        &stranger.arg(&path).succeeds(),
+        &["this socket is for root and the user with the number 0"],
+    );
     Qmp::negotiated(&path);
 }
 

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use crate::harness::{TestClient, MIB, Scratch, Serve, Weir, nbdsh, need, search_path, text};
+use crate::harness::{MIB, Scratch, Serve, TestClient, Weir, nbdsh, need, search_path, text};
 
 /// A virtual machine with these devices, as libvirt's schema requires it.
 fn machine(devices: &str) -> String {
@@ -170,7 +170,8 @@ fn pauses_match_the_table() {
     for pause in pauses() {
         let site = RecipeSite::new();
         let weir = site.serve();
-        let (mut patient, mut hasty) = (QemuIoSession::new(&site, ",reconnect-delay=300"), QemuIoSession::new(&site, ""));
+        let (mut patient, mut hasty) =
+            (QemuIoSession::new(&site, ",reconnect-delay=300"), QemuIoSession::new(&site, ""));
         assert!(patient.run("write -P 5 0 4k") && hasty.run("read -P 5 0 4k"));
         weir.crash();
         patient.send("write -P 6 4k 4k");

@@ -21,9 +21,9 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    TestClient, DEADLINE, Qmp, Scratch, Serve, WEIR, Weir, RawNbdClient, script_without_foreign_mounts, assert_contains, need_root,
+    DEADLINE, Qmp, RawNbdClient, Scratch, Serve, TestClient, WEIR, Weir, assert_contains, need_root,
     operator::{run_failing, run_misused, run_ok, socket, start},
-    pause, text, weir,
+    pause, script_without_foreign_mounts, text, weir,
     wire::{CMD_READ, RawNbdRequest},
 };
 

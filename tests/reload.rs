@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 
 use crate::{
     harness::{
-        TestClient, DEADLINE, MIB, TestOutcome, Qmp, Scratch, Serve, Weir, RawNbdClient, assert_contains,
-        operator::{self, run_failing, find, run_ok, run_json, serve, socket, status},
+        DEADLINE, MIB, Qmp, RawNbdClient, Scratch, Serve, TestClient, TestOutcome, Weir, assert_contains,
+        operator::{self, find, run_failing, run_json, run_ok, serve, socket, status},
         text, weir, weir_image,
     },
     vhost_user::{features, front_end},
@@ -325,7 +325,10 @@ fn invalid_config_is_named_and_changes_nothing() {
     assert!(kinds.is_empty(), "no event was sent: {kinds:?}");
     let (busy, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
-    party.assert_rejected(without_b, &["export b of disk b: in use: client ", &format!("({})", std::process::id())]);
+    party.assert_rejected(
+        without_b,
+        &["export b of disk b: in use: client ", &format!("({})", std::process::id())],
+    );
     drop(busy);
     party.weir.stop();
 }
@@ -389,7 +392,10 @@ fn disk_without_export_and_listener_is_reported() {
     let other =
         "\n[disk.new]\nimage = \"memory:1M\"\nexport = { type = \"nbd\", listen = \"localhost:1\" }\n";
     fs::write(&file, format!("{config}{other}")).unwrap();
-    assert_contains(&run_failing(&scratch, &["reload"]), &["weir.toml:9: disk.new.export.listen", ": disk new: "]);
+    assert_contains(
+        &run_failing(&scratch, &["reload"]),
+        &["weir.toml:9: disk.new.export.listen", ": disk new: "],
+    );
     weir.stop();
 }
 
@@ -458,8 +464,12 @@ fn service_manager_is_notified_of_a_reload() {
         String::from_utf8_lossy(&message[..length]).into_owned()
     };
     let file = scratch.file("weir.toml", with_daemon(&scratch, "[disk.a]\nimage = \"memory:1M\"\n"));
-    let weir =
-        Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).env("NOTIFY_SOCKET", &notify).start();
+    let weir = Serve::new(&scratch)
+        .at_given_addresses()
+        .arg("--config")
+        .arg(&file)
+        .env("NOTIFY_SOCKET", &notify)
+        .start();
     assert_eq!(heard().trim_end(), "READY=1");
     // A mistake in the file does not stop the daemon.
     fs::write(&file, "[disk.a]\n").unwrap();
@@ -705,7 +715,10 @@ l2-cache-size = \"1M\"
     let file = scratch.file("wrong.toml", "[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_eq!(outcome.code(), 1);
-    assert_contains(&outcome.stderr(), &["wrong.toml:3: disk.a.chache: unknown key (did you mean \"cache\"?)"]);
+    assert_contains(
+        &outcome.stderr(),
+        &["wrong.toml:3: disk.a.chache: unknown key (did you mean \"cache\"?)"],
+    );
     assert_eq!(weir(&["check-config"]).run().code(), 2);
     assert_eq!(weir(&["serve", "--check"]).run().code(), 2);
 }

@@ -8,7 +8,7 @@ use std::{f64::consts::TAU, fs, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::harness::{TestClient, Scratch, assert_contains, text, weir};
+use crate::harness::{Scratch, TestClient, assert_contains, text, weir};
 
 /// A page that measures `page.html` in several frames, and screenshots of it.
 ///
@@ -304,7 +304,10 @@ fn two_results_are_compared() {
             "only in B: another\n\n1 of 2 measures differs by more than noise: B is better in 0 and worse in 1.\n",
         ],
     );
-    assert_contains(&fs::read_to_string(&page).expect("it was drawn"), &["<svg ", "Linux 7.0", "no difference"]);
+    assert_contains(
+        &fs::read_to_string(&page).expect("it was drawn"),
+        &["<svg ", "Linux 7.0", "no difference"],
+    );
     assert_eq!(weir(&["report", &a, &slower, "--fail-on-worse"]).run().code(), 1);
     assert_eq!(weir(&["report", &slower, &a, "--fail-on-worse"]).run().code(), 0, "better is not worse");
     let printed = weir(&["report", &a, &same, "--fail-on-worse"]).succeeds();
@@ -361,7 +364,10 @@ fn a_recording_is_drawn_with_its_limits() {
     assert_eq!(weir(&["report", &recording, "--json"]).run().code(), 2);
     let a = keep(&scratch, "a.json", &result(1.0));
     assert_contains(&weir(&["report", &recording, &a]).run().stderr(), &["a.json: is no recording"]);
-    assert_contains(&weir(&["report", &a, "--config", text(&config)]).run().stderr(), &["--config: draws limits"]);
+    assert_contains(
+        &weir(&["report", &a, "--config", text(&config)]).run().stderr(),
+        &["--config: draws limits"],
+    );
 }
 
 /// `weir trace info` and `weir report` print the same duration, rates and shares of a recording.

@@ -12,7 +12,7 @@ use std::{
 use serde_json::json;
 
 use crate::harness::{
-    TestClient, MIB, Qmp, Scratch, Serve, Weir, assert_contains, need_root,
+    MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need_root,
     operator::{run_failing, run_ok, socket},
     text,
 };
@@ -55,7 +55,10 @@ fn all_threads_are_sandboxed_and_outside_files_rejected_by_name() {
     let (image, machine) = (scratch.sparse("d.raw", MIB), format!("unix:{}", text(&other.path("vm"))));
     let add = ["disk", "add", "d", text(&image), "-f", "raw", "--vhost-user-blk", &machine];
     let expect = format!("{machine}: the sandbox allows sockets only in ");
-    assert_contains(&run_failing(&scratch, &add), &[&expect, text(image.parent().unwrap()), "(choose one of these, "]);
+    assert_contains(
+        &run_failing(&scratch, &add),
+        &[&expect, text(image.parent().unwrap()), "(choose one of these, "],
+    );
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let (pipe, stale) = (scratch.path("pipe"), scratch.socket("stale"));
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -137,7 +140,8 @@ fn earlier_connections_are_accepted_after_the_sandbox() {
     let listener = UnixListener::bind(&path).unwrap();
     let _machine = UnixStream::connect(&path).unwrap();
     let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
-    let serve = Serve::with_own_scratch().at_given_addresses().wrapped_by(["sh", "-c", script]).reading(listener);
+    let serve =
+        Serve::with_own_scratch().at_given_addresses().wrapped_by(["sh", "-c", script]).reading(listener);
     let weir = serve.args(["memory:1M", "--vhost-user-blk", "fd:3"]).start();
     weir.wait_for_log("a front end has connected");
     let log = weir.stop();

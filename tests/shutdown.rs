@@ -6,7 +6,7 @@ use std::{fs, os::unix::process::ExitStatusExt as _};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, Weir, RawNbdClient, assert_contains,
+    MIB, RawNbdClient, Scratch, Serve, TestClient, Weir, assert_contains,
     wire::{CMD_READ, CMD_WRITE, RawNbdRequest},
 };
 
@@ -25,8 +25,13 @@ fn writes_acknowledged_before_sigterm_are_in_the_file() {
         loop {
             let more = sent < 16 + acknowledged.len() as u64 && sent < 4096;
             let taken = more && {
-                let request =
-                    RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: sent, offset: sent * BLOCK, length: BLOCK };
+                let request = RawNbdRequest {
+                    flags: 0,
+                    kind: CMD_WRITE,
+                    cookie: sent,
+                    offset: sent * BLOCK,
+                    length: BLOCK,
+                };
                 client.try_send(&[request.compact(), block(sent)].concat())
             };
             if taken {

@@ -13,7 +13,7 @@ use std::{
 };
 
 use crate::harness::{
-    Scratch, Serve, RawNbdClient, assert_contains, text, weir,
+    RawNbdClient, Scratch, Serve, assert_contains, text, weir,
     wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, RawNbdRequest},
 };
 

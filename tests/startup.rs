@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 
 use crate::{
     bench::bench_json,
-    harness::{TestClient, MIB, Scratch, Serve, RawNbdClient, assert_contains, export_size, text, weir},
+    harness::{MIB, RawNbdClient, Scratch, Serve, TestClient, assert_contains, export_size, text, weir},
 };
 
 #[test]
@@ -365,8 +365,12 @@ fn pid_file_exists_while_the_daemon_runs() {
 fn a_pid_file_belongs_to_one_daemon() {
     let scratch = Scratch::new();
     let (file, other) = (scratch.path("pid"), format!("unix:{}", text(&scratch.socket("other"))));
-    let second =
-        || Serve::new(&scratch).at_given_addresses().args(["memory:1M", "--nbd", &other, "--pid-file"]).arg(&file);
+    let second = || {
+        Serve::new(&scratch)
+            .at_given_addresses()
+            .args(["memory:1M", "--nbd", &other, "--pid-file"])
+            .arg(&file)
+    };
     fs::write(&file, "4000000000\n").unwrap();
     let weir = Serve::new(&scratch).arg("memory:1M").arg("--pid-file").arg(&file).start();
     let number = weir.pid().to_string();
@@ -476,7 +480,10 @@ fn bitmaps_that_do_not_fit_into_memory_are_refused() {
         weir(&["image", "bitmap", "--add", "-g", granularity, text(&image), name]).succeeds();
     }
     let said = serve().fails();
-    assert_contains(&said, &["bitmaps that record writes: 256 MiB are required", "of the 128 MiB", "--memory"]);
+    assert_contains(
+        &said,
+        &["bitmaps that record writes: 256 MiB are required", "of the 128 MiB", "--memory"],
+    );
     serve().arg("--read-only").start().stop();
     weir(&["image", "bitmap", "--remove", text(&image), "fine"]).succeeds();
     serve().start().stop();

@@ -6,8 +6,8 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{
-    TestClient, Scratch, Terminal, assert_contains,
-    operator::{self, run_failing, find, run_misused, run_ok, serve, socket, start, status, wait_until},
+    Scratch, Terminal, TestClient, assert_contains,
+    operator::{self, find, run_failing, run_misused, run_ok, serve, socket, start, status, wait_until},
     text,
 };
 
@@ -39,7 +39,9 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
             .args(["--time_based", "--runtime=10m"])
             .arg(format!("--uri={uri}"));
         let load = scope.spawn(|| load.run());
-        wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["throttle-cause"] == "iops-total");
+        wait_until(&scratch, |status| {
+            find(status, "disks", "a")["throttle"]["throttle-cause"] == "iops-total"
+        });
         while !run_ok(&scratch, &["status"]).contains("iops-total\n") {
             assert!(!load.is_finished(), "the throttle cause is missing under load");
         }
@@ -57,8 +59,14 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
         let latency_p99 = disk["rate"]["latency-ns"]["p99"].as_u64();
         assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "a wait is a part of the latency: {disk:#}");
         let idle = find(&status, "disks", "b");
-        assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["throttle-cause"]), (&0.0.into(), &Value::Null));
-        assert_contains(&run_ok(&scratch, &["status"]), &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"]);
+        assert_eq!(
+            (&idle["rate"]["limited"], &idle["throttle"]["throttle-cause"]),
+            (&0.0.into(), &Value::Null)
+        );
+        assert_contains(
+            &run_ok(&scratch, &["status"]),
+            &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"],
+        );
 
         let said = run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
         assert_eq!(said, "a: iops-total: 500 → 1500\n");

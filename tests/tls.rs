@@ -8,7 +8,8 @@ use std::{
 };
 
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, WEIR, Weir, RawNbdClient, assert_contains, pause, qemu_img, qemu_io, text,
+    MIB, RawNbdClient, Scratch, Serve, TestClient, WEIR, Weir, assert_contains, pause, qemu_img, qemu_io,
+    text,
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD, option_header},
 };
 
@@ -308,7 +309,8 @@ fn pre_shared_keys_suffice() {
 #[test]
 fn reload_reads_renewed_credentials_and_keeps_connections() {
     let scratch = Scratch::new();
-    let (old, new) = (CertificateAuthority::new(&scratch, "authority"), CertificateAuthority::new(&scratch, "new"));
+    let (old, new) =
+        (CertificateAuthority::new(&scratch, "authority"), CertificateAuthority::new(&scratch, "new"));
     let control = format!("unix:{}", text(&scratch.socket("qmp")));
     let config = scratch.file(
         "weir.toml",
@@ -359,7 +361,10 @@ fn credentials_that_are_missing_or_unused_are_named() {
     fs::create_dir(&empty).unwrap();
     let serve = |arguments: &[&str]| Serve::new(&scratch).arg("memory:1M").args(arguments);
     let said = serve(&["--tls", "on", "--tls-certificates", text(&empty)]).fails();
-    assert_contains(&said, &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"]);
+    assert_contains(
+        &said,
+        &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"],
+    );
     let said = serve(&["--tls", "on", "--tls-psk", text(&empty.join("keys"))]).fails();
     assert_contains(&said, &["weir: TLS: ", text(&empty.join("keys")), "No such file", "psktool"]);
     assert_contains(&serve(&["--tls", "required"]).rejects_usage(), &["no credentials", "tls-certificates"]);

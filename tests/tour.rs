@@ -5,7 +5,7 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{TestClient, Scratch, WEIR, need, text};
+use crate::harness::{Scratch, TestClient, WEIR, need, text};
 
 /// A shell that leads the session of a pseudo-terminal. `enter` types lines and waits until all of
 /// them have run; `told` is the complete output of the terminal.

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::harness::{TestClient, Scratch, WEIR, assert_contains, text, weir};
+use crate::harness::{Scratch, TestClient, WEIR, assert_contains, text, weir};
 
 const REQUESTS: &str = "time_ns,disk,op,offset,length\n\
                         0,vm1,read,4096,8192\n\
@@ -243,7 +243,10 @@ fn conversion_keeps_absolute_times() {
     let plain = scratch.path("plain.fio-v3");
     fs::write(&plain, "fio version 3 iolog\n5 /f read 0 512\n").unwrap();
     let said = weir(&["trace", "info", "--absolute-time", text(&plain)]).fails();
-    assert_contains(&said, &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"]);
+    assert_contains(
+        &said,
+        &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"],
+    );
 }
 
 const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\

@@ -16,8 +16,8 @@ use nix::{
 use serde_json::Value;
 
 use crate::harness::{
-    TestClient, LoopDevice, MIB, Scratch, Serve, WEIR, script_without_foreign_mounts, assert_contains, nbdsh, need_root, qemu_img, qemu_io,
-    text, wait_for_programs, weir,
+    LoopDevice, MIB, Scratch, Serve, TestClient, WEIR, assert_contains, nbdsh, need_root, qemu_img, qemu_io,
+    script_without_foreign_mounts, text, wait_for_programs, weir,
 };
 
 /// A time budget that no test uses up: each run is interrupted, or fails. It determines the slices.
@@ -182,7 +182,15 @@ fn full_disk_is_reported_and_images_removed() {
     let mount = directory(&scratch);
     let kept = scratch.path("tune.json");
     let printed = TestClient::new("unshare")
-        .args(["--mount", "sh", "-c", &script_without_foreign_mounts(ON_A_DISK_THAT_FILLS_UP), text(&mount), WEIR, text(&kept)])
+        .args([
+            "--mount",
+            "sh",
+            "-c",
+            &script_without_foreign_mounts(ON_A_DISK_THAT_FILLS_UP),
+            text(&mount),
+            WEIR,
+            text(&kept),
+        ])
         .run()
         .stdout();
     assert_contains(&printed, &["cannot be measured to the end", "No space left on device"]);

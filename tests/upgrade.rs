@@ -5,15 +5,15 @@
 //! prints it. Upper bounds of limits are asserted: a slow host only lowers the work.
 
 mod added;
-mod proxy;
 mod bitmaps;
+mod config_differences;
 mod counters;
 mod handover;
-mod identity;
-mod remote;
 mod hostile_front_ends;
+mod identity;
+mod proxy;
+mod remote;
 mod unresponsive_clients;
-mod config_differences;
 
 use std::{
     fs,
@@ -36,7 +36,9 @@ use serde_json::{Value, json};
 use crate::{
     bench::bench,
     fuse::can_mount,
-    harness::{TestClient, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, pause, qemu_img, text, weir},
+    harness::{
+        DEADLINE, MIB, Qmp, Scratch, Serve, TestClient, Weir, nbdsh_command, pause, qemu_img, text, weir,
+    },
     vhost_user::{features, front_end},
 };
 

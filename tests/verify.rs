@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::{
     bench::interrupted,
     harness::{
-        TestClient, DEADLINE, TestOutcome, Scratch, Serve, WEIR, Weir, assert_contains, need,
+        DEADLINE, Scratch, Serve, TestClient, TestOutcome, WEIR, Weir, assert_contains, need,
         operator::{socket, start},
         pause, search_path, text,
     },

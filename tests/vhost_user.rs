@@ -21,8 +21,8 @@ use serde_json::{Value, json};
 use crate::{
     bench::bench,
     harness::{
-        TestClient, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_contains, qemu_img, qemu_io, text, poll_until,
-        weir_image,
+        DEADLINE, MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, poll_until, qemu_img, qemu_io,
+        text, weir_image,
     },
 };
 
@@ -41,7 +41,12 @@ fn number(front_end: &mut UnixStream, code: u32) -> u64 {
 }
 
 /// Sends a message with numbers as its payload, and a file descriptor.
-pub(crate) fn send_with_descriptor(front_end: &UnixStream, code: u32, numbers: &[u64], file: &File) -> nix::Result<()> {
+pub(crate) fn send_with_descriptor(
+    front_end: &UnixStream,
+    code: u32,
+    numbers: &[u64],
+    file: &File,
+) -> nix::Result<()> {
     let payload: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
     let message = [[code, 1, payload.len() as u32].map(u32::to_le_bytes).concat(), payload].concat();
     let descriptors = [file.as_raw_fd()];
@@ -344,7 +349,10 @@ fn invalid_vhost_user_exports_fail_the_start() {
     for check in [&[][..], &["--check"]] {
         let serve = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &socket]);
         let said = serve.args(check).fails();
-        assert_contains(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
+        assert_contains(
+            &said,
+            &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"],
+        );
     }
     assert!(!scratch.path("vm").exists());
 

@@ -2,7 +2,7 @@
 //! message" of the specification.
 
 use crate::harness::{
-    MIB, Scratch, Serve, Weir, RawNbdClient, pattern, text,
+    MIB, RawNbdClient, Scratch, Serve, Weir, pattern, text,
     wire::{
         CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES, EINVAL, ENOSPC, EPERM,
         FLAG_FUA, FLAG_PAYLOAD_LEN, FLAG_REQ_ONE, OPT_EXTENDED_HEADERS, OPT_STRUCTURED_REPLY, RawNbdRequest,

@@ -15,8 +15,8 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use super::{Attachment, attach, command, is_mounted, mountable, name, disk_sequence, wait_until_removed};
-use crate::harness::{TestClient, MIB, Scratch, WEIR, assert_contains, children, need_root, text, weir};
+use super::{Attachment, attach, command, disk_sequence, is_mounted, mountable, name, wait_until_removed};
+use crate::harness::{MIB, Scratch, TestClient, WEIR, assert_contains, children, need_root, text, weir};
 
 #[test]
 fn killed_attach_leaves_all_or_nothing() {

@@ -14,7 +14,9 @@ use nix::{
 use serde_json::{Value, json};
 
 use super::{Attachment, attach, command, name, place};
-use crate::harness::{TestClient, MIB, Scratch, WEIR, script_without_foreign_mounts, assert_contains, need_root, text, weir};
+use crate::harness::{
+    MIB, Scratch, TestClient, WEIR, assert_contains, need_root, script_without_foreign_mounts, text, weir,
+};
 
 #[test]
 fn stopped_keeper_is_named_and_killed_by_force() {

@@ -5,7 +5,7 @@ use std::fs;
 use nix::sys::signal::{Signal, kill};
 
 use super::{Attachment, attach, is_mounted, mountable, name};
-use crate::harness::{TestClient, MIB, Scratch, Serve, assert_contains, need_root, text, weir};
+use crate::harness::{MIB, Scratch, Serve, TestClient, assert_contains, need_root, text, weir};
 
 /// More data than the kernel writes back at once; nothing has flushed it.
 fn content() -> Vec<u8> {

@@ -4,8 +4,8 @@ use std::{fs, path::Path};
 
 use nix::sys::signal::Signal;
 
-use super::{EtcdServer, ClusterTestHost, until};
-use crate::harness::{TestClient, Scratch, WEIR, assert_contains, text};
+use super::{ClusterTestHost, EtcdServer, until};
+use crate::harness::{Scratch, TestClient, WEIR, assert_contains, text};
 
 #[test]
 fn changed_password_is_reported_and_reloaded() {
@@ -38,7 +38,10 @@ fn changed_password_is_reported_and_reloaded() {
         &TestClient::new(WEIR).args(["check-config", text(&file)]).fails(),
         &["permission denied", "a role that reads and writes /weir/v1/lab/"],
     );
-    assert_contains(&ClusterTestHost::serve(&place, &file, &place.socket("control")).fails(), &["permission denied"]);
+    assert_contains(
+        &ClusterTestHost::serve(&place, &file, &place.socket("control")).fails(),
+        &["permission denied"],
+    );
     let more = format!("user = \"weir\"\npassword-file = \"{}\"", text(&password));
     let file = ClusterTestHost::config(&place, "x", &etcd.url(), &more);
     let socket = place.socket("control");

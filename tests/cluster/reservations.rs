@@ -5,7 +5,7 @@ use std::{fs, iter, thread};
 
 use serde_json::json;
 
-use super::{EtcdServer, ClusterTestHost, leader_of, until};
+use super::{ClusterTestHost, EtcdServer, leader_of, until};
 use crate::harness::{Qmp, Scratch, assert_contains};
 
 #[test]
@@ -134,7 +134,8 @@ fn start_succeeds_with_an_unmet_reservation() {
     // Once there is room, the reservation comes into force without a command.
     let mut events = Qmp::negotiated(&b.control);
     a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
-    let made = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "reservation_in_force");
+    let made =
+        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "reservation_in_force");
     assert_eq!(made.unwrap()["data"]["iops-reservation"], 1500);
     assert_eq!(reservation_of(&b), (Some(1500), None));
     assert!(at_etcd("b").contains("[1500,0]"));
@@ -157,9 +158,12 @@ fn reservation_of_a_stopped_host_is_kept() {
     b.restart();
     until("both have joined", || [&a, &b].iter().all(|host| host.cluster()["joined"] == true));
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    let by = |host: &ClusterTestHost, name: &str| host.cluster()["groups"][0]["reserved-by"][name]["iops"].as_u64();
+    let by = |host: &ClusterTestHost, name: &str| {
+        host.cluster()["groups"][0]["reserved-by"][name]["iops"].as_u64()
+    };
     until("both reservations are published", || by(&b, "a") == Some(2000) && by(&a, "b") == Some(500));
-    let raise = |host: &ClusterTestHost, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
+    let raise =
+        |host: &ClusterTestHost, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
     for is_crash in [false, true] {
         let weir = a.weir.take().unwrap();
         if is_crash {

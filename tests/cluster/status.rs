@@ -2,7 +2,7 @@
 
 use nix::sys::signal::Signal;
 
-use super::{EtcdServer, ClusterTestHost, leader_of, until};
+use super::{ClusterTestHost, EtcdServer, leader_of, until};
 use crate::harness::Scratch;
 
 #[test]

@@ -229,7 +229,8 @@ impl FuseServerShared {
                 Ok(u32_bytes(&[read_u32(body, 16), 0]))
             }
             STATFS => {
-                Ok([u64_bytes(&[9999, 9999, 9999, 9, 9]), u32_bytes(&[4096, 255, 4096, 0]), vec![0; 24]].concat())
+                Ok([u64_bytes(&[9999, 9999, 9999, 9, 9]), u32_bytes(&[4096, 255, 4096, 0]), vec![0; 24]]
+                    .concat())
             }
             // F_UNLCK: no conflicting lock.
             GETLK => Ok([u64_bytes(&[0, 0]), u32_bytes(&[2, 0])].concat()),

@@ -4,7 +4,7 @@ use std::{path::Path, time::Instant};
 
 use serde_json::Value;
 
-use super::{TestClient, DEADLINE, Scratch, Serve, Weir, pause, scratch::text, weir};
+use super::{DEADLINE, Scratch, Serve, TestClient, Weir, pause, scratch::text, weir};
 
 pub(crate) fn socket(scratch: &Scratch) -> String {
     format!("unix:{}", text(&scratch.socket("qmp")))

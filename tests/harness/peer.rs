@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{TestClient, Scratch, WEIR, need, text};
+use super::{Scratch, TestClient, WEIR, need, text};
 
 /// Environment of the scripts: `S` is a path for the socket; `ended PID` waits for the end of a
 /// process; `stop` ends the process whose PID is in the file `pid`; `about` prints an export's
@@ -54,8 +54,15 @@ fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> S
     }
     let variables = [format!("S={}", text(&scratch.socket("s"))), format!("TMPDIR={}", text(&files))];
     let client = TestClient::new("env").args(variables).args(["bash", "-c", &format!("{PRELUDE}{script}")]);
-    let outcome = client.describing(if ours { "weir" } else { "QEMU" }).inside(&files).with_path(&programs).run();
-    ScriptRun { code: outcome.code(), printed: outcome.stdout(), said: outcome.stderr(), files, _scratch: scratch }
+    let outcome =
+        client.describing(if ours { "weir" } else { "QEMU" }).inside(&files).with_path(&programs).run();
+    ScriptRun {
+        code: outcome.code(),
+        printed: outcome.stdout(),
+        said: outcome.stderr(),
+        files,
+        _scratch: scratch,
+    }
 }
 
 /// Asserts that both print the same, end with the same status and leave the same `disk.raw`;

@@ -99,7 +99,12 @@ impl Qmp {
 
     /// Sends a command with a descriptor; returns the reply.
     #[track_caller]
-    pub(crate) fn command_with_descriptor(&mut self, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
+    pub(crate) fn command_with_descriptor(
+        &mut self,
+        descriptor: impl AsFd,
+        command: &str,
+        arguments: &Value,
+    ) -> Value {
         let line = json!({ "execute": command, "arguments": arguments }).to_string();
         let descriptors = [descriptor.as_fd().as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&descriptors)];

@@ -136,8 +136,10 @@ fn gather(mut screen: File, drawn: &(Mutex<RecordedScreens>, Condvar)) {
         // EIO: the slave side was closed.
         let read = screen.read(&mut buffer).unwrap_or(0);
         terminal.process(&buffer[..read]);
-        let shown =
-            ScreenContents { text: terminal.screen().contents(), is_own: terminal.screen().alternate_screen() };
+        let shown = ScreenContents {
+            text: terminal.screen().contents(),
+            is_own: terminal.screen().alternate_screen(),
+        };
         let mut gathered = drawn.0.lock().expect("no holder panics");
         if gathered.screens.last() != Some(&shown) {
             gathered.screens.push(shown);

@@ -221,7 +221,8 @@ impl RawNbdClient {
     #[track_caller]
     pub(crate) fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>, u32> {
         // The cookie is the offset, so that the reply can be checked without state.
-        let request = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: offset, offset, length: length.into() };
+        let request =
+            RawNbdRequest { flags: 0, kind: CMD_READ, cookie: offset, offset, length: length.into() };
         self.request(request, &[]);
         match self.simple_reply() {
             (0, cookie) => {

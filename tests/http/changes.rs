@@ -53,16 +53,11 @@ fn changes_are_atomic_and_need_the_token() {
     let long = format!("{{\"iops-total\": 1{}}}", " ".repeat(64 << 10));
     assert!(daemon.send("PATCH", of_group, &head, &long).error(413).contains("longer than 16384"));
     assert!(
-        daemon
-            .change("/api/v1/groups/memory/limits", TOKEN, &json!({}))
-            .error(404)
-            .contains("group memory")
+        daemon.change("/api/v1/groups/memory/limits", TOKEN, &json!({})).error(404).contains("group memory")
     );
     let said = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").error(401);
     assert!(said.contains("a token is required"), "{said}");
-    assert!(
-        daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).error(403).contains("is wrong")
-    );
+    assert!(daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).error(403).contains("is wrong"));
     assert_eq!(limits(), before);
     // An empty change succeeds, which verifies the token.
     assert_eq!(daemon.change(of_disk, TOKEN, &json!({})).json()["name"], "memory");
@@ -173,7 +168,8 @@ fn previews_are_serialized_and_change_nothing() {
     assert_eq!((&none["requests"], &none["now"], &none["then"]), (&json!(0), &json!(null), &json!(null)));
     daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
     // The recorder processes the requests with a delay.
-    let said = poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
+    let said =
+        poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
     // The reported period is not longer than the daemon has run.
     let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
     assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");

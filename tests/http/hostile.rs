@@ -8,7 +8,8 @@ use crate::{harness::assert_contains, tls::CertificateAuthority};
 #[test]
 fn cross_origin_requests_are_rejected() {
     let scratch = Scratch::new();
-    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--http-name", "weir.example.org"]));
+    let daemon =
+        HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--http-name", "weir.example.org"]));
     let path = "/api/v1/overview";
     for host in ["evil.example.org", "weir.example.org.evil", ""] {
         let said = daemon.send("GET", path, &format!("Host: {host}\r\n"), "").error(421);

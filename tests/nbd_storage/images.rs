@@ -84,7 +84,11 @@ fn read_only_export_is_rejected_for_writing() {
 fn old_uri_forms_match_qemu_img() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.sparse("disk.raw", MIB), scratch.path("nbd.sock"));
-    let _server = BackgroundNbdServer::qemu_nbd(&scratch, &socket, &["-f", "raw", "-x", "disk a", "-e", "4", text(&disk)]);
+    let _server = BackgroundNbdServer::qemu_nbd(
+        &scratch,
+        &socket,
+        &["-f", "raw", "-x", "disk a", "-e", "4", text(&disk)],
+    );
     let name = format!("nbd:unix:{}:exportname=disk a", text(&socket));
     for info in [qemu_img(["info", "--output=json", &name]), weir_image(&["info", "--output=json", &name])] {
         assert_eq!(info.json()["virtual-size"], MIB);

@@ -48,8 +48,14 @@ struct ScriptedServerBehaviour {
     breaks: Option<u16>,
 }
 
-const ORDINARY: ScriptedServerBehaviour =
-    ScriptedServerBehaviour { flags: USUAL, size: MIB, blocks: [1, 4096, 32 << 20], refuses: None, holds: None, breaks: None };
+const ORDINARY: ScriptedServerBehaviour = ScriptedServerBehaviour {
+    flags: USUAL,
+    size: MIB,
+    blocks: [1, 4096, 32 << 20],
+    refuses: None,
+    holds: None,
+    breaks: None,
+};
 
 #[derive(Default)]
 struct ScriptedServerState {
@@ -76,7 +82,10 @@ impl ScriptedServerShared {
         self.state.lock().unwrap()
     }
 
-    fn wait_until(&self, mut is_so: impl FnMut(&mut ScriptedServerState) -> bool) -> MutexGuard<'_, ScriptedServerState> {
+    fn wait_until(
+        &self,
+        mut is_so: impl FnMut(&mut ScriptedServerState) -> bool,
+    ) -> MutexGuard<'_, ScriptedServerState> {
         let waiting = self.changed.wait_timeout_while(self.lock(), DEADLINE, |state| !is_so(state));
         let (state, waited) = waiting.unwrap();
         assert!(!waited.timed_out(), "the condition did not become true");
@@ -95,8 +104,10 @@ impl ScriptedNbdServer {
     fn start(at: &Path, disk: Vec<u8>, ways: ScriptedServerBehaviour) -> Self {
         let _ = fs::remove_file(at);
         let listener = UnixListener::bind(at).unwrap();
-        let shared =
-            Arc::new(ScriptedServerShared { state: Mutex::new(ScriptedServerState { disk, ..ScriptedServerState::default() }), ..ScriptedServerShared::default() });
+        let shared = Arc::new(ScriptedServerShared {
+            state: Mutex::new(ScriptedServerState { disk, ..ScriptedServerState::default() }),
+            ..ScriptedServerShared::default()
+        });
         let there = Arc::clone(&shared);
         let listening = thread::spawn(move || {
             let mut serving = Vec::new();
@@ -129,7 +140,11 @@ impl ScriptedNbdServer {
 }
 
 /// Serves a connection until it ends.
-fn serve(mut stream: UnixStream, shared: &ScriptedServerShared, ways: ScriptedServerBehaviour) -> std::io::Result<()> {
+fn serve(
+    mut stream: UnixStream,
+    shared: &ScriptedServerShared,
+    ways: ScriptedServerBehaviour,
+) -> std::io::Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
     stream.read_exact(&mut [0; 4])?;
     loop {
@@ -164,7 +179,12 @@ fn serve(mut stream: UnixStream, shared: &ScriptedServerShared, ways: ScriptedSe
     outcome
 }
 
-fn answer(stream: &mut UnixStream, shared: &ScriptedServerShared, ways: ScriptedServerBehaviour, number: usize) -> std::io::Result<()> {
+fn answer(
+    stream: &mut UnixStream,
+    shared: &ScriptedServerShared,
+    ways: ScriptedServerBehaviour,
+    number: usize,
+) -> std::io::Result<()> {
     loop {
         let mut header = [0; 28];
         stream.read_exact(&mut header)?;
@@ -218,7 +238,8 @@ fn rejected_after_reconnect(command: u16, errno: u32, request: &str, name: &str)
     let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
     let ways = ScriptedServerBehaviour { flags: USUAL | FAST_ZERO, ..ORDINARY };
-    let first = ScriptedNbdServer::start(&at, empty, ScriptedServerBehaviour { holds: Some(command), ..ways });
+    let first =
+        ScriptedNbdServer::start(&at, empty, ScriptedServerBehaviour { holds: Some(command), ..ways });
     let weir = waiting(&scratch, &at, &[]);
     let script = format!(
         "import errno\nh.flush()\ntry:\n    {request}\n    raise SystemExit('it was not refused')\n\
@@ -228,7 +249,11 @@ fn rejected_after_reconnect(command: u16, errno: u32, request: &str, name: &str)
         let asking = scope.spawn(|| weir.nbdsh("front", &script));
         drop(first.shared.wait_until(|state| state.held.is_some()));
         let disk = first.stop();
-        let second = ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { refuses: Some((command, errno)), ..ways });
+        let second = ScriptedNbdServer::start(
+            &at,
+            disk,
+            ScriptedServerBehaviour { refuses: Some((command, errno)), ..ways },
+        );
         asking.join().expect("only this request fails");
         second
     });
@@ -247,7 +272,8 @@ fn resent_request_that_fails_affects_only_its_client() {
 fn request_that_breaks_every_connection_fails() {
     let (scratch, disk) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
-    let server = ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { breaks: Some(READ), ..ORDINARY });
+    let server =
+        ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { breaks: Some(READ), ..ORDINARY });
     let weir = in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--reconnect-delay", "2s"]);
     let refused = "import errno\ntry:\n    h.pread(4096, 0)\n    raise SystemExit('it was answered')\n\
                    except nbd.Error as e:\n    assert e.errnum == errno.EIO, e";
@@ -264,7 +290,11 @@ fn request_that_breaks_every_connection_fails() {
 fn eshutdown_reconnects_to_the_next_server() {
     let (scratch, disk) = (Scratch::new(), vec![7; MIB as usize]);
     let at = scratch.socket("back");
-    let leaving = ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { refuses: Some((READ, 108)), ..ORDINARY });
+    let leaving = ScriptedNbdServer::start(
+        &at,
+        disk,
+        ScriptedServerBehaviour { refuses: Some((READ, 108)), ..ORDINARY },
+    );
     let weir = waiting(&scratch, &at, &[]);
     let second = thread::scope(|scope| {
         let reading = scope.spawn(|| weir.nbdsh("front", "assert h.pread(4096, 0) == b'\\x07' * 4096"));
@@ -285,7 +315,11 @@ fn acknowledged_writes_wait_for_a_server_that_accepts_them() {
     let weir = waiting(&scratch, &at, &[]);
     weir.nbdsh("front", "h.pwrite(b'a' * 4096, 0)");
     first.stop();
-    let second = ScriptedNbdServer::start(&at, empty.clone(), ScriptedServerBehaviour { refuses: Some((WRITE, 28)), ..ORDINARY });
+    let second = ScriptedNbdServer::start(
+        &at,
+        empty.clone(),
+        ScriptedServerBehaviour { refuses: Some((WRITE, 28)), ..ORDINARY },
+    );
     weir.wait_for_log("it rejects the replay of unflushed writes that it had acknowledged");
     is_connected(&scratch, false);
     second.stop();
@@ -305,7 +339,11 @@ fn smaller_maximum_after_a_reconnect_splits_requests() {
     first.stop();
     // The second server has an empty disk, and does not support write zeroes.
     let flags = USUAL & !(1 << 6);
-    let second = ScriptedNbdServer::start(&at, empty, ScriptedServerBehaviour { flags, blocks: [1, 4096, 64 << 10], ..ORDINARY });
+    let second = ScriptedNbdServer::start(
+        &at,
+        empty,
+        ScriptedServerBehaviour { flags, blocks: [1, 4096, 64 << 10], ..ORDINARY },
+    );
     weir.nbdsh(
         "front",
         "assert h.pread(262144, 4096) == b'a' * 262144\nh.pwrite(b'b' * 262144, 500000)\nh.zero(100000, 5000)\n\
@@ -326,10 +364,26 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
     let mut server = ScriptedNbdServer::start(&at, disk.clone(), ORDINARY);
     let weir = waiting(&scratch, &at, &[]);
     for (byte, ways, why) in [
-        ('a', ScriptedServerBehaviour { flags: USUAL & !WITH_FLUSH, ..ORDINARY }, "it no longer supports flushes"),
-        ('b', ScriptedServerBehaviour { flags: USUAL | READ_ONLY, ..ORDINARY }, "the export is read-only now"),
-        ('c', ScriptedServerBehaviour { size: MIB - 4096, ..ORDINARY }, "the export has 1044480 bytes now, but the disk has 1048576"),
-        ('d', ScriptedServerBehaviour { blocks: [512, 4096, 1 << 20], ..ORDINARY }, "its minimum block is 512 bytes now"),
+        (
+            'a',
+            ScriptedServerBehaviour { flags: USUAL & !WITH_FLUSH, ..ORDINARY },
+            "it no longer supports flushes",
+        ),
+        (
+            'b',
+            ScriptedServerBehaviour { flags: USUAL | READ_ONLY, ..ORDINARY },
+            "the export is read-only now",
+        ),
+        (
+            'c',
+            ScriptedServerBehaviour { size: MIB - 4096, ..ORDINARY },
+            "the export has 1044480 bytes now, but the disk has 1048576",
+        ),
+        (
+            'd',
+            ScriptedServerBehaviour { blocks: [512, 4096, 1 << 20], ..ORDINARY },
+            "its minimum block is 512 bytes now",
+        ),
     ] {
         weir.nbdsh("front", &format!("h.pwrite(b'{byte}' * 4096, 0)"));
         // A server like the first one, without the data that was not flushed.
@@ -339,7 +393,11 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
         is_connected(&scratch, false);
         assert_eq!(unfit.shared.lock().asked, 0, "{why}");
         unfit.stop();
-        server = ScriptedNbdServer::start(&at, disk.clone(), ScriptedServerBehaviour { size: 2 * MIB, ..ORDINARY });
+        server = ScriptedNbdServer::start(
+            &at,
+            disk.clone(),
+            ScriptedServerBehaviour { size: 2 * MIB, ..ORDINARY },
+        );
         server.shared.lock().disk.resize(2 * MIB as usize, 0);
         weir.nbdsh("front", &format!("assert h.pread(4096, 0) == b'{byte}' * 4096\nh.flush()"));
         disk = server.stop();
@@ -392,7 +450,11 @@ fn tiny_maximum_is_rejected_and_a_small_one_is_cheap() {
     let scratch = Scratch::new();
     let at = scratch.socket("back");
     for most in [1, 512, 2048] {
-        let server = ScriptedNbdServer::start(&at, vec![0; MIB as usize], ScriptedServerBehaviour { blocks: [1, 1, most], ..ORDINARY });
+        let server = ScriptedNbdServer::start(
+            &at,
+            vec![0; MIB as usize],
+            ScriptedServerBehaviour { blocks: [1, 1, most], ..ORDINARY },
+        );
         let said = Serve::new(&scratch).args(["-f", "raw"]).arg(uri(&at, "")).fails();
         assert_contains(&said, &["its maximum payload is smaller than 4096 bytes"]);
         server.stop();
@@ -461,7 +523,11 @@ fn open_waits_for_a_late_server() {
 fn removal_reports_pending_writes() {
     let scratch = Scratch::new();
     let at = scratch.socket("back");
-    let server = ScriptedNbdServer::start(&at, vec![0; MIB as usize], ScriptedServerBehaviour { holds: Some(FLUSH), ..ORDINARY });
+    let server = ScriptedNbdServer::start(
+        &at,
+        vec![0; MIB as usize],
+        ScriptedServerBehaviour { holds: Some(FLUSH), ..ORDINARY },
+    );
     let weir = waiting(&scratch, &at, &["memory:1M", "--name", "back"]);
     weir.nbdsh("back", "h.pwrite(b'a' * 4096, 0)");
     let remove = |disk: &str| {

@@ -12,8 +12,8 @@ use serde_json::json;
 
 use super::{BackgroundNbdServer, half_filled, uri};
 use crate::harness::{
-    TestClient, MIB, Scratch, Serve, WEIR, Weir, assert_contains,
-    operator::{run_failing, find, run_ok, run_json, serve, socket, status, wait_until},
+    MIB, Scratch, Serve, TestClient, WEIR, Weir, assert_contains,
+    operator::{find, run_failing, run_json, run_ok, serve, socket, status, wait_until},
     text, weir,
 };
 
@@ -59,7 +59,10 @@ fn unavailable_disk_opens_later_with_the_current_config() {
     let told = status(&scratch, "0");
     assert!(find(&told, "unavailable", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
     assert_contains(&run_ok(&scratch, &["status", "far"]), &["UNAVAILABLE", "far", "no response yet"]);
-    assert_contains(&weir.wait_for_log("disk_unavailable"), &["disk far: ", "does not answer; everything else is served meanwhile"]);
+    assert_contains(
+        &weir.wait_for_log("disk_unavailable"),
+        &["disk far: ", "does not answer; everything else is served meanwhile"],
+    );
     // The name is reserved, and commands for the unavailable disk explain why they fail.
     let late = ["is not available yet", "weir status"];
     assert_contains(&run_failing(&scratch, &["throttle", "far", "--iops-total", "5"]), &late);
@@ -70,7 +73,10 @@ fn unavailable_disk_opens_later_with_the_current_config() {
     assert_contains(&run_failing(&scratch, &["group", "remove", "gold"]), &["far is in it"]);
     // A reload applies to all other disks, and to the settings that the unavailable disk will have.
     assert_contains(&run_ok(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
-    write(&scratch, &format!("{}[disk.more]\nimage = \"memory:1M\"\n", unavailable_disk(&scratch, "iops-total = 2000")));
+    write(
+        &scratch,
+        &format!("{}[disk.more]\nimage = \"memory:1M\"\n", unavailable_disk(&scratch, "iops-total = 2000")),
+    );
     let changes = run_json(&scratch, &["reload", "--json"]);
     let disks = changes.as_array().unwrap().iter().filter(|change| change["kind"] == "disk");
     let disks: Vec<_> = disks.map(|change| (change["name"].clone(), change["change"].clone())).collect();
@@ -232,7 +238,11 @@ fn reload_does_not_wait_for_an_unavailable_disk() {
     assert_contains(&run_ok(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
     assert_contains(&run_ok(&scratch, &["reload"]), &["gold", "far", "its image is not available yet"]);
     weir.wait_for_log("disk_unavailable");
-    fs::write(&file, format!("{at_start}{}[disk.more]\nimage = \"memory:1M\"\n", unavailable_disk(&scratch, ""))).unwrap();
+    fs::write(
+        &file,
+        format!("{at_start}{}[disk.more]\nimage = \"memory:1M\"\n", unavailable_disk(&scratch, "")),
+    )
+    .unwrap();
     assert_contains(&run_ok(&scratch, &["reload"]), &["more", "added", "its image is not available yet"]);
     fs::write(&file, &at_start).unwrap();
     assert_contains(&run_ok(&scratch, &["reload"]), &["removed"]);

@@ -63,7 +63,11 @@ pub(super) fn templates(directory: &Path) -> Vec<ImageTemplate> {
     let base: Vec<u8> = (0..300_u32 << 10).map(|at| 0x80 | (at >> 9) as u8).collect();
     fs::write(directory.join(BASE), base).expect("the directory is ours");
     fs::write(directory.join(KEY), "abc").expect("the directory is ours");
-    KINDS.iter().enumerate().map(|(number, kind)| ImageTemplate::new(directory, number as u64, *kind)).collect()
+    KINDS
+        .iter()
+        .enumerate()
+        .map(|(number, kind)| ImageTemplate::new(directory, number as u64, *kind))
+        .collect()
 }
 
 fn number(text: &str) -> u64 {

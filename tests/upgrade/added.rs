@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use super::{UpgradedDaemon, control};
 use crate::{
     harness::{
-        TestClient, MIB, Qmp, Scratch, assert_contains, create_encrypted, nbdsh_command, qemu_img, qemu_io, text,
-        weir,
+        MIB, Qmp, Scratch, TestClient, assert_contains, create_encrypted, nbdsh_command, qemu_img, qemu_io,
+        text, weir,
     },
     machines::{features, front_end},
 };
@@ -92,7 +92,10 @@ fn added_disks_groups_and_exports_are_transferred() {
         if turn < 2 {
             current = house.upgrade(current).0;
             let line = current.wait_for_log("taken over although no config has it");
-            assert_contains(&line, &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"]);
+            assert_contains(
+                &line,
+                &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"],
+            );
             // The ready line of the new process lists them for waiting programs.
             let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
             assert_contains(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
@@ -129,7 +132,8 @@ fn added_disks_groups_and_exports_are_transferred() {
 fn added_disks_with_access_rules_and_groups_with_names_of_a_config_are_transferred() {
     let scratch = Scratch::new();
     let [first, second] = ["first.raw", "second.raw"].map(|name| scratch.sparse(name, MIB));
-    let house = UpgradedDaemon { on_tcp: true, ..UpgradedDaemon::new(scratch, &[text(&first), "--format", "raw"]) };
+    let house =
+        UpgradedDaemon { on_tcp: true, ..UpgradedDaemon::new(scratch, &[text(&first), "--format", "raw"]) };
     let current = house.serve().start();
     // Unlike identifiers of QEMU, which begin with a letter.
     prints(&house, &["group", "add", "7-gold", "--iops-total", "4000"]);
@@ -174,7 +178,10 @@ fn untransferable_additions_are_named_with_a_remedy() {
     let node = json!({"driver": "file", "node-name": "f", "filename": "/dev/fdset/1"});
     qmp.command("blockdev-add", node);
     drop(qmp);
-    assert_contains(&house.new_process().fails(), &["disk f", "its file was passed to the old process by add-fd"]);
+    assert_contains(
+        &house.new_process().fails(),
+        &["disk f", "its file was passed to the old process by add-fd"],
+    );
     daemon.stop();
 }
 

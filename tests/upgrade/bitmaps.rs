@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{CONTINUES, UpgradedDaemon, between::UpgradeStep};
 use crate::{
-    harness::{TestClient, Scratch, Serve, nbdsh_command, qemu_img, text, weir_image},
+    harness::{Scratch, Serve, TestClient, nbdsh_command, qemu_img, text, weir_image},
     qcow2_bitmaps::map_of,
 };
 

@@ -30,7 +30,10 @@ fn differences_from_the_config_are_logged() {
     let why = format!(", as {} has it (a change that is to stay needs --save)", text(&file));
     assert_contains(&current.wait_for_log("group gold: "), &[&format!("iops-total 2000 → 1000{why}")]);
     let said = current.wait_for_log("disk a: ");
-    assert_contains(&said, &["disk a: prefetch off → auto, bps-read none → 10M, iops-write 500 → none", &why]);
+    assert_contains(
+        &said,
+        &["disk a: prefetch off → auto, bps-read none → 10M, iops-write 500 → none", &why],
+    );
     for name in ["disk b: ", "disk c: "] {
         assert!(!current.log_text().contains(name), "{}", current.log_text());
     }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::UpgradedDaemon;
 use crate::{
     bench::bench,
-    harness::{TestClient, Qmp, Scratch, qemu_img, text, poll_until},
+    harness::{Qmp, Scratch, TestClient, poll_until, qemu_img, text},
 };
 
 /// Prefixes of counters that restart: of the process, its threads, and caches that are empty.
@@ -70,7 +70,8 @@ fn counters_and_events_survive() {
     bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", &format!("vhost-user:{}", text(&socket))).succeeds();
     bench("-c 1000 -d 32 -s 4K", &current.uri("disk")).succeeds();
     current.nbdsh("disk", "try:\n h.pread(512, 8 << 20)\nexcept nbd.Error: pass\nelse: assert False");
-    let told = |house: &UpgradedDaemon| Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
+    let told =
+        |house: &UpgradedDaemon| Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
     for _ in 0..3 {
         // A page may be outdated, so wait for two equal ones.
         let before = poll_until(|| {

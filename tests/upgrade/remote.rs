@@ -11,8 +11,8 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{FORMAT, CONTINUES, UpgradedDaemon, UpgradePeer, between::UpgradeStep, control, load};
-use crate::harness::{TestClient, MIB, Scratch, Serve, need, pause, qemu_img, text, weir};
+use super::{CONTINUES, FORMAT, UpgradePeer, UpgradedDaemon, between::UpgradeStep, control, load};
+use crate::harness::{MIB, Scratch, Serve, TestClient, need, pause, qemu_img, text, weir};
 
 #[test]
 fn remote_disk_changes_its_connection() {
@@ -85,7 +85,8 @@ fn server_without_multi_conn_prevents_the_upgrade() {
     // Without a flush, another connection need not see an acknowledged write.
     for cache in ["unsafe", "writeback"] {
         let server = back.uri("back");
-        let house = UpgradedDaemon::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
+        let house =
+            UpgradedDaemon::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
         let first = house.serve().start();
         first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
         if cache == "unsafe" {
@@ -102,7 +103,8 @@ fn server_without_multi_conn_prevents_the_upgrade() {
             house.upgrade(first).0.stop();
         }
     }
-    let server = NbdkitServer::start(&scratch, &["--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"]);
+    let server =
+        NbdkitServer::start(&scratch, &["--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"]);
     let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
     let said = house.new_process().fails();
@@ -207,7 +209,8 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
     let bad = scratch.path("bad");
     let while_bad = format!("error-file={}", text(&bad));
     let fails = ["error-pread=EIO", "error-pread-rate=100%", &while_bad];
-    let server = NbdkitServer::start(&scratch, &[&["--filter=error", "file", text(&image)], &fails[..]].concat());
+    let server =
+        NbdkitServer::start(&scratch, &[&["--filter=error", "file", text(&image)], &fails[..]].concat());
     let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
     let first = house.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 65536, 0)");

@@ -42,7 +42,7 @@ pub struct ResizeArgs {
     #[command(flatten)]
     subject: ImageArg,
     /// New size, a multiple of 512 bytes; with + or -, the difference to the current size
-    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
+    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = parse_size_change)]
     size: SizeChange,
     /// Preallocation of the added part: off, metadata (only qcow2), falloc or full
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = create::preallocation_mode)]

@@ -82,7 +82,7 @@ pub enum NotMounted {
     #[error("{0}: users other than root need {HELPER} to mount: {1} (install the package fuse3)")]
     NoHelper(PathBuf, io::Error),
     /// The helper failed.
-    #[error("{path}: {HELPER} refuses to mount: {said}{remedy}")]
+    #[error("{path}: {HELPER} refuses to mount: {stderr}{remedy}")]
     HelperRefuses {
         /// The file.
         path: PathBuf,
