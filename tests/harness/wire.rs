@@ -139,7 +139,7 @@ impl RawNbdClient {
     #[track_caller]
     pub(crate) fn negotiated_extended(socket: &Path, export: &str) -> (Self, u64) {
         let mut wire = Self::greet(socket);
-        // Metadata contexts require extended headers (or structured replies) to be negotiated first.
+        // Metadata contexts require extended headers (or structured replies) first.
         assert_eq!(wire.option(OPT_EXTENDED_HEADERS, &[]), [(REP_ACK, vec![])]);
         let query = [string(export), 1_u32.to_be_bytes().to_vec(), string("base:allocation")].concat();
         let answers = wire.option(OPT_SET_META_CONTEXT, &query);

@@ -50,10 +50,10 @@ pub trait EndpointServer {
     /// True if a client was ever connected.
     fn has_served(&self) -> bool;
     /// Checks the disk's size again, which may have changed.
-    fn look_at_size(&self);
+    fn refresh_size(&self);
     /// Stops accepting clients and lets requests in flight complete.
     fn close(&self);
-    /// As [`Attended::close`], at the end of this process: a device in use may wait for its next
+    /// As [`EndpointServer::close`], at the end of this process: a device in use may wait for its next
     /// server.
     fn hand_over(&self) {
         self.close();
@@ -67,7 +67,7 @@ pub trait EndpointServer {
     fn count_on(&self, before: &ExportCounters);
 }
 
-/// Implements [`Attended`] for a server by its methods of the same names. The counters, and whether
+/// Implements [`EndpointServer`] for a server by its methods of the same names. The counters, and whether
 /// a device can outlive the process, differ between servers.
 macro_rules! attended {
     ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
@@ -80,15 +80,15 @@ macro_rules! attended {
                 <$server>::has_served(self)
             }
 
-            fn look_at_size(&self) {
-                <$server>::look_at_size(self);
+            fn refresh_size(&self) {
+                <$server>::refresh_size(self);
             }
 
             fn close(&self) {
                 <$server>::close(self);
             }
 
-            $(fn $leave(&self) {
+            $(fn hand_over(&self) {
                 <$server>::$leave(self);
             })?
 

@@ -10,7 +10,7 @@ use settings::NbdDeviceConfig;
 use super::{EndpointOptions, ExportEndpoint, HostEndpoint, TransferredEndpoint, attended, data_identity};
 
 // No counters to restore: all of them are current values.
-attended!(NbdDeviceServer, counters, |_, _| {}, hand_over);
+attended!(NbdDeviceServer, counters, |_, _| {}, leave);
 
 pub(super) async fn open(
     settings: &NbdDeviceConfig,

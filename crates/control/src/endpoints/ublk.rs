@@ -10,7 +10,7 @@ use storage::CacheMode;
 
 use super::{EndpointOptions, ExportEndpoint, HostEndpoint, TransferredEndpoint, attended};
 
-attended!(UblkServer, counters, add_counts, hand_over);
+attended!(UblkServer, counters, add_counts, leave);
 
 /// Creates the device, or recovers the orphaned device that an earlier process left for this image.
 pub(super) async fn open(

@@ -16,7 +16,8 @@ use super::{
     arguments::QmpArguments,
     error::{QmpError, QmpErrorClass},
     json::excerpt,
-    server::{CommandExecutor, CommandResult, RunningCommand},
+    server::{CommandExecutor, RunningCommand},
+    session::CommandResult,
 };
 use crate::registry::{Registry, RegistryError};
 

@@ -12,8 +12,8 @@ use super::{
     commands::TABLE,
     error::{QmpError, QmpErrorClass},
     json,
-    server::{CommandExecutor as _, CommandResult},
-    session::{QmpSession, SessionStep},
+    server::CommandExecutor as _,
+    session::{CommandResult, QmpSession, SessionStep},
     stream::{JsonStream, MAX_MESSAGE_BYTES, StreamItem},
 };
 use crate::registry::{Registry, RunningDisk};

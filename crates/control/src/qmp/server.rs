@@ -30,8 +30,7 @@ use reactor::{
     buffer::IoBuffer,
     operation::{self, Fd},
 };
-use serde::Serialize;
-use serde_json::{Value, json, value::RawValue};
+use serde_json::json;
 
 use super::{
     arguments::QmpArguments,
@@ -39,7 +38,7 @@ use super::{
     error::QmpError,
     event::QmpEvents,
     outbox::QmpOutbox,
-    session::{QmpReply, QmpSession, RequestId, SessionStep, greeting},
+    session::{CommandResult, QmpReply, QmpSession, RequestId, SessionStep, greeting},
 };
 
 const MAX_CLIENTS: usize = 64;
@@ -55,15 +54,6 @@ const RECEIVE_BYTES: usize = 16 << 10;
 const SEND_BYTES: usize = 256 << 10;
 
 pub(crate) type RunningCommand = Pin<Box<dyn Future<Output = Result<CommandResult, QmpError>>>>;
-
-/// Result of a command.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-pub(crate) enum CommandResult {
-    Value(Value),
-    /// Serialized by the command.
-    Text(Box<RawValue>),
-}
 
 pub(crate) trait CommandExecutor {
     /// Starts a command. Errors: unknown command or wrong arguments; nothing has changed then.

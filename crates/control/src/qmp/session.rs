@@ -8,13 +8,12 @@
 //! commands of a client run in order. Independent of all commands except the negotiation.
 
 use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value, json, value::RawValue};
 
 use super::{
     arguments::QmpArguments,
     error::{QmpError, QmpErrorClass},
     json::excerpt,
-    server::CommandResult,
     stream::{JsonStream, StreamItem},
 };
 
@@ -67,6 +66,15 @@ impl RequestId {
         };
         QmpReply { error, id: self.0, value }
     }
+}
+
+/// Result of a command.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(crate) enum CommandResult {
+    Value(Value),
+    /// Serialized by the command.
+    Text(Box<RawValue>),
 }
 
 /// Reply: one of `return` and `error`, and the client's `id`.

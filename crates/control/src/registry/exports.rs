@@ -141,7 +141,7 @@ impl ExportRegistry {
     pub(super) fn refresh_size(&self, disk: &Rc<RunningDisk>) {
         for export in self.of_disk(disk.disk.name()) {
             if let RunningEndpoint::Separate(entrance) = &export.endpoint {
-                entrance.server.look_at_size();
+                entrance.server.refresh_size();
             }
         }
     }

@@ -134,8 +134,8 @@ vm2   stopped: nospace            0             3             1               0
 DISK  FORMAT  L2 CACHE  LIMIT  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
 vm2   qcow2       1.0M   1.0M     50%  123K     300       44      64.0K
 
-DISK  PREFETCH     HIT RATE  ACCURACY  PREFETCHED  WASTED  MEMORY  LIMIT  STREAMS
-vm1   auto closed       93%       96%        1.0G   24.0M    3.0M   4.0M       12
+DISK  PREFETCH        HIT RATE  ACCURACY  PREFETCHED  WASTED  MEMORY  LIMIT  STREAMS
+vm1   auto suspended       93%       96%        1.0G   24.0M    3.0M   4.0M       12
 
 DEVICE    DISKS  UTILIZATION  CAPACITY READ       CAPACITY WRITE  SOURCE
 /dev/vda  vm1            42%  85.2K iops, 1.4G/s  -               probe
