@@ -166,7 +166,7 @@ macro_rules! beside_held {
         $(
             #[test]
             fn $test() {
-                beside($kind);
+                test_beside_hung_requests($kind);
             }
         )*
     };

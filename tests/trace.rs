@@ -347,7 +347,7 @@ fn output_keeps_records_before_an_error_and_never_replaces_an_input() {
     assert_contains(&said, &["which is read (name another file)"]);
     let said = convert(&scratch, "own.csv", "out.unknown").run();
     assert_eq!(said.code(), 2);
-    assert_contains(&stderr.stderr(), &["does not end in the name of a format (give --to FORMAT)"]);
+    assert_contains(&said.stderr(), &["does not end in the name of a format (give --to FORMAT)"]);
 }
 
 #[test]

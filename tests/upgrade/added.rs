@@ -10,7 +10,7 @@ use crate::{
         MIB, Qmp, Scratch, TestClient, assert_contains, create_encrypted, nbdsh_command, qemu_img, qemu_io,
         text, weir,
     },
-    machines::{features, front_end},
+    vhost_user::{features, front_end},
 };
 
 fn prints(house: &UpgradedDaemon, arguments: &[&str]) -> String {

@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{CONTINUES, UpgradedDaemon, between::UpgradeStep};
+use super::{CONTINUES, UpgradedDaemon, proxy::UpgradeStep};
 use crate::{
     harness::{Scratch, Serve, TestClient, nbdsh_command, qemu_img, text, weir_image},
     qcow2_bitmaps::map_of,

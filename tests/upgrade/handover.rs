@@ -16,7 +16,7 @@ use nix::{
     libc,
 };
 
-use super::{CONTINUES, UpgradedDaemon, between::UpgradeStep, control};
+use super::{CONTINUES, UpgradedDaemon, control, proxy::UpgradeStep};
 use crate::{
     bench::bench,
     harness::{MIB, Scratch, Serve, qemu_img, text},

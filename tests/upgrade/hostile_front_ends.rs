@@ -9,7 +9,7 @@ use std::{
 use super::UpgradedDaemon;
 use crate::{
     harness::{MIB, Scratch, text},
-    machines::{features, front_end, send_with_descriptor},
+    vhost_user::{features, front_end, send_with_descriptor},
 };
 
 /// Shares `memory` as the first MiB of guest memory (`VHOST_USER_SET_MEM_TABLE`).

@@ -11,7 +11,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{CONTINUES, FORMAT, UpgradePeer, UpgradedDaemon, between::UpgradeStep, control, load};
+use super::{CONTINUES, FORMAT, UpgradePeer, UpgradedDaemon, control, load, proxy::UpgradeStep};
 use crate::harness::{MIB, Scratch, Serve, TestClient, need, pause, qemu_img, text, weir};
 
 #[test]
