@@ -1,6 +1,6 @@
 """Rows for the accuracy of an imitated device: latency, bandwidth.
 
-Users plan with it. tests/imitation.rs asserts that it is never faster, and the tests beside its
+Users plan with it. tests/imitated_devices.rs asserts that it is never faster, and the tests beside its
 code check its arithmetic in virtual time. These rows cover the whole path, which could add time.
 
 Never compares with another program.

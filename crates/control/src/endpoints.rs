@@ -53,8 +53,8 @@ pub trait EndpointServer {
     fn refresh_size(&self);
     /// Stops accepting clients and lets requests in flight complete.
     fn close(&self);
-    /// As [`EndpointServer::close`], at the end of this process: a device in use may wait for its next
-    /// server.
+    /// As [`EndpointServer::close`], at the end of this process: a device in use may wait for its
+    /// next server.
     fn hand_over(&self) {
         self.close();
     }
@@ -67,8 +67,8 @@ pub trait EndpointServer {
     fn count_on(&self, before: &ExportCounters);
 }
 
-/// Implements [`EndpointServer`] for a server by its methods of the same names. The counters, and whether
-/// a device can outlive the process, differ between servers.
+/// Implements [`EndpointServer`] for a server by its methods of the same names. The counters, and
+/// whether a device can outlive the process, differ between servers.
 macro_rules! attended {
     ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
         impl crate::endpoints::EndpointServer for $server {
