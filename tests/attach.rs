@@ -302,7 +302,7 @@ fn partial_last_sector_is_reported() {
     let name = name("odd");
     let done = command(&name, &image, &[]).run();
     detach(&name).succeeds();
-    assert_contains(&done.stderr(), &[&name, "without the last 65 bytes"]);
+    assert_contains(&done.stderr(), &[&name, "lacks the last 65 bytes"]);
 }
 
 #[test]

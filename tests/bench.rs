@@ -173,7 +173,7 @@ fn invalid_reply_ends_the_load() {
             std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.2p1\r\n").unwrap();
             let _ = stream.read(&mut [0; 100]);
         });
-        assert_contains(&bench("", uri).fails(), &["does not speak NBD as it should"]);
+        assert_contains(&bench("", uri).fails(), &["violates the NBD protocol"]);
     });
 }
 

@@ -443,5 +443,5 @@ fn failed_detach_is_printed_as_json() {
     assert_eq!(outcome.code(), 1, "{}", outcome.stderr());
     let told: serde_json::Value = serde_json::from_str(&outcome.stdout()).expect("JSON");
     assert_eq!((&told[0]["name"], &told[0]["detached"]), (&"nothing-of-this-name".into(), &false.into()));
-    assert_contains(told[0]["error"].as_str().unwrap(), &["nothing is attached under this name"]);
+    assert_contains(told[0]["error"].as_str().unwrap(), &["not attached (`weir attach --list`"]);
 }

@@ -516,7 +516,7 @@ fn remote_disk_is_added_resized_and_removed_over_qmp() {
     fs::File::options().write(true).open(&file).unwrap().set_len(16 * MIB).unwrap();
     let resize = |size: u64| json!({"node-name": "n", "size": size});
     let (_, refused) = qmp.command_error("block_resize", resize(12 * MIB));
-    assert_contains(&refused, &["its NBD server has it with 16777216 bytes"]);
+    assert_contains(&refused, &["its size at the NBD server is 16777216 bytes"]);
     qmp.command("block_resize", resize(16 * MIB));
     let told = status(&scratch, "0");
     assert_eq!(find(&told, "disks", "n")["size"], json!(16 * MIB));

@@ -170,7 +170,7 @@ fn bitmap_in_use_is_not_trusted() {
     assert!(matches!(checked.code(), 0 | 3), "{}", checked.stdout());
     qemu_io("qcow2", &["read -P 5 1M 64k"], text(&path));
     let said = served(&scratch, &path).args(["--bitmap", "fine"]).fails();
-    assert_contains(&said, &["bitmap \"fine\" was not kept up to date"]);
+    assert_contains(&said, &["bitmap \"fine\" is marked in-use and may be inconsistent"]);
     let said = served(&scratch, &path).args(["--bitmap", "off"]).fails();
     assert_contains(&said, &["bitmap \"off\" does not record", "read-only"]);
     // A further start and stop does not make them consistent.

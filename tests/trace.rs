@@ -243,10 +243,7 @@ fn conversion_keeps_absolute_times() {
     let plain = scratch.path("plain.fio-v3");
     fs::write(&plain, "fio version 3 iolog\n5 /f read 0 512\n").unwrap();
     let said = weir(&["trace", "info", "--absolute-time", text(&plain)]).fails();
-    assert_contains(
-        &said,
-        &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"],
-    );
+    assert_contains(&said, &["plain.fio-v3: times of the format fio-v3 count from the start of the trace"]);
 }
 
 const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\

@@ -200,7 +200,7 @@ fn too_many_queues_are_reported() {
     assert_eq!(number(&mut more, QUEUES), 2);
     drop(more);
     let said = weir.wait_for_log("asking for the number of queues");
-    assert_contains(&said, &["WARN", "queues=2", "probably has more", "(give this export as many as"]);
+    assert_contains(&said, &["WARN", "queues=2", "probably has more", "(give this export as many"]);
     let log = weir.stop();
     assert_eq!(log.matches("the number of queues").count(), 1, "{log}");
 }

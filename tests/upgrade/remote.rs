@@ -251,7 +251,7 @@ fn new_process_ends_after_the_old_one_gives_up() {
     let old = house.serve().start();
     back.crash();
     let new = house.new_process().spawn_unready();
-    old.wait_for_log("another weir is about to take over");
+    old.wait_for_log("an upgrade to a new process begins");
     new.wait_for_log("still being opened, and waited for");
     // As after its time limit of a minute: the channel to the new process is closed.
     old.crash();

@@ -115,7 +115,7 @@ mod tests {
                     let reload = ChangeOrigin::reload_for_current();
                     reload
                         .attribute(async {
-                            assert!(matches!(current_actor(), Some(ChangeOrigin::Reload(_))))
+                            assert!(matches!(current_actor(), Some(ChangeOrigin::Reload(_))));
                         })
                         .await;
                     assert_eq!(current_actor(), Some(ChangeOrigin::Qmp { pid, uid: 0 }));

@@ -440,7 +440,7 @@ impl LocalGroups {
                         // Lower limits take effect by a grant, after other hosts gave up their
                         // part.
                         Some(host) => {
-                            member.group.extend_lease(LocalGroup::lease(host, host.lease_end(), left))
+                            member.group.extend_lease(LocalGroup::lease(host, host.lease_end(), left));
                         }
                         None => {
                             member.begin(self.instance, spec, self.timing, now);

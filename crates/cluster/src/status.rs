@@ -62,7 +62,7 @@ fn assemble(
     for value in found.iter().flatten() {
         match keys.parse(&value.key) {
             Some(EtcdKey::Host(host)) => {
-                drop(hosts.insert(host, etcd_values::read::<HostIdentity>(&value.value).ok()))
+                drop(hosts.insert(host, etcd_values::read::<HostIdentity>(&value.value).ok()));
             }
             Some(EtcdKey::Report(host)) => {
                 drop(etcd_values::read(&value.value).map(|read: HostReports| reports.insert(host, read)));

@@ -171,7 +171,7 @@ impl Registry {
         match way {
             None => one.replace_config(plan),
             Some(way) => {
-                self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way)
+                self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way);
             }
         }
     }

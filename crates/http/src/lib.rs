@@ -138,10 +138,10 @@ impl HttpServer {
                 // Sends fail if the requesting task timed out.
                 match asked {
                     MainRequest::Figures(answer) => {
-                        drop(answer.send(DaemonSnapshot::take(&registry, &workers)))
+                        drop(answer.send(DaemonSnapshot::take(&registry, &workers)));
                     }
                     MainRequest::PreviewInput(wanted, answer) => {
-                        drop(answer.send(preview::preview_input(&registry, wanted)))
+                        drop(answer.send(preview::preview_input(&registry, wanted)));
                     }
                     MainRequest::Change(wanted, answer) => {
                         drop(answer.send(change::apply(&registry, wanted).await));

@@ -106,11 +106,11 @@ pub(super) async fn layer(
         match what {
             // Beyond the end of the layers below there is nothing to read: zeroes.
             GuestMapping::Unallocated => {
-                kinds.extend([(below, ExtentKind::Below), (length - below, ExtentKind::Zero)])
+                kinds.extend([(below, ExtentKind::Below), (length - below, ExtentKind::Zero)]);
             }
             GuestMapping::Zero { .. } => kinds.push((length, ExtentKind::Zero)),
             GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => {
-                kinds.push((length, ExtentKind::Data))
+                kinds.push((length, ExtentKind::Data));
             }
         }
         at += length;

@@ -569,7 +569,7 @@ fn traces_of_one_clock_keep_their_distance() {
 #[test]
 fn recordings_keep_their_distance_by_default() {
     let recording = |clock_ns: u64, offset: u64| {
-        let mut writer = file::RecordingWriter::new(Vec::new(), clock_ns).unwrap();
+        let mut writer = RecordingWriter::new(Vec::new(), clock_ns).unwrap();
         let (times, op, has_failed, disk, limit) = (None, RequestOp::Read, false, 0, None);
         let entry = RecordingEntry { arrival_ns: 7, times, offset, length: 512, op, has_failed, disk, limit };
         writer.push(entry, || "vm1", || "").unwrap();

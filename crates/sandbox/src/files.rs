@@ -211,7 +211,7 @@ impl LandlockRules {
             TlsConfig::Off => {}
             TlsConfig::On(TlsCredentialFiles::Certificates { directory, .. })
             | TlsConfig::Required(TlsCredentialFiles::Certificates { directory, .. }) => {
-                self.allow_renewed(directory)?
+                self.allow_renewed(directory)?;
             }
             TlsConfig::On(TlsCredentialFiles::PreShared(file))
             | TlsConfig::Required(TlsCredentialFiles::PreShared(file)) => {

@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn invalid_addresses_name_their_rule() {
         let check = |text: &str, expect: &str| {
-            assert_eq!(text.parse::<ListenAddress>().unwrap_err(), expect, "{text}")
+            assert_eq!(text.parse::<ListenAddress>().unwrap_err(), expect, "{text}");
         };
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
         let port = "has no port; a port is a number from 0 (any free port) to 65535";

@@ -272,7 +272,7 @@ impl FileStorage {
     }
 
     /// Flushes everything to stable storage, whatever the cache mode.
-    async fn sync_all(&self) -> Result<()> {
+    async fn sync_file(&self) -> Result<()> {
         self.syncs.run(&self.buffered, &self.lane).await
     }
 
@@ -467,7 +467,7 @@ impl FileStorage {
     /// Syncs if a write has not reached the durability that it requests.
     async fn make_durable(&self, wanted: Durability, reached: Durability) -> Result<()> {
         match (wanted, reached) {
-            (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync_all()).await,
+            (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync_file()).await,
             _ => Ok(()),
         }
     }
@@ -748,7 +748,7 @@ impl AlignedDevice for FileStorage {
         if self.cache == CacheMode::Unsafe || self.read_only {
             return Ok(());
         }
-        self.sync_all().await
+        self.sync_file().await
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {

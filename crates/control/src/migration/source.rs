@@ -347,7 +347,7 @@ async fn resume_disk(
             Some(StepOutcome::Done(_)) => break,
             Some(StepOutcome::Lost(_) | StepOutcome::Absent(_)) => return DiskOwner::Target,
             Some(StepOutcome::Disconnected(_)) | None => {
-                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
             }
         }
     }

@@ -214,7 +214,7 @@ async fn check_offer(cluster: &ClusterMembership, offered: &ReceivedOffer) -> Re
             Some(StepOutcome::Done(_)) => return Ok(()),
             Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => return Err(why),
             Some(StepOutcome::Disconnected(_)) | None => {
-                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await
+                reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
             }
         }
     }

@@ -89,7 +89,7 @@ fn emit_change(events: &QmpEvents, change: &RegistryChange) {
         RegistryChange::Listed { .. } | RegistryChange::Reloaded | RegistryChange::Resumed { all: false } => {
         }
         RegistryChange::SettingsChanged { name } => {
-            events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name }))
+            events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name }));
         }
     }
 }

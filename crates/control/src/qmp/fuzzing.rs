@@ -41,7 +41,7 @@ pub fn qmp_stream(data: &[u8]) {
         match item {
             // Serializing and parsing a value again yields the same value.
             StreamItem::Value(value) => {
-                assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value))
+                assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value));
             }
             StreamItem::Broken(why) => assert!(why.len() < MAX_ERROR_BYTES, "{} bytes", why.len()),
         }

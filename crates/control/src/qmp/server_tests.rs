@@ -7,6 +7,7 @@ use std::{
 };
 
 use reactor::PollingMode;
+use serde_json::Value;
 
 use super::*;
 use crate::qmp::error::QmpErrorClass;

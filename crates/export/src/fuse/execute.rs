@@ -58,7 +58,7 @@ impl FuseQueue {
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
             work @ FuseWork::Extend { .. } => {
-                Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: kept, work })).await
+                Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: kept, work })).await;
             }
             FuseWork::Other(operation) => match Box::pin(self.other(unique, operation)).await {
                 Err(QUIESCING) => self.put_back(FuseIncomingRequest { unique, charged_bytes: kept, work }),

@@ -34,7 +34,7 @@ impl UblkIoQueue {
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
             UblkOperation::Discard | UblkOperation::WriteZeroes { .. } => {
-                Box::pin(self.erase(incoming)).await
+                Box::pin(self.erase(incoming)).await;
             }
             UblkOperation::Flush => {
                 let result = Box::pin(self.device.disk().flush_for(Some(&self.patience))).await;

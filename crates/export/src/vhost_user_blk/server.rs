@@ -564,7 +564,7 @@ impl ServedFrontEnd<'_> {
                 "the front end disconnected after asking for the number of queues: its machine probably has more (give this export as many; stop and start the machine if it does not reconnect)"
             ),
             (None, None) => {
-                tracing::info!(%export, process = pid, left_out, "the front end has disconnected")
+                tracing::info!(%export, process = pid, left_out, "the front end has disconnected");
             }
         }
     }

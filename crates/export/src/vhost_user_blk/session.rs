@@ -343,10 +343,10 @@ impl VhostUserSession {
                 self.start_or_stop_number(ring, out)?;
             }
             VhostUserRequest::SetVringCall { ring, event } => {
-                self.set_event(ring, EventKind::Call, event, out)?
+                self.set_event(ring, EventKind::Call, event, out)?;
             }
             VhostUserRequest::SetVringErr { ring, event } => {
-                self.set_event(ring, EventKind::Error, event, out)?
+                self.set_event(ring, EventKind::Error, event, out)?;
             }
 
             VhostUserRequest::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),

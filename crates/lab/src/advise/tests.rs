@@ -388,7 +388,7 @@ fn odd_traces_are_advised_upon_as_far_as_they_go() {
     let mut jumping = TraceArrivals::default();
     (0..2000).for_each(|number| push(&mut jumping, number * MS, 0, RequestOp::Read, 4096));
     (0..2000).for_each(|number| {
-        push(&mut jumping, (u64::MAX >> 1) + number * MS, 0, RequestOp::Read, u64::MAX >> 2)
+        push(&mut jumping, (u64::MAX >> 1) + number * MS, 0, RequestOp::Read, u64::MAX >> 2);
     });
     let advice = advised(&jumping, None, &[], target);
     assert!(advice.remarks[0].contains("only 2 of its"), "{:?}", advice.remarks);

@@ -125,7 +125,7 @@ pub(crate) fn write(path: &Path, kind: OutputKind, text: &str) -> anyhow::Result
                 file.persist(path).map_err(|error| error.error)?;
             }
             OutputDestination::WriteInto => {
-                fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?
+                fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?;
             }
         }
         anyhow::Ok(())

@@ -184,7 +184,7 @@ impl UblkControl {
             Ok(()) => control.features = features,
             // Linux before 6.5, where only devices report features.
             Err(error) if error.raw_os_error() != Some(libc::EPERM) => {
-                control.dialect = CommandEncoding::Legacy
+                control.dialect = CommandEncoding::Legacy;
             }
             Err(error) => return Err(error),
         }

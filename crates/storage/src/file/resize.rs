@@ -28,7 +28,7 @@ impl FileStorage {
         if !old.is_multiple_of(self.alignment.offset) {
             // The unaligned tail went through the page cache. With another size it may be read with
             // O_DIRECT, so it must reach the device first.
-            self.sync_all().await?;
+            self.sync_file().await?;
         }
         if size_bytes < old {
             // Before truncating, so that no new request reads there.

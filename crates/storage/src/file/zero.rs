@@ -64,7 +64,7 @@ impl FileStorage {
         self.write_zero_pieces(offset, first).await?;
         self.write_zero_pieces(last, end).await?;
         if self.durability(options.durability) == Durability::Synchronous {
-            self.sync_all().await
+            self.sync_file().await
         } else {
             Ok(())
         }
@@ -130,7 +130,7 @@ impl FileStorage {
         }
         match self.call(&self.zeroing.allocate, 0, offset, length).await? {
             false => Err(Error::UNSUPPORTED),
-            true if self.durability(Durability::Cached) == Durability::Synchronous => self.sync_all().await,
+            true if self.durability(Durability::Cached) == Durability::Synchronous => self.sync_file().await,
             true => Ok(()),
         }
     }
@@ -156,7 +156,7 @@ impl FileStorage {
         // A discard is a hint: if it is unsupported, it succeeds and does nothing.
         let punched = self.call(&self.zeroing.punch, libc::FALLOC_FL_PUNCH_HOLE, first, last - first).await?;
         if punched && self.durability(Durability::Cached) == Durability::Synchronous {
-            return self.sync_all().await;
+            return self.sync_file().await;
         }
         Ok(())
     }

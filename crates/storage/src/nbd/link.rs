@@ -638,7 +638,7 @@ impl NbdLink {
         match self.set_moving() {
             Some((session, ConnectionLocation::Keeper(jobs))) => self.fetch_connection(session, jobs).await,
             Some((_, ConnectionLocation::Local(established))) => {
-                self.lock().stage = LinkStage::Ready(established)
+                self.lock().stage = LinkStage::Ready(established);
             }
             None => {}
         }

@@ -143,11 +143,11 @@ macro_rules! driver {
             }
 
             fn silence(&mut self) {
-                $driver::silence(self);
+                $driver::suppress_calls(self);
             }
 
             fn listen(&mut self) -> bool {
-                $driver::listen(self)
+                $driver::enable_calls(self)
             }
         }
     };
@@ -249,11 +249,11 @@ impl Device for DescriptorOwnership {
     }
 
     fn silence(&mut self) {
-        Self::silence(self);
+        Self::suppress_kicks(self);
     }
 
     fn listen(&mut self) -> bool {
-        Self::listen(self)
+        Self::enable_kicks(self)
     }
 }
 

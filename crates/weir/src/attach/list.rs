@@ -168,7 +168,7 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
 }
 
 fn status(target: &ControlAddress) -> Option<DaemonReport> {
-    Some(ControlClient::connect(target).ok()?.status().ok()?)
+    ControlClient::connect(target).ok()?.status().ok()
 }
 
 fn size_of(report: &DaemonReport, disk: &str) -> Option<u64> {

@@ -14,7 +14,7 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
     for (key, value) in more.as_object().unwrap() {
         match key.as_str() {
             "waiting" | "limited-ns" | "throttle-cause" | "recent-wait-ns" => {
-                disk["throttle"][key] = value.clone()
+                disk["throttle"][key] = value.clone();
             }
             _ => disk[key] = value.clone(),
         }

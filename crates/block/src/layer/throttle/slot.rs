@@ -256,7 +256,7 @@ impl<K> ThrottleSlot<K> {
                 match new.tree().submit(node, request.direction, request.cost, request.token, now) {
                     AdmissionResult::Admitted(waiter) => admitted.push(waiter),
                     AdmissionResult::Queued(ticket) => {
-                        waiter.set_position(WaiterPosition { tree: new.id(), ticket })
+                        waiter.set_position(WaiterPosition { tree: new.id(), ticket });
                     }
                 }
             }

@@ -148,7 +148,7 @@ impl VhostUserSession {
                     // The front end has already received the replies.
                     SessionOutput::Reply(_) => {}
                     effect @ (SessionOutput::Effect(_) | SessionOutput::ConfigChanged) => {
-                        outputs.push_back(effect)
+                        outputs.push_back(effect);
                     }
                 }
             }

@@ -81,7 +81,7 @@ impl SimulatedClient {
         match self.load {
             ClientLoad::Paced(pace) => self.due = (self.due + pace).max(now.saturating_sub(pace)),
             ClientLoad::Random(mean) => {
-                self.due = self.due.max(now.saturating_sub(mean)) + self.random.arrival_gap(mean)
+                self.due = self.due.max(now.saturating_sub(mean)) + self.random.arrival_gap(mean);
             }
             ClientLoad::Idle | ClientLoad::Greedy(_) => {}
         }

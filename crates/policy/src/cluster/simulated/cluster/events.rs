@@ -48,13 +48,13 @@ pub(super) struct SimulatedProcess {
 }
 
 impl SimulatedProcess {
-    pub(super) fn to_local(&self, now: u64) -> u64 {
+    pub(super) fn to_local(self, now: u64) -> u64 {
         let off = i128::from(now) * i128::from(self.ppm) / 1_000_000;
         (i128::from(now) + off) as u64 + self.offset
     }
 
     /// True time of an instant of this clock, rounded up.
-    pub(super) fn to_true_time(&self, local: u64) -> u64 {
+    pub(super) fn to_true_time(self, local: u64) -> u64 {
         let since = i128::from(local.saturating_sub(self.offset));
         (since * 1_000_000 / i128::from(1_000_000 + self.ppm)) as u64 + 1
     }
