@@ -64,7 +64,7 @@ impl DiskAssembly {
         self.open_request_with(planned, own)
     }
 
-    /// As [`Assembly::opening`], with passphrases that were already read.
+    /// As the opening of an assembly, with passphrases that were already read.
     pub(crate) fn open_request_with(
         &self,
         planned: &settings::PlacedDisk,

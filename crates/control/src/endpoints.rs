@@ -150,7 +150,7 @@ pub struct ExportEndpoint {
     vhost_user: Option<VhostUserEndpoint>,
     /// Server, for a device or file of this host.
     host: Option<HostEndpoint>,
-    /// The serving task, until [`Entrance::accept`] starts it.
+    /// The serving task, until [`ExportEndpoint::accept`] starts it.
     opening: Cell<Option<LocalFuture<'static, io::Result<()>>>>,
     /// Completes after the server has stopped.
     serving: RefCell<Option<JoinHandle<()>>>,
@@ -163,7 +163,7 @@ pub struct ExportEndpoint {
 }
 
 /// Opens an endpoint. Creating a device waits for the kernel. Clients are accepted only after
-/// [`Entrance::accept`].
+/// [`ExportEndpoint::accept`].
 pub(crate) async fn open_endpoint(
     door: &ExportTarget,
     terms: &EndpointOptions<'_>,
@@ -279,7 +279,7 @@ impl ExportEndpoint {
         self.server.close();
     }
 
-    /// As [`Entrance::close`], at the end of this process: a device in use is left to the next
+    /// As [`ExportEndpoint::close`], at the end of this process: a device in use is left to the next
     /// process if its driver supports that.
     pub fn close_or_hand_over(&self) {
         // Reads /proc synchronously, which only the end of the process permits.
@@ -352,7 +352,7 @@ impl HostEndpoint {
         }
     }
 
-    /// Resumes after [`Host::come_to_rest`]; used if an upgrade fails.
+    /// Resumes after [`HostEndpoint::quiesce`]; used if an upgrade fails.
     pub(crate) fn resume(&self) {
         match self {
             Self::Ublk(server) => server.resume(),

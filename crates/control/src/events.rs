@@ -6,8 +6,8 @@
 //!   NBD and vhost-user clients, from their servers ──────────────┘                    └─► HTTP
 //! ```
 //!
-//! Every consumer reads at its own pace: [`Events::since`] returns the events after a number,
-//! [`Events::listen`] wakes. A slow consumer never delays a producer. Rate limits apply per event
+//! Every consumer reads at its own pace: [`EventLog::since`] returns the events after a number,
+//! [`EventLog::listen`] wakes. A slow consumer never delays a producer. Rate limits apply per event
 //! type before a number is assigned, so the ring, the log, all clients and all commands share one
 //! bound; dropped events are counted.
 //!
@@ -73,7 +73,7 @@ struct EventRing {
 }
 
 impl EventRing {
-    /// Evicts the oldest event among the types that exceed [`ROOM`], so that frequent connections
+    /// Evicts the oldest event among the types that exceed [`PROTECTED_PER_TYPE`], so that frequent connections
     /// cannot evict a rare image error.
     fn evict(&mut self) {
         if self.kept.len() < RING_CAPACITY {
@@ -174,7 +174,7 @@ impl EventLog {
         self.lock_ring().next - 1
     }
 
-    /// Becomes ready after the next event, on any runtime. Call [`Events::since`] after this and
+    /// Becomes ready after the next event, on any runtime. Call [`EventLog::since`] after this and
     /// before waiting, or an event between the two calls is missed.
     pub fn listen(&self) -> EventListener {
         self.0.woken.listen()

@@ -70,7 +70,7 @@ impl RunningEndpoint {
 
     /// Removes the export from its endpoint. For a device, the caller has checked its openers
     /// before
-    /// [`Removal::Safe`]: that check blocks, and must not run here.
+    /// [`Removal::IfUnused`]: that check blocks, and must not run here.
     pub(super) fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),

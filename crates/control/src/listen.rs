@@ -139,7 +139,7 @@ pub(crate) fn private_listener(path: &Path, owner: Option<&FileOwner>) -> anyhow
     Ok(unix_listener(bound.with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?))
 }
 
-/// Creates a control socket, as [`private`] does, and its directory if that is weir's own.
+/// Creates a control socket, as [`private_listener`] does, and its directory if that is weir's own.
 pub fn control_listener(
     place: &ControlSocketLocation,
     owner: Option<&FileOwner>,

@@ -25,7 +25,7 @@ use super::registry::Registry;
 
 /// Time limit for each answer of the peer host, which may have to open an image over the network.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
-/// Time limit for the check at the target; below [`PATIENCE`], so that its rejection arrives in
+/// Time limit for the check at the target; below `PATIENCE`, so that its rejection arrives in
 /// time.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time for the target host to join the cluster.

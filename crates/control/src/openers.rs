@@ -28,9 +28,9 @@ pub struct DeviceOpeners {
     pub mounts: Vec<PathBuf>,
     /// Devices on top of it, such as `dm-0` and loop devices.
     pub holders: Vec<String>,
-    /// Processes that have it open; filled by [`Users::with_processes`].
+    /// Processes that have it open; filled by [`DeviceOpeners::with_processes`].
     pub processes: Vec<OpenerProcess>,
-    /// True if the kernel has claimed it; set by [`Users::with_claims`].
+    /// True if the kernel has claimed it; set by [`DeviceOpeners::with_claims`].
     pub claimed: bool,
     nodes: Vec<OpenedDevice>,
     root: PathBuf,
@@ -108,7 +108,7 @@ impl DeviceOpeners {
         Self::read(&self.root, device).nodes == self.nodes
     }
 
-    /// As [`Users::of`], with /proc and /sys below `root`.
+    /// As [`DeviceOpeners::of_device`], with /proc and /sys below `root`.
     fn of_device_in(root: &Path, device: &Path) -> Self {
         loop {
             let users = Self::read(root, device);

@@ -177,7 +177,7 @@ impl PlannedExport {
         self.add_with_id(registry, id).await
     }
 
-    /// As [`Wanted::add`], with a free id.
+    /// As [`PlannedExport::add`], with a free id.
     pub(crate) async fn add_with_id(
         &self,
         registry: &Rc<Registry>,

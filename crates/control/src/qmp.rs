@@ -66,7 +66,7 @@ pub async fn execute_text(
     execute(registry, command, arguments).await
 }
 
-/// As [`perform`], with arguments in the form that clients send.
+/// As [`execute_text`], with arguments in the form that clients send.
 ///
 /// # Errors
 /// The error that a client would receive.
@@ -78,7 +78,7 @@ pub async fn execute_json(
     execute(registry, command, QmpArguments::new(arguments)).await
 }
 
-/// Adds a disk in an upgrade: see [`commands::block::add_again`].
+/// Adds a disk in an upgrade: see `commands::block`.
 ///
 /// # Errors
 /// The error that a client would receive.

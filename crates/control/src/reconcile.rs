@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Commands that change the structure of the running state wait for the end of a reload
-//! ([`turns`](super::turns)). Clients of exports may still connect or disconnect between two steps,
+//! (`turns`). Clients of exports may still connect or disconnect between two steps,
 //! and devices may be removed externally. Steps that depend on these check the running state again.
 
 pub(crate) mod change_report;
@@ -166,7 +166,7 @@ impl Reconciliation<'_> {
     }
 
     /// Applies the difference, with the images that [`Self::open`] opened. After an error,
-    /// [`Self::undo`] rolls back the applied steps.
+    /// [`Self::roll_back`] rolls back the applied steps.
     ///
     /// # Errors
     /// The first step that fails.

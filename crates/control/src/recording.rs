@@ -147,7 +147,7 @@ impl Recordings {
         Ok(id)
     }
 
-    /// Records all disks permanently in a directory that [`check`] accepted.
+    /// Records all disks permanently in a directory that [`check_directory`] accepted.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -211,7 +211,7 @@ impl Recordings {
     }
 
     /// Changes the recording directory; `None` ends the permanent recording. See
-    /// [`Recordings::keep`].
+    /// [`Recordings::record_permanently`].
     pub(crate) async fn change_directory(self: &Rc<Self>, record: Option<&RecordingConfig>) {
         for (id, _) in self.running().iter().filter(|(_, running)| running.directory.is_some()) {
             self.end(*id).await;
@@ -289,7 +289,7 @@ impl Recordings {
     }
 
     /// Records the limits of a group whose quota may have changed. A new quota causes no
-    /// [`Change`].
+    /// [`RegistryChange`].
     pub(crate) fn handle_quota_change(&self, group: &ThrottleGroup) {
         // The engine skips unchanged limits.
         let now = reactor::now();

@@ -117,7 +117,7 @@ impl RunningDisk {
         self.disk.run_unless_unresponsive(ending).await;
     }
 
-    /// Waits until the files of a closed disk are free for other programs, at most [`TO_BE_FREE`]:
+    /// Waits until the files of a closed disk are free for other programs, at most [`CLOSE_TIMEOUT`]:
     /// a file system that does not answer keeps them open. The caller must hold the last reference.
     pub(crate) async fn wait_until_free(self) {
         // Subscribed before the last reference is dropped.

@@ -1,7 +1,7 @@
 //! NBD server with its listening sockets, accepting on the main thread.
 //!
 //! Ends in two steps, because the daemon closes all servers before it waits for the clients of any:
-//! [`Serving::close`], then [`Serving::stop`].
+//! [`RunningServer::close`], then the end of all sessions.
 
 use std::{
     cell::{Cell, RefCell},

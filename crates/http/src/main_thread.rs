@@ -1,7 +1,7 @@
 //! Requests of the HTTP thread to the main thread, and the cache of its answers.
 //!
 //! Clients within [`FRESH`] of each other share an answer, so the load does not grow with the
-//! number of clients. Never waits for the main thread longer than [`PATIENCE`].
+//! number of clients. Never waits for the main thread longer than [`ANSWER_TIMEOUT`].
 
 use std::{sync::Arc, time::Duration};
 

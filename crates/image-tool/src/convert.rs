@@ -1,6 +1,6 @@
 //! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
 //!
-//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)). Compressed
+//! The new image gets its name when it is complete (`unfinished`). Compressed
 //! clusters are always written out of order, as soon as they are ready; `-W` concerns uncompressed
 //! ones.
 

@@ -29,7 +29,7 @@ impl Secret {
     ///
     /// # Errors
     /// The system's error, or [`ErrorKind::InvalidData`] if the file is empty or longer
-    /// than [`LONGEST_SECRET`].
+    /// than [`MAX_SECRET`].
     pub fn read(mut file: File) -> io::Result<Self> {
         // Allocated at its final size: a buffer that grows leaves copies of the secret in
         // freed memory.

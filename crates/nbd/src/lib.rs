@@ -5,7 +5,7 @@
 //!                                   export's server ──┘
 //! ```
 //!
-//! The constants ([`proto`]), the parsing of received bytes ([`inbox`], [`wire`]) and the transport
+//! The constants ([`proto`]), the parsing of received bytes (`inbox`, [`wire`]) and the transport
 //! ([`stream`], over the crate `tls`) are common to servers and clients. The client is [`client`],
 //! with which an export of another server is a storage; the server is in `export`, above.
 //! `docs/decisions/0045` explains the split.

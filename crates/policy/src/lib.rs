@@ -8,7 +8,7 @@
 //! - [`steering`]: the same limits as rates for the host's control groups.
 //! - [`merge`]: joins adjacent requests of a batch.
 //! - [`prefetch`]: detects sequential readers, decides what to read ahead and what to cache.
-//! - [`device`]: completion times of a simulated device.
+//! - [`device_model`]: completion times of a simulated device.
 //! - [`polling`]: decides if a thread that waits for completions polls or sleeps.
 //! - [`access`]: access rules for clients.
 //! - [`counter`]: growth and rates of counters, including counters that fall.

@@ -13,12 +13,12 @@
 //! There are two drivers. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives
 //! the same tasks with a virtual clock, no kernel, and an order of execution drawn from a seed.
 //! Code of the data path does not depend on the driver: it calls [`now`], [`sleep_until`] and
-//! [`spawn`], and only storages and streams over real files call [`op`].
+//! [`spawn`], and only storages and streams over real files call `op`.
 //!
 //! The crate also contains what all crates of the data path share: memory for I/O ([`buffer`]) and
 //! of virtual machines ([`guest`]), the memory budget ([`memory`]), errors of requests ([`error`]),
-//! small files named by users ([`regular`]), and rate-limited logs ([`seldom`],
-//! [`plain`](mod@plain)).
+//! small files named by users ([`regular_file`]), and rate-limited logs ([`log_rate_limit`],
+//! [`sanitize`](mod@sanitize)).
 //!
 //! Never holds a borrow or a lock while it polls a task.
 

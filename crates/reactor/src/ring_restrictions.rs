@@ -8,7 +8,7 @@ use std::io;
 
 use io_uring::{Builder, IoUring, cqueue, opcode, register::Restriction, squeue};
 
-/// Operations of a reactor: those of [`super::op`] and of ublk queues.
+/// Operations of a reactor: those of [`super::operation`] and of ublk queues.
 pub(super) const OPERATIONS: [u8; 16] = [
     opcode::Read::CODE,
     opcode::Readv::CODE,

@@ -140,7 +140,7 @@ pub(super) struct UringDriver {
     linger: Cell<bool>,
     /// True if [`super::yield_after_turn`] was called: the turn runs no further tasks.
     was_long_task: Cell<bool>,
-    /// Result of [`UringDriver::recently`] in this turn, once it was called.
+    /// Result of [`UringDriver::coarse_now`] in this turn, once it was called.
     recent: Cell<Option<Instant>>,
     /// True if the kernel can wait for a minimum time (since 6.12).
     can_linger: bool,

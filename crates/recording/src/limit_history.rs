@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The groups of a disk are those that it, and each group above it, belonged to at the time.
-//! Memory is bounded: changes beyond [`MOST_CHANGES`] are counted and dropped.
+//! Memory is bounded: changes beyond [`MAX_CHANGES`] are counted and dropped.
 
 use std::{collections::HashMap, ops::Range};
 

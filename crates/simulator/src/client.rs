@@ -91,7 +91,7 @@ const BATCH: usize = 256;
 /// A client with one request in flight that repeats recorded requests endlessly, each after the
 /// recorded delay since the previous completion.
 ///
-/// If completions take no time, its mean rate is limited to one request per [`LEAST_NS`], or to
+/// If completions take no time, its mean rate is limited to one request per [`MIN_NS`], or to
 /// the recorded rate if that is higher.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestChain {

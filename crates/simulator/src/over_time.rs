@@ -2,8 +2,8 @@
 //! needed.
 //!
 //! Used for charts of rates. An interval with few events shows a fluctuating rate even if the true
-//! one is steady, so [`OverTime::rates`] is applied to series whose intervals were joined until
-//! each has enough events ([`OverTime::steady`]).
+//! one is steady, so [`TimeSeries::rates`] is applied to series whose intervals were joined until
+//! each has enough events ([`TimeSeries::joined_for_rates`]).
 
 const INTERVALS: usize = 1024;
 // The first interval is 2 to this power in nanoseconds: about a millisecond.
@@ -181,7 +181,7 @@ impl TimeSeries {
     }
 }
 
-/// Latencies over time, in intervals like those of [`OverTime`], with a precision of a sixteenth.
+/// Latencies over time, in intervals like those of [`TimeSeries`], with a precision of a sixteenth.
 #[derive(Clone, Debug)]
 pub struct LatencySeries {
     bits: u32,

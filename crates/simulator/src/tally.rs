@@ -1,6 +1,6 @@
 //! Measurements of a running simulation: latencies, rates over time, queues.
 //!
-//! Memory is bounded: histograms have a precision of a hundredth, and [`OverTime`] has a fixed
+//! Memory is bounded: histograms have a precision of a hundredth, and [`TimeSeries`] has a fixed
 //! number of intervals. Recording allocates only when a histogram grows.
 
 use crate::{

@@ -13,7 +13,7 @@
 //!
 //! Requests respect the server's block sizes ([`Align`](super::align::Align)); the disk ends at the
 //! last whole block. A request beyond the server's maximum is split, and a command that the server
-//! does not support is replaced by others: see [`ask`], which decides for each request.
+//! does not support is replaced by others: see `execute`, which decides for each request.
 //!
 //! ```text
 //!   mod      storage operations as NBD commands    unflushed  writes to repeat after a disconnect

@@ -1,7 +1,7 @@
 //! A storage with the bandwidth of a slower device.
 //!
 //! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies
-//! below. [`policy::device`] decides when each request completes.
+//! below. `policy::device` decides when each request completes.
 //!
 //! The device is a **budget**. With `shared=NAME`, all storages with the same name in one
 //! [`RateBudgets`] share it: they are partitions of one imitated device, whose utilization a

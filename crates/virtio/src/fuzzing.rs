@@ -233,7 +233,7 @@ fn check(request: &BlkRequest) {
     };
     match &request.kind {
         BlkOperation::Read { offset, .. } | BlkOperation::Write { offset, .. } => {
-            inside(*offset, request.bytes())
+            inside(*offset, request.bytes());
         }
         BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => {
             assert!((1..=4).contains(&ranges.len()));

@@ -4,7 +4,7 @@
 //! waits for the response of each command before it sends the next. Events in between are ignored.
 //!
 //! Never waits without limit: connecting, writing and reading have a deadline each. Never holds
-//! more of a response than [`MAX_ANSWER_BYTES`], since the process that listens need not be weir.
+//! more of a response than [`MAX_RESPONSE_BYTES`], since the process that listens need not be weir.
 
 pub(crate) mod change;
 pub(crate) mod latency;
@@ -142,7 +142,7 @@ impl ControlClient {
         Self::connect_with(target, TIMEOUT)
     }
 
-    /// As [`Client::connect`], with this deadline for each message.
+    /// As [`ControlClient::connect`], with this deadline for each message.
     pub(crate) fn connect_with(target: &ControlAddress, patience: Duration) -> Result<Self, ClientError> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
@@ -181,7 +181,7 @@ impl ControlClient {
         Ok(serde_json::from_str(text.get()).expect("the text was checked as a part of the message"))
     }
 
-    /// As [`Client::execute`], with the text of the response: deserializing the status of thousands
+    /// As [`ControlClient::execute`], with the text of the response: deserializing the status of thousands
     /// of disks from text is several times faster than from a tree of values.
     fn execute_text(&mut self, command: &str, arguments: Value) -> Result<Box<RawValue>, ClientError> {
         let mut request = json!({ "execute": command });
@@ -226,7 +226,7 @@ impl ControlClient {
         self.status_with(json!({}))
     }
 
-    /// As [`Client::status`], without disks, groups, devices and exports: its length does not
+    /// As `ControlClient::to_status`, without disks, groups, devices and exports: its length does not
     /// depend on their number. A daemon of an older version returns all of them.
     pub(crate) fn summary(&mut self) -> Result<DaemonReport, ClientError> {
         match self.status_with(json!({ "lists": false })) {
@@ -253,7 +253,7 @@ impl ControlClient {
             .map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
 
-    /// As [`Client::status`], with [`Client::latencies`] in the report. A daemon of an older
+    /// As `ControlClient::to_status`, with [`ControlClient::latencies`] in the report. A daemon of an older
     /// version does not count latencies; they are empty then.
     pub(crate) fn status_with_latencies(&mut self) -> Result<DaemonReport, ClientError> {
         let mut report = self.status()?;

@@ -49,7 +49,7 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// The kernel's name of the initial PID namespace (PROC_PID_INIT_INO).
 const FIRST_PIDS: &str = "pid:[4026531836]";
-/// Number of checks for the guard's exit, [`LOOK`] apart: two seconds in total.
+/// Number of checks for the guard's exit, [`CHECK_INTERVAL`] apart: two seconds in total.
 const EXIT_ATTEMPTS: usize = 100;
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 

@@ -118,7 +118,7 @@ const OLD_NAMES: [(&str, &str); 12] = [
     ("promise_made", "reservation_in_force"),
 ];
 
-/// Event without number and time; [`Events::tell`](super::Events::tell) adds them.
+/// Event without number and time; the event log adds them.
 #[derive(Clone, Debug)]
 pub struct NewEvent {
     pub(super) kind: Kind,
@@ -221,7 +221,7 @@ impl RecordedEvent {
         told
     }
 
-    /// Parses [`Event::to_json`]; `None` if the event type is unknown.
+    /// Parses [`RecordedEvent::to_json`]; `None` if the event type is unknown.
     pub(crate) fn from_json(told: &Value) -> Option<Self> {
         let named = |key: &str| told.get(key).and_then(Value::as_str).map(Arc::from);
         Some(Self {

@@ -35,7 +35,7 @@ impl EventRateLimit {
         self.level_ns.saturating_sub(now.nanos_since(self.at))
     }
 
-    /// As [`Gate::pass`], with a smaller burst.
+    /// As [`EventRateLimit::admit`], with a smaller burst.
     fn admit_within(&mut self, burst: u64, now: Instant) -> Option<u64> {
         self.level_ns = self.level_at(now);
         // Callers of several threads may arrive slightly out of order; time never runs backwards
@@ -70,7 +70,7 @@ impl SharedEventRateLimit {
         Self { all: EventRateLimit::new(burst, per_second), shares: HashMap::new() }
     }
 
-    /// As [`Gate::pass`], for an event about this disk, or about none.
+    /// As [`EventRateLimit::admit`], for an event about this disk, or about none.
     pub(super) fn admit(&mut self, disk: Option<&Arc<str>>, now: Instant) -> Option<u64> {
         let burst = self.all.burst;
         match disk.is_none_or(|disk| self.admit_to_share(disk, now)) {

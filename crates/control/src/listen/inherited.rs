@@ -83,7 +83,7 @@ impl InheritedSockets {
         free.into_iter().map(|index| self.take_index(index)).collect()
     }
 
-    /// Reserves the socket with this name or number for a later [`Inherited::named`].
+    /// Reserves the socket with this name or number for a later [`InheritedSockets::take_named`].
     pub fn reserve(&mut self, name: &str) -> anyhow::Result<()> {
         if self.adopted.iter().any(|(known, _)| known.strip_prefix("fd:") == Some(name)) {
             return Ok(());

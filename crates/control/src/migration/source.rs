@@ -182,7 +182,7 @@ async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<Remov
 }
 
 /// Removes the exports of a disk, and returns what puts them back. If requests of their clients are
-/// in flight for longer than [`PATIENCE`], the disk stays, and the exports are added again once the
+/// in flight for longer than [`ANSWER_TIMEOUT`], the disk stays, and the exports are added again once the
 /// requests complete.
 async fn remove_in_time(
     registry: &Rc<Registry>,

@@ -114,7 +114,7 @@ impl QmpArguments {
         }
     }
 
-    /// Nested object, which must be [finished](Arguments::finish) as well.
+    /// Nested object, which must be [finished](QmpArguments::finish) as well.
     pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, QmpError> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.full_name(key);
@@ -133,7 +133,7 @@ impl QmpArguments {
         }
     }
 
-    /// Array of objects, each of which must be [finished](Arguments::finish) as well.
+    /// Array of objects, each of which must be [finished](QmpArguments::finish) as well.
     pub(crate) fn objects(&mut self, key: &str) -> Result<Vec<Self>, QmpError> {
         let items: Vec<Value> = self.optional(key)?.unwrap_or_default();
         let name = self.full_name(key);

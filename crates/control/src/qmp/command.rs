@@ -42,10 +42,10 @@ pub(crate) trait QmpCommand: Sized + 'static {
 pub(crate) trait QmpTextCommand: Sized + 'static {
     const NAME: &'static str;
 
-    /// As [`Command::read`].
+    /// As [`QmpCommand::read`].
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError>;
 
-    /// As [`Command::run`].
+    /// As [`QmpCommand::run`].
     fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Box<RawValue>, QmpError>> + 'static;
 }
 

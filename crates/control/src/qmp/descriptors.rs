@@ -101,7 +101,7 @@ impl ClientDescriptors {
         self.named.borrow_mut().remove(name)
     }
 
-    /// As [`Passed::take`]; a missing descriptor is an error.
+    /// As [`ClientDescriptors::take_named`]; a missing descriptor is an error.
     pub(super) fn require_named(&self, name: &str) -> Result<PassedFd, QmpError> {
         let not_found = || QmpError::generic(format!("File descriptor named '{}' not found", excerpt(name)));
         self.take_named(name).ok_or_else(not_found)

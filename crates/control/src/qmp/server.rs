@@ -8,7 +8,7 @@
 //!
 //! Runs on the thread that listens, which also changes the running state: commands of two clients
 //! interleave only at an await. A client that does not read delays only its own session, at most
-//! [`PATIENCE`].
+//! [`READ_TIMEOUT`].
 
 use std::{
     cell::{Cell, RefCell},
@@ -137,8 +137,8 @@ impl QmpServer {
     }
 
     /// Announces the end of the daemon to every client, and returns after all replies are sent and
-    /// all clients have disconnected. Clients that do not read are disconnected after [`FAREWELL`].
-    /// Commands that run longer than [`TO_ANSWER`] are abandoned: they may wait for storage that
+    /// all clients have disconnected. Clients that do not read are disconnected after [`FINAL_SEND_TIMEOUT`].
+    /// Commands that run longer than [`COMMAND_STOP_TIMEOUT`] are abandoned: they may wait for storage that
     /// never answers, and the disks must be flushed before the service manager kills the daemon.
     pub(crate) async fn stop(&self, ending: ShutdownCause) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
@@ -293,7 +293,7 @@ fn is_trusted(peer: Uid) -> bool {
     peer.is_root() || peer == geteuid()
 }
 
-/// Sends the rest within [`FAREWELL`].
+/// Sends the rest within [`FINAL_SEND_TIMEOUT`].
 async fn send_rest(outbox: &QmpOutbox, sending: reactor::JoinHandle<()>) {
     outbox.close();
     if reactor::timeout(FINAL_SEND_TIMEOUT, sending).await.is_err() {

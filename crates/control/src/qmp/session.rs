@@ -4,7 +4,7 @@
 //!   greeting ─► negotiating ── qmp_capabilities ─► commands
 //! ```
 //!
-//! The caller executes and answers each request before it calls [`Session::advance`] again, so the
+//! The caller executes and answers each request before it calls [`QmpSession::advance`] again, so the
 //! commands of a client run in order. Independent of all commands except the negotiation.
 
 use serde::Serialize;

@@ -12,7 +12,7 @@ use crate::{
     registry::Registry,
 };
 
-/// Objects that the old process transfers. The defaults are those of [`Fresh`].
+/// Objects that the old process transfers. The defaults are those of [`FreshStart`].
 pub trait StartSource {
     /// Files of images that are already open.
     fn passed(&self) -> Option<&PassedFiles> {

@@ -211,7 +211,7 @@ fn newest_arrival(chunk: &[RecentRequest]) -> Option<Instant> {
     chunk.iter().map(|kept| kept.arrived).max()
 }
 
-/// Output of the engine that fills a [`Recent`].
+/// Output of the engine that fills a [`RecentRequests`].
 pub(super) struct RecentOutput {
     recent: Arc<RecentRequests>,
     /// Requests since the last turn.

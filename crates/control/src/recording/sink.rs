@@ -1,7 +1,7 @@
 //! Sink of a recording: a file, a pipe or a socket, written without blocking.
 //!
 //! A block is encoded once per second, or when it is full. Bytes that the file does not accept wait
-//! in memory, up to [`MOST_BEHIND`]; beyond that, requests are dropped.
+//! in memory, up to [`MAX_BUFFERED_BYTES`]; beyond that, requests are dropped.
 
 use std::{
     collections::{HashMap, VecDeque},

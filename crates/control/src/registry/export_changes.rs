@@ -20,7 +20,7 @@ use crate::{
 };
 
 impl Registry {
-    /// Delays the acceptance of clients until [`Registry::let_clients_in`]. Devices of this host
+    /// Delays the acceptance of clients until [`Registry::accept_clients`]. Devices of this host
     /// are excepted: the kernel reads a device to create it.
     pub fn delay_clients(&self) {
         self.lifecycle.delays_clients.set(true);
@@ -262,7 +262,7 @@ impl Registry {
     }
 
     /// Removes an export. Clients do not find it after this returns. Its id and its disk stay in
-    /// use until its last client disconnects and [`Change::ExportDeleted`] follows.
+    /// use until its last client disconnects and [`RegistryChange::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), RegistryError> {
         let (registry, removal) = (Rc::clone(self), self.begin_removal(id, removal)?);
         reactor::spawn(async move {
@@ -364,7 +364,7 @@ impl Registry {
     /// exports are in flight, the disk is abandoned, which fails those requests.
     ///
     /// # Errors
-    /// [`Removal::Safe`] is refused if an export has clients; then nothing is removed.
+    /// [`Removal::IfUnused`] is refused if an export has clients; then nothing is removed.
     pub(crate) async fn remove_disk_and_exports(
         self: &Rc<Self>,
         name: &str,

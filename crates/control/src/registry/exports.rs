@@ -47,7 +47,7 @@ pub struct ExportRegistry {
     servers: RefCell<Vec<Rc<RunningServer>>>,
     /// The first server of each endpoint.
     servers_at: RefCell<HashMap<ListenEndpoint, Rc<RunningServer>>>,
-    /// Parameters of endpoints; set by [`Exports::let_doors`].
+    /// Parameters of endpoints; set by [`ExportRegistry::set_endpoint_parameters`].
     endpoint_parameters: OnceCell<EndpointParameters>,
 }
 
@@ -179,7 +179,7 @@ impl ExportRegistry {
         let _ = self.endpoint_parameters.set(EndpointParameters { workers, access, nbd, inherited, tls });
     }
 
-    /// Parameters set by [`Exports::let_doors`].
+    /// Parameters set by [`ExportRegistry::set_endpoint_parameters`].
     ///
     /// # Errors
     /// They are not set yet.

@@ -4,7 +4,7 @@
 //! quadratic time. Lookups and full passes are therefore separate operations, and tests count the
 //! passes.
 //!
-//! Never holds a borrow while it calls foreign code, except in [`ByName::any`].
+//! Never holds a borrow while it calls foreign code, except in [`NameMap::any`].
 
 use std::{cell::RefCell, collections::BTreeMap};
 

@@ -1,7 +1,7 @@
 //! Description of objects that clients of the control socket added, for an upgrade: disks, groups,
 //! servers and exports that are in no config file.
 //!
-//! It contains how each was created, and its current settings. [`again`](super::again) adds them in
+//! It contains how each was created, and its current settings. `add_transferred` adds them in
 //! the new process.
 //!
 //! A disk that was added by keys is described by its keys; other objects by the arguments of the

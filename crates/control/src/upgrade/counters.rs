@@ -32,7 +32,7 @@ pub(super) struct DiskCounterState {
     /// Errors of reads, writes, flushes, discards.
     errors: [u64; 4],
     throttle: ThrottleCounterState,
-    /// In the order of [`prefetch::Stats`].
+    /// In the order of [`prefetch::PrefetchStats`].
     read_ahead: [u64; 9],
     /// `None` if no client reads measures.
     measures: Option<MeasuresState>,
@@ -232,7 +232,7 @@ impl DaemonCounterState {
         }
     }
 
-    /// Adds all counters except those of endpoints: see [`OfDaemon::count_on_at`].
+    /// Adds all counters except those of endpoints: see [`DaemonCounterState::add_to_endpoint`].
     pub(super) fn add_to(&mut self, registry: &Registry) {
         for serving in registry.exports.servers() {
             if let Some([networks, connections, names, exports]) =

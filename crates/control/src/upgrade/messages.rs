@@ -10,7 +10,7 @@
 //!     Yours        ──────────────►      serves
 //! ```
 //!
-//! Until it sends [`Word::Yours`] the old process may resume; after that it never does. Data and
+//! Until it sends [`UpgradeMessage::Yours`] the old process may resume; after that it never does. Data and
 //! their validation only: no received value is trusted.
 
 use std::{collections::BTreeMap, path::PathBuf};
@@ -104,7 +104,7 @@ pub(super) struct AddedExportState {
     pub(super) access: AccessState,
 }
 
-/// Form of [`Access`].
+/// Form of [`AccessRules`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct AccessState {
@@ -165,7 +165,7 @@ pub(super) struct UpgradeOffer {
     pub(super) version: String,
     /// Watchdog interval; the service manager passes it only to the first process.
     pub(super) watchdog_ns: Option<u64>,
-    /// Estimated number of descriptors that come with [`State`].
+    /// Estimated number of descriptors that come with [`ProcessState`].
     pub(super) descriptors: u64,
     pub(super) servers: Vec<OfferedServer>,
     pub(super) control: Vec<PathBuf>,
@@ -246,7 +246,7 @@ pub(super) struct OfferedDevice {
     pub(super) origin: ObjectOrigin<String>,
 }
 
-/// Answer of the old process to [`Word::Prepared`].
+/// Answer of the old process to [`UpgradeMessage::Prepared`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) enum QuiesceOutcome {
@@ -451,7 +451,7 @@ pub(super) struct TransferredGroup {
     pub(super) set: Option<SettingsState>,
 }
 
-/// Form of [`Filled`]: settings by name; levels in billionths as text, since they exceed the range
+/// Form of [`BucketSnapshot`]: settings by name; levels in billionths as text, since they exceed the range
 /// of JSON numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]

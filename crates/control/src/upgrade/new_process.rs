@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Objects that clients of the control socket added to the old process are added in between: see
-//! [`again`](super::again).
+//! `add_transferred`.
 //!
 //! Failures before `Yours` have no effect on the old process: locks, socket files and images stay
 //! unchanged.

@@ -60,7 +60,7 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(5);
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time without progress in reading replies after which a client is disconnected.
 const STALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// As [`UNREAD`], during the quiesce.
+/// As [`STALL_TIMEOUT`], during the quiesce.
 const STALL_TIMEOUT_QUIESCED: Duration = Duration::from_secs(1);
 /// Descriptors of a front end: its socket and memory. Each virtqueue has two more.
 const FRONT_END_DESCRIPTORS: u64 = 10;

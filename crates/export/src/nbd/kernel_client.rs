@@ -200,7 +200,7 @@ impl NbdDeviceServer {
     /// [`NbdDeviceServer::serve`]. Dropping the server before that disconnects the device.
     ///
     /// # Errors
-    /// [`Error`]; then no device was created.
+    /// [`NbdDeviceError`]; then no device was created.
     pub async fn connect(export: NbdDeviceExport) -> Result<Arc<Self>, NbdDeviceError> {
         exports::refresh_size(&export.disk).await;
         let (wanted, connections) = (Arc::new(device(&export)), export.connections);
@@ -218,7 +218,7 @@ impl NbdDeviceServer {
     /// touched before [`NbdDeviceServer::serve`].
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`NbdDeviceError`].
     pub fn adopt(export: &NbdDeviceExport, rested: QuiescedNbdDevice) -> Result<Arc<Self>, NbdDeviceError> {
         let control = NbdNetlinkControl::open().map_err(|error| NbdDeviceError::of(error, None))?;
         Ok(Self::new(export, Arc::new(device(export)), control, rested, false))

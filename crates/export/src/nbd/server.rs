@@ -667,7 +667,7 @@ impl NbdServer {
 
 /// Memory of a connected idle client: buffers, tasks, and its entries in the tables. Measured by
 /// the row `rude-quiet` of the bench; a client that sends more is charged for its larger buffer
-/// ([`super::inbox::USUAL_BYTES`]).
+/// (`super::inbox::USUAL_BYTES`).
 pub const CONNECTION_BYTES: u64 = 12 << 10;
 
 /// Number of clients that a message names.

@@ -35,7 +35,7 @@ impl ReplyStyle {
 #[allow(missing_docs, reason = "the names are self-explanatory")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NbdSession {
-    /// Number of the export, as [`super::Exports::find`] returned it.
+    /// Number of the export, as [`super::ExportCatalog::find`] returned it.
     pub export: usize,
     pub style: ReplyStyle,
     /// [`proto::export_flag`]s sent to the client; requests that need others are rejected.

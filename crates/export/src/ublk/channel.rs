@@ -12,7 +12,7 @@ pub(super) enum UblkChannel {
     Simulated(super::simulation::kernel::SimulatedUblkChannel),
 }
 
-/// Step of a tag: see [`ublk::Queue::fetch`].
+/// Step of a tag: see `ublk::UblkQueue::fetch_connection`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TagStep {
     Fetch,
@@ -30,7 +30,7 @@ impl UblkChannel {
         }
     }
 
-    /// True if data is not copied: see [`ublk::Queue::is_zero_copy`].
+    /// True if data is not copied: see [`ublk::UblkQueue::is_zero_copy`].
     pub(super) fn is_zero_copy(&self) -> bool {
         match self {
             Self::Driver(queue) => queue.is_zero_copy(),

@@ -23,7 +23,7 @@ struct LastAttempt {
 }
 
 impl FutileAttempts {
-    /// True if an attempt of this process was logged within [`AGAIN`].
+    /// True if an attempt of this process was logged within [`REPEAT_INTERVAL`].
     pub(super) fn was_logged_recently(&self, process: Option<u32>, now: Instant) -> bool {
         self.last().as_ref().is_some_and(|last| last.process == process && last.is_fresh(now))
     }

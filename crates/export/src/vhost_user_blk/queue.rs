@@ -142,7 +142,7 @@ pub(super) struct VhostUserQueue {
     pub(super) loss: Option<Arc<UnflushedWrites>>,
     memory: RefCell<GuestMemory>,
     /// True if memory was replaced while requests in flight still use the old one: see
-    /// [`VhostUserQueue::mark`].
+    /// [`VhostUserQueue::mark_dirty`].
     memory_changed: Cell<bool>,
     /// See [`VhostUserQueue::is_lost`].
     lost: Cell<bool>,

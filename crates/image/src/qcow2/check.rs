@@ -114,7 +114,7 @@ pub struct CheckReport {
     /// All guest ranges that a forced repair gave up, sorted. A range that does not fit into this
     /// list is not given up.
     pub lost: Vec<GuestRange>,
-    /// Findings and repairs as text for users; at most [`MOST_FINDINGS`].
+    /// Findings and repairs as text for users; at most [`MAX_FINDINGS`].
     pub findings: Vec<String>,
     /// Number of findings beyond the limit.
     pub unsaid: u64,

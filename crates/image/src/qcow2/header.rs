@@ -27,7 +27,7 @@ pub const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
 pub const MAX_SNAPSHOTS: u32 = 65_536;
 /// Limit of bitmaps, as in QEMU.
 pub const MAX_BITMAPS: u32 = 65_535;
-/// Size limit of the bitmap directory in bytes: [`MOST_BITMAPS`] entries with names of 1023 bytes.
+/// Size limit of the bitmap directory in bytes: [`MAX_BITMAPS`] entries with names of 1023 bytes.
 pub const MAX_BITMAP_DIRECTORY: u64 = MAX_BITMAPS as u64 * (24 + 1023 + 1);
 /// Size limit of a LUKS header in bytes, generous: eight key slots with the longest keys of LUKS
 /// need less than 4 MiB.
@@ -147,7 +147,7 @@ pub struct Qcow2Header {
     pub refcount_table_offset: u64,
     /// Length of the refcount table in clusters.
     pub refcount_table_clusters: u32,
-    /// Number of snapshots. Images with more than [`MOST_SNAPSHOTS`] are opened read-only.
+    /// Number of snapshots. Images with more than [`MAX_SNAPSHOTS`] are opened read-only.
     pub snapshots: u32,
     /// Offset of the snapshot table; 0 only without snapshots.
     pub snapshots_offset: u64,

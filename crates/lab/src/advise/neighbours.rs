@@ -17,7 +17,7 @@
 //! reservations for them. The plan that keeps the target with the least harm wins; at equal harm,
 //! the simplest. Disks of one group that keeps its limits get other weights in it.
 //!
-//! The search uses the parts of the trace with late requests, at most [`MOST_SEARCHED`] requests,
+//! The search uses the parts of the trace with late requests, at most [`MAX_SEARCHED`] requests,
 //! always of all disks. Its result is confirmed on the whole trace.
 
 mod group;

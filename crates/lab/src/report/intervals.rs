@@ -53,7 +53,7 @@ pub(super) fn html(rows: &[DifferenceRow]) -> anyhow::Result<Option<String>> {
     Ok(Some(format!("<div class=\"wide\">{}</div>", drawing.inline())))
 }
 
-/// Rows to draw, at most [`MOST`], differences first.
+/// Rows to draw, at most [`MAX_ROWS`], differences first.
 fn shown(rows: &[DifferenceRow]) -> Vec<&DifferenceRow> {
     let drawable = |row: &&DifferenceRow| {
         let ratio = row.ratio;

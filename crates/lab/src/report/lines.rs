@@ -68,7 +68,7 @@ fn named(lines: &Lines) -> impl Iterator<Item = (&ChartSeries, ColourPair)> {
     lines.series.iter().zip(LINES).chain(limits)
 }
 
-/// Limits up to [`MOST_DRAWN`] names. A limit has a line for each time in which it was in force.
+/// Limits up to [`MAX_DRAWN`] names. A limit has a line for each time in which it was in force.
 fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &ChartSeries> {
     let mut names: Vec<&str> = Vec::new();
     lines.limits.iter().filter(move |limit| {

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Disks that share a group or a device are in the same shard, so results do not depend on the
-//! number of shards. A simulation ends early when waiting requests take [`MOST_BYTES`], on an
+//! number of shards. A simulation ends early when waiting requests take [`MAX_BYTES`], on an
 //! interruption, or at an error in a trace. The outcome then covers the part before, with the
 //! reason.
 

@@ -76,7 +76,7 @@ pub(crate) fn is_recording(path: &Path) -> bool {
 /// recordings.
 ///
 /// # Errors
-/// Fails on a file whose beginning is unreadable, or on more than [`MOST_DISKS`].
+/// Fails on a file whose beginning is unreadable, or on more than [`MAX_DISKS`].
 pub(crate) fn draw(paths: &[PathBuf], limits: Option<&LimitsByDisk>) -> anyhow::Result<DrawnRecording> {
     let mut read = ReadRecording::of(paths, &|_, place| place < DRAWN)?;
     if read.disks.len() > DRAWN {

@@ -49,7 +49,7 @@ const MIN_FILE: u64 = 512;
 #[derive(Debug)]
 pub(super) struct TuneImages {
     pub(super) place: Rc<TuneTarget>,
-    /// [`PIECE`] incompressible bytes from the aligned index `first` on.
+    /// [`STEP_BYTES`] incompressible bytes from the aligned index `first` on.
     noise: Arc<[u8]>,
     first: usize,
 }

@@ -166,7 +166,7 @@ impl SteeringPool {
         (self.is_quota, self.has_changed) = (true, true);
     }
 
-    /// I/O and throttled time, for [`cluster::MemberDemand`](crate::cluster::MemberDemand). Waiting
+    /// I/O and throttled time, for `cluster::MemberDemand`. Waiting
     /// requests are unknown.
     pub fn stats(&self) -> ThrottleStats {
         let [reads, writes] = self.passed;

@@ -42,7 +42,7 @@ pub(super) struct QueuedRequest<T> {
     pub(super) number: u64,
     pub(super) since: Instant,
     pub(super) cost: RequestCost,
-    /// Part of [`WHOLE_REQUEST`](super::price::WHOLE_REQUEST) that has been charged so far, in
+    /// Part of [`WHOLE_REQUEST`](super::slicing::WHOLE_REQUEST) that has been charged so far, in
     /// slices.
     pub(super) charged_parts: u32,
     /// Throttled time of its disk and of the group above when the request was queued, in
@@ -240,7 +240,7 @@ impl<T> ThrottleNode<T> {
         }
     }
 
-    /// Contents of the node's own limits, or of its last ones, for [`ThrottleNode::take_over`].
+    /// Contents of the node's own limits, or of its last ones, for [`ThrottleNode::inherit_contents`].
     pub(super) fn charged_contents(&self) -> Option<Box<NodeLimits>> {
         self.limited.as_ref().or(self.past_limits.as_ref()).cloned()
     }

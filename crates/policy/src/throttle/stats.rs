@@ -254,7 +254,7 @@ impl WaitHistograms {
         self.all.summary()
     }
 
-    /// Writes all waits to `counted`, for [`WaitHistograms::count_on`].
+    /// Writes all waits to `counted`, for [`WaitHistograms::add_cumulative`].
     pub(super) fn export(&self, counted: &mut CumulativeStats) {
         let steps = (0..).zip(self.all.counts.iter().copied());
         counted.waits = steps.filter(|(_, count)| *count > 0).collect();

@@ -123,7 +123,7 @@ fn cause_is_the_group_that_throttled_most_not_a_busy_host() {
     loop {
         match tree.poll(now) {
             PollDecision::Admit(is_mine) => {
-                if is_mine { &mut mine } else { &mut others }.push(tree.last_cause())
+                if is_mine { &mut mine } else { &mut others }.push(tree.last_cause());
             }
             PollDecision::Wait { until } => now = until,
             PollDecision::Idle => break,

@@ -1,7 +1,7 @@
 //! Encodes and decodes a block: requests and names.
 //!
-//! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_BYTES`] and
-//! [`MOST_ENTRIES`].
+//! Decoding terminates for arbitrary bytes, and its memory is bounded by `MOST_BYTES` and
+//! [`MAX_ENTRIES`].
 
 use super::{MAX_BYTES, MAX_ENTRIES, MAX_NAMES, RecordedTimes, RecordingEntry};
 use crate::record::RequestOp;

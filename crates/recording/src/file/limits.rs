@@ -6,7 +6,7 @@
 //!             watermark in percent; iops-size; rate, burst rate and burst length of six limits
 //! ```
 //!
-//! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_CHANGES`].
+//! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MAX_CHANGES`].
 
 use policy::{
     throttle::{LimitKind, Limits, RateLimit},

@@ -127,7 +127,6 @@ pub(super) fn unmount_lazily(directory: &Path) {
 /// file below it was unmounted. Their mounts are unmounted first. The name of a removed device may
 /// already belong to another process, so removals are serialized: see [`Place::changing_loops`].
 ///
-/// [`Place::changing_loops`]: super::place::Place::changing_loops
 pub(super) fn remove_loops(file: &Path, made: Option<&AttachedLoop>) {
     let mut names = DeviceOpeners::loops(file);
     names.extend(

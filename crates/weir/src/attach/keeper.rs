@@ -376,7 +376,7 @@ fn device_number(device: &Path) -> Option<u32> {
     digits.parse().ok()
 }
 
-/// Sends [`Event::Unmounted`] when a device is no longer mounted at a directory.
+/// Sends [`AttachmentEvent::Unmounted`] when a device is no longer mounted at a directory.
 fn watch_mount(device: &Path, directory: &Path, events: Sender<AttachmentEvent>) {
     let (device, directory) = (device.to_owned(), directory.to_owned());
     thread::spawn(move || {

@@ -116,7 +116,7 @@ impl IntervalRates {
         Self { interval_ns, by_name: of, throttle_causes: held_by }
     }
 
-    /// Throttle cause of a disk or group, now or in the interval of [`Rate::limited`]; `GROUP:
+    /// Throttle cause of a disk or group, now or in the interval of [`NodeRate::limited`]; `GROUP:
     /// LIMIT` if it is a limit of a group, the nearest one.
     pub(crate) fn throttle_cause(
         &self,

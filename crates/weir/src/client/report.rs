@@ -12,7 +12,7 @@ use settings::prefetch::short_name;
 
 use super::latency::DiskRequestTimes;
 
-/// A [`Status`], with latencies from a second command.
+/// A [`DaemonStatus`], with latencies from a second command.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DaemonReport {
     pub(crate) status: DaemonStatus,

@@ -131,7 +131,7 @@ struct ThrottleShareArgs {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NamedLimitArgs {
     given: Vec<(LimitSetting, u64)>,
-    /// Subset of [`NamedLimits::given`] that was given under virsh's name.
+    /// Subset of [`NamedLimitArgs::given`] that was given under virsh's name.
     by_virsh_name: Vec<LimitSetting>,
 }
 
@@ -183,7 +183,7 @@ fn cleared_by_virsh(setting: LimitSetting) -> impl Iterator<Item = LimitSetting>
     others.collect::<Vec<_>>().into_iter()
 }
 
-/// Names in `virsh blkdeviotune` and its older versions, in the order of [`Setting::ALL`].
+/// Names in `virsh blkdeviotune` and its older versions, in the order of [`LimitSetting::ALL`].
 const VIRSH: [(&str, &str); 19] = [
     ("total-bytes-sec", "total_bytes_sec"),
     ("total-bytes-sec-max", "total_bytes_sec_max"),

@@ -23,7 +23,7 @@ pub(super) enum WeirTopEvent {
     Report(Box<DaemonReport>),
     /// The query failed, with the error; it is retried.
     QueryFailed(String),
-    /// Result of the last [`Asked`].
+    /// Result of the last [`SettingsUpdate`].
     Changed(Result<(), String>),
 }
 

@@ -15,7 +15,7 @@
 //! never while a task is woken.
 //!
 //! Never loses a request: a request that leaves policy is admitted, or returned to the slot
-//! ([`seat`](super::seat)) that moves or cancels it.
+//! (`seat`) that moves or cancels it.
 
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},

@@ -12,7 +12,7 @@
 //! the admitting thread sees the waker. This lock is the last in the lock order, and no other code
 //! is called under it.
 //!
-//! Never decides anything: the [tree](super::arbiter) decides when to admit.
+//! Never decides anything: the [tree](super::tree) decides when to admit.
 
 use std::task::{Context, Poll, Waker};
 

@@ -28,7 +28,7 @@ use crate::{
     registry::{LowerNode, ProtocolNode, Registry, RegistryError, RunningDisk},
 };
 
-/// Commands that created a disk: see [`RunningDisk::told`].
+/// Commands that created a disk: see [`RunningDisk::creation_commands`].
 type CreationCommands = Option<Vec<Map<String, Value>>>;
 
 #[derive(Debug)]

@@ -39,7 +39,7 @@ use crate::{
 
 #[derive(Debug)]
 pub(super) struct QueryDaemonStatus {
-    /// Include [`Status::LISTS`], whose length is unbounded.
+    /// Include [`DaemonStatus::LISTS`], whose length is unbounded.
     lists: bool,
 }
 

@@ -334,7 +334,7 @@ impl SimulatedNbdSession {
         let mut content = self.content.borrow_mut();
         match &pending.what {
             ClientOperation::Read if !pending.failed => {
-                assert_eq!(pending.covered, length, "some data is missing")
+                assert_eq!(pending.covered, length, "some data is missing");
             }
             ClientOperation::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
             ClientOperation::Write(data) if !pending.failed => {
@@ -343,7 +343,7 @@ impl SimulatedNbdSession {
                 }
             }
             ClientOperation::Zeroes if !pending.failed => {
-                content[self.known(pending.range.clone())].fill(Some(0))
+                content[self.known(pending.range.clone())].fill(Some(0));
             }
             ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim => {
                 // A failed change may have been executed in part; a trim may or may not zero.

@@ -49,7 +49,7 @@ pub struct BitmapEntry {
     pub flags: u32,
     /// A bit covers `1 << granularity_bits` bytes of the disk; in [`GRANULARITY_BITS`].
     pub granularity_bits: u32,
-    /// Name of 1 to [`LONGEST_NAME`] bytes, unique in the image.
+    /// Name of 1 to [`MAX_NAME`] bytes, unique in the image.
     pub name: Vec<u8>,
     /// Extra data; preserved.
     pub extra: Vec<u8>,

@@ -100,7 +100,7 @@ pub struct KeySlot {
     /// True if the slot contains the master key, encrypted with a passphrase. Otherwise only its
     /// offset is meaningful.
     pub active: bool,
-    /// PBKDF2 iterations; 1 to [`MOST_ITERATIONS`] if active.
+    /// PBKDF2 iterations; 1 to [`MAX_ITERATIONS`] if active.
     pub iterations: u32,
     /// Salt of the passphrase.
     pub salt: [u8; 32],
@@ -123,7 +123,7 @@ pub struct LuksHeader {
     pub digest: [u8; 20],
     /// Salt of the digest.
     pub digest_salt: [u8; 32],
-    /// PBKDF2 iterations of the digest; 1 to [`MOST_ITERATIONS`].
+    /// PBKDF2 iterations of the digest; 1 to [`MAX_ITERATIONS`].
     pub digest_iterations: u32,
     /// UUID as text.
     pub uuid: String,

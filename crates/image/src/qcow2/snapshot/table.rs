@@ -6,7 +6,7 @@
 //! Damage affects as few entries as possible: an entry with an invalid L1 table is still decoded,
 //! as are all later ones. Only an entry of unknown length ends the table.
 //!
-//! Never trusts a length before the bytes were read, and reads at most [`LARGEST_TABLE`].
+//! Never trusts a length before the bytes were read, and reads at most [`MAX_TABLE`].
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Snapshots".
 
@@ -189,8 +189,8 @@ pub struct SnapshotTable {
 }
 
 impl SnapshotTable {
-    /// Reads the table that the header names: at most [`MOST_SNAPSHOTS`] entries and
-    /// [`LARGEST_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::decode_errors`].
+    /// Reads the table that the header names: at most [`MAX_SNAPSHOTS`] entries and
+    /// [`MAX_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::decode_errors`].
     ///
     /// # Errors
     /// Errors of the storage.

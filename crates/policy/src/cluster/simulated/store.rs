@@ -60,7 +60,7 @@ impl StoreTraffic {
     }
 }
 
-/// The store. Hosts and leaders reach it through the [`World`](super::World).
+/// The store. Hosts and leaders reach it through the [`World`](super::SimulatedCluster).
 #[derive(Debug)]
 pub struct SimulatedStore {
     state: StoreContents,

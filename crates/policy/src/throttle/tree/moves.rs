@@ -30,7 +30,7 @@ use alloc::vec::Vec;
 
 impl<T> ThrottleTree<T> {
     /// Bucket contents of a disk, and the part of its groups' contents that the disk can have
-    /// caused, for [`ThrottleTree::take_over`]. Call it before the disk is removed.
+    /// caused, for `ThrottleTree::take_over`. Call it before the disk is removed.
     ///
     /// `beside` is the node that replaces the disk, if that is in this tree. Groups above both
     /// nodes have been charged already, so their part is carried but not charged again.
