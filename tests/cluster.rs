@@ -358,7 +358,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     assert!(said.starts_with(&place), "{said}");
     assert!(said.contains(": cluster: cluster lab: password-file /nowhere"), "{said}");
     // A value of a newer weir, and garbage.
-    for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
+    for (value, expect) in [("{\"version\":2}", "has version 2"), ("garbage", "is not weir's")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();
         let said = refused(&etcd.url(), "");
         assert!(said.contains(expect), "{said}");
@@ -716,7 +716,7 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
         let shown = host.run(&["cluster", "status"]).succeeds();
         assert_contains(
             &shown,
-            &["group gold: its state in etcd have version 99", "have their fallback shares"],
+            &["group gold: its state in etcd has version 99", "have their fallback shares"],
         );
         assert_eq!(host.cluster()["unreadable-groups"][0]["group"], "gold");
     }

@@ -55,7 +55,7 @@ fn second_daemon_leaves_the_default_socket_to_the_first() {
         &second.wait_for_log("control"),
         &[
             "in use: another process listens there",
-            "(name a control socket of its own with --qmp unix:PATH, or say --qmp none)",
+            "(name a control socket of its own with --qmp unix:PATH, or use --qmp none)",
         ],
     );
     assert_eq!(disks(&socket), 1, "it belongs to the first daemon");

@@ -80,7 +80,7 @@ fn content_below_a_shorter_image_stays_hidden() {
     }
     qemu_io(["-f", "qcow2"], ["read -P 1 2M 2M"], scratch.path("base"));
     let said = weir_image(&["commit", "-f", "qcow2", "-b", "../base", "top"]).inside(&inside).fails();
-    assert_contains(&said, &["../base is not behind it"]);
+    assert_contains(&said, &["../base is not in the backing chain"]);
 }
 
 #[test]

@@ -267,8 +267,8 @@ fn a_lock_of_the_same_process_is_not_reported_as_that_of_another() {
         (vec!["commit", "-f", "qcow2", text(&one)], "which is a loop"),
         (vec!["commit", "-f", "qcow2", "-b", text(&one), text(&one)], "which is a loop"),
         (vec!["convert", "-f", "raw", text(&raw), text(&link)], "is both source and target"),
-        (vec!["convert", "-f", "qcow2", text(&over), text(&raw)], "by another name"),
-        (vec!["convert", "-f", "qcow2", "-n", text(&over), text(&link)], "by another name"),
+        (vec!["convert", "-f", "qcow2", text(&over), text(&raw)], "under another name"),
+        (vec!["convert", "-f", "qcow2", "-n", text(&over), text(&link)], "under another name"),
         (vec!["create", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&link)], "its own backing file"),
     ] {
         let said = weir_image(&words).fails();

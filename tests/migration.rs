@@ -216,7 +216,7 @@ fn start_omits_migrated_disks() {
     assert!(a.disk("vm").is_none() && a.disk("base").is_some());
     left_out(&a);
     // The disk is in this host's file and was never in the target's.
-    assert!(b.move_to("a").succeeds().contains("vm: a has it\n"));
+    assert!(b.move_to("a").succeeds().contains("vm: a serves it\n"));
     a.stop();
     a.restart();
     assert!(a.disk("vm").is_some());

@@ -219,7 +219,7 @@ fn installation_is_repeatable_and_removable() {
     assert_eq!(fs::read_to_string(&config).unwrap(), "# mine\n");
     assert_ne!(fs::read(below.join("usr/local/bin/weir")).unwrap(), b"old");
     let said = install(&below, &["--uninstall"]).run().stderr();
-    assert!(said.contains("weir.toml was changed, and stays"), "{said}");
+    assert!(said.contains("weir.toml was changed and is kept"), "{said}");
     assert_eq!(files_below(&below), [PathBuf::from("etc/weir/weir.toml")].into());
 
     // If the config file is unchanged, the removal leaves no file of weir.

@@ -141,7 +141,7 @@ iops-reservation = 700
 ",
     );
     let expect = "\
-WHAT    NAME    CHANGE
+TYPE    NAME    CHANGE
 disk    a       prefetch: auto → off
 disk    a       on-write-error: report → stop
 group   silver  added
@@ -297,7 +297,7 @@ fn invalid_config_is_named_and_changes_nothing() {
         &[
             "weir.toml:21: disk.d.export[1].file",
             "disk d at ",
-            "the sandbox does not let this daemon make devices",
+            "the sandbox does not let this daemon create devices",
         ],
     );
     // The last step fails, after an export was removed and two were added.

@@ -113,7 +113,7 @@ fn invalid_user_is_named() {
     let said = serve(&["--user", "no-such-user"]).fails();
     assert_contains(
         &said,
-        &["user: there is no user \"no-such-user\" (`useradd --system no-such-user` makes one)"],
+        &["user: there is no user \"no-such-user\" (create it with `useradd --system no-such-user`)"],
     );
     let said = serve(&["--user", ":root"]).rejects_usage();
     assert_contains(&said, &["'--user <USER[:GROUP]>': has no user"]);

@@ -67,8 +67,8 @@ fn unrepresentable_requests_are_counted() {
     assert_contains(
         &said.stderr(),
         &[
-            "weir: left out: 1 of flush, for which mqsim has no word",
-            "weir: left out: 1 of discard, for which mqsim has no word",
+            "weir: left out: 1 of flush, which mqsim cannot represent",
+            "weir: left out: 1 of discard, which mqsim cannot represent",
             "weir: left out: 1 request not of whole sectors of 512 bytes, as mqsim counts them",
             "weir: mqsim identifies disks by number: 0 is vm1, 1 is vm2",
         ],
@@ -315,7 +315,7 @@ fn waits_and_latencies_are_kept() {
     let wrong = TIMED.replace("1000000,4000000", "999999,4000000");
     fs::write(scratch.path("wrong.csv"), wrong).unwrap();
     let said = convert(&scratch, "wrong.csv", "out.recording").fails();
-    assert_contains(&said, &["wrong.csv:3: ", "a request is admitted before it came"]);
+    assert_contains(&said, &["wrong.csv:3: ", "a request is admitted before its arrival"]);
 }
 
 #[test]

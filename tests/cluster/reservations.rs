@@ -65,7 +65,7 @@ fn reservations_of_all_hosts_fit_the_limit() {
     hosts[1].run(&["reload"]).succeeds();
     assert!(at_etcd().contains("[2900,0]"), "{}", at_etcd());
     let said = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
-    assert!(said.contains("host b: it is there"), "{said}");
+    assert!(said.contains("host b: is running"), "{said}");
     // The leader logs a sum that exceeds the limit nevertheless.
     let ghost = "{\"version\":1,\"groups\":{\"gold\":[600,0]},\"capacity\":[0,0]}";
     etcd.control(&["put", "/weir/v1/lab/all/promise/ghost", ghost]).succeeds();

@@ -142,7 +142,7 @@ fn changed_image_of_an_unavailable_disk_is_opened() {
         for arguments in [&["reload"][..], &["reload", "--dry-run"]] {
             assert_contains(&run_failing(&scratch, arguments), &["disk.far.image", why]);
         }
-        assert_eq!(status(&scratch, "0")["unopened"][0]["name"], "far");
+        assert_eq!(status(&scratch, "0")["unavailable"][0]["name"], "far");
     }
     write(&scratch, "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n");
     assert_contains(&run_ok(&scratch, &["reload"]), &["far", "its image is not available yet"]);

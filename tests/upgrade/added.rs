@@ -91,7 +91,7 @@ fn added_disks_groups_and_exports_are_transferred() {
         assert_eq!(line, "there\n", "turn {turn}");
         if turn < 2 {
             current = house.upgrade(current).0;
-            let line = current.wait_for_log("taken over although no config has it");
+            let line = current.wait_for_log("transferred although no config has it");
             assert_contains(
                 &line,
                 &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"],
@@ -215,7 +215,7 @@ fn saved_additions_use_the_config() {
     let (status, log) = first.wait();
     assert!(status.success(), "{log}");
     features(&mut machine);
-    assert!(!second.log_text().contains("taken over although no config has it"), "{}", second.log_text());
+    assert!(!second.log_text().contains("transferred although no config has it"), "{}", second.log_text());
     let exports = known(&house, "exports", &["id", "disk"]);
     assert!(exports.iter().all(|export| export["id"] != "by-hand"), "{exports:?}");
     drop(machine);

@@ -438,7 +438,7 @@ async fn add_runtime_objects(
     let added = old.add_transferred(registry, &bound.workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");
-        tracing::info!(%added, "taken over although no config has it (`--save` adds it)");
+        tracing::info!(%added, "transferred although no config has it (`--save` adds it)");
     }
     old.check_complete(registry)?;
     complete.uris.extend(uris_beyond(&before, registry, &plan.process.tls));
