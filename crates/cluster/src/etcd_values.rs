@@ -343,7 +343,7 @@ mod tests {
         let group = GroupValue::of(&limits(1000), 16, None, 3, 7);
         assert_eq!(read::<GroupValue>(&write(&group)).as_ref(), Ok(&group));
         let newer = String::from_utf8(write(&group)).unwrap().replace("\"version\":1", "\"version\":2");
-        assert!(read::<GroupValue>(newer.as_bytes()).unwrap_err().contains("is of version 2"));
+        assert!(read::<GroupValue>(newer.as_bytes()).unwrap_err().contains("has version 2"));
         for garbage in ["", "{}", "[]", "\u{0}", "{\"version\":1}", "{\"version\":\"1\"}"] {
             assert!(read::<GroupValue>(garbage.as_bytes()).is_err(), "{garbage}");
         }

@@ -243,7 +243,7 @@ fn user_ids_are_bounded() {
     let held = hold(&volumes, "v");
     assert!(volumes.mount(&held, "").unwrap_err().to_string().starts_with("ID: is empty"));
     let long = "x".repeat(MAX_USER_BYTES + 1);
-    assert!(volumes.mount(&held, &long).unwrap_err().to_string().starts_with("ID: has 257 bytes"));
+    assert!(volumes.mount(&held, &long).unwrap_err().to_string().starts_with("ID: is 257 bytes long"));
     let record = VolumeRecord { options: small(), users: (0..MAX_USERS).map(|id| id.to_string()).collect() };
     volumes.mount(&held, "0").unwrap();
     volumes.store.write(&held.name, &record).unwrap();

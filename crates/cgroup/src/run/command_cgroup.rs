@@ -249,7 +249,7 @@ mod tests {
         let _first = made(&machine, Some("a")).unwrap();
         for name in ["a", "..", "b/c", ""] {
             let said = format!("{:#}", made(&machine, Some(name)).map(drop).unwrap_err());
-            assert!(said.contains("cannot be made") && said.contains("--name"), "{name}: {said}");
+            assert!(said.contains("cannot be created") && said.contains("--name"), "{name}: {said}");
         }
         assert_eq!(groups(&machine).len(), 2);
     }

@@ -175,7 +175,7 @@ fn table_has_a_line_for_each_guarantee() {
     let findings = of_100(&[0, 50, 100, 150]);
     assert_eq!(
         text(&findings),
-        "NAME  GUARANTEE   REQUIRED         MEASURED        VERDICT\n\
+        "NAME  GUARANTEE   EXPECTED         MEASURED        VERDICT\n\
          vm1   iops-total  100/s, burst 10  50/s, excess 0  held\n"
     );
 }
