@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(endpoint_text("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
         for (wrong, said) in [
             (json!({ "addr": addr, "queue-size": 100 }), "a power of two from 4 to 32768"),
-            (json!({ "addr": addr, "serial": "x".repeat(21) }), "20 at most"),
+            (json!({ "addr": addr, "serial": "x".repeat(21) }), "at most 20"),
             (json!({ "addr": addr, "logical-block-size": 8192 }), "logical-block-size"),
             (json!({ "addr": addr, "client": "yes" }), "client"),
             // Arguments with other names in QEMU.
