@@ -279,8 +279,8 @@ impl ExportEndpoint {
         self.server.close();
     }
 
-    /// As [`ExportEndpoint::close`], at the end of this process: a device in use is left to the next
-    /// process if its driver supports that.
+    /// As [`ExportEndpoint::close`], at the end of this process: a device in use is left to the
+    /// next process if its driver supports that.
     pub fn close_or_hand_over(&self) {
         // Reads /proc synchronously, which only the end of the process permits.
         let is_used = |device: &Path| !DeviceOpeners::of_device(device).with_processes().is_empty();

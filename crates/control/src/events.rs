@@ -73,8 +73,8 @@ struct EventRing {
 }
 
 impl EventRing {
-    /// Evicts the oldest event among the types that exceed [`PROTECTED_PER_TYPE`], so that frequent connections
-    /// cannot evict a rare image error.
+    /// Evicts the oldest event among the types that exceed [`PROTECTED_PER_TYPE`], so that frequent
+    /// connections cannot evict a rare image error.
     fn evict(&mut self) {
         if self.kept.len() < RING_CAPACITY {
             return;

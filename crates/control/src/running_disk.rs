@@ -117,8 +117,9 @@ impl RunningDisk {
         self.disk.run_unless_unresponsive(ending).await;
     }
 
-    /// Waits until the files of a closed disk are free for other programs, at most [`CLOSE_TIMEOUT`]:
-    /// a file system that does not answer keeps them open. The caller must hold the last reference.
+    /// Waits until the files of a closed disk are free for other programs, at most
+    /// [`CLOSE_TIMEOUT`]: a file system that does not answer keeps them open. The caller must hold
+    /// the last reference.
     pub(crate) async fn wait_until_free(self) {
         // Subscribed before the last reference is dropped.
         let (name, closed) = (Arc::clone(self.disk.name()), self.disk.closed());

@@ -25,7 +25,8 @@
 //!
 //! Bytes that the handshake does not consume belong to the next stage: the handshake again, the
 //! TLS stream after [`HandshakeEvent::StartTls`], or the requests. The crate `nbd` has the client
-//! and the constants of both sides. [`kernel_client`] serves this host's kernel, which has no handshake.
+//! and the constants of both sides. [`kernel_client`] serves this host's kernel, which has no
+//! handshake.
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
 //! parsing a request and writing its reply allocate nothing. The connection, not the parsers,

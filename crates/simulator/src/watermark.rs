@@ -3,7 +3,8 @@
 //! worked since the last sample.
 //!
 //! Samples are taken at multiples of the interval, so that independent disks do not influence each
-//! other, and stop after [`MAX_IDLE_SAMPLES`] idle ones. Without a device, limits are always enforced.
+//! other, and stop after [`MAX_IDLE_SAMPLES`] idle ones. Without a device, limits are always
+//! enforced.
 
 use policy::{
     throttle::{AdmissionCounters, Enforcement, Limits, NodeId},

@@ -181,8 +181,8 @@ impl ControlClient {
         Ok(serde_json::from_str(text.get()).expect("the text was checked as a part of the message"))
     }
 
-    /// As [`ControlClient::execute`], with the text of the response: deserializing the status of thousands
-    /// of disks from text is several times faster than from a tree of values.
+    /// As [`ControlClient::execute`], with the text of the response: deserializing the status of
+    /// thousands of disks from text is several times faster than from a tree of values.
     fn execute_text(&mut self, command: &str, arguments: Value) -> Result<Box<RawValue>, ClientError> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
@@ -226,8 +226,8 @@ impl ControlClient {
         self.status_with(json!({}))
     }
 
-    /// As `ControlClient::to_status`, without disks, groups, devices and exports: its length does not
-    /// depend on their number. A daemon of an older version returns all of them.
+    /// As `ControlClient::to_status`, without disks, groups, devices and exports: its length does
+    /// not depend on their number. A daemon of an older version returns all of them.
     pub(crate) fn summary(&mut self) -> Result<DaemonReport, ClientError> {
         match self.status_with(json!({ "lists": false })) {
             // An older daemon rejects the unknown argument.
@@ -253,8 +253,8 @@ impl ControlClient {
             .map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
 
-    /// As `ControlClient::to_status`, with [`ControlClient::latencies`] in the report. A daemon of an older
-    /// version does not count latencies; they are empty then.
+    /// As `ControlClient::to_status`, with [`ControlClient::latencies`] in the report. A daemon of
+    /// an older version does not count latencies; they are empty then.
     pub(crate) fn status_with_latencies(&mut self) -> Result<DaemonReport, ClientError> {
         let mut report = self.status()?;
         report.latencies = match self.latencies() {

@@ -182,8 +182,8 @@ async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<Remov
 }
 
 /// Removes the exports of a disk, and returns what puts them back. If requests of their clients are
-/// in flight for longer than [`ANSWER_TIMEOUT`], the disk stays, and the exports are added again once the
-/// requests complete.
+/// in flight for longer than [`ANSWER_TIMEOUT`], the disk stays, and the exports are added again
+/// once the requests complete.
 async fn remove_in_time(
     registry: &Rc<Registry>,
     disk: &str,

@@ -137,9 +137,10 @@ impl QmpServer {
     }
 
     /// Announces the end of the daemon to every client, and returns after all replies are sent and
-    /// all clients have disconnected. Clients that do not read are disconnected after [`FINAL_SEND_TIMEOUT`].
-    /// Commands that run longer than [`COMMAND_STOP_TIMEOUT`] are abandoned: they may wait for storage that
-    /// never answers, and the disks must be flushed before the service manager kills the daemon.
+    /// all clients have disconnected. Clients that do not read are disconnected after
+    /// [`FINAL_SEND_TIMEOUT`]. Commands that run longer than [`COMMAND_STOP_TIMEOUT`] are
+    /// abandoned: they may wait for storage that never answers, and the disks must be flushed
+    /// before the service manager kills the daemon.
     pub(crate) async fn stop(&self, ending: ShutdownCause) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);

@@ -4,8 +4,8 @@
 //!   greeting ─► negotiating ── qmp_capabilities ─► commands
 //! ```
 //!
-//! The caller executes and answers each request before it calls [`QmpSession::advance`] again, so the
-//! commands of a client run in order. Independent of all commands except the negotiation.
+//! The caller executes and answers each request before it calls [`QmpSession::advance`] again, so
+//! the commands of a client run in order. Independent of all commands except the negotiation.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json, value::RawValue};

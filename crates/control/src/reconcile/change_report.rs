@@ -74,7 +74,8 @@ pub(crate) fn disk_values(disk: &DiskConfig) -> Vec<NamedValue> {
     key_values(disk, |key| key.change == ChangePolicy::Apply)
 }
 
-/// As [`disk_values`], without limits, shares and group, which change together with those of others.
+/// As [`disk_values`], without limits, shares and group, which change together with those of
+/// others.
 pub(crate) fn disk_only_values(disk: &DiskConfig) -> Vec<NamedValue> {
     key_values(disk, |key| key.change == ChangePolicy::Apply && GroupConfig::key(key.name).is_none())
 }

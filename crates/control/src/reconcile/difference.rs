@@ -275,8 +275,8 @@ pub(crate) fn fixed_differences(old: &DiskConfig, new: &DiskConfig) -> Vec<&'sta
     old.differences(new).filter(|key| key.change == ChangePolicy::Reject).map(|key| key.name).collect()
 }
 
-/// As [`fixed_differences`], for a disk that was added over the control socket: the file may omit the format,
-/// and have the passphrase in a file instead of a secret object.
+/// As [`fixed_differences`], for a disk that was added over the control socket: the file may omit
+/// the format, and have the passphrase in a file instead of a secret object.
 fn fixed_differences_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
     let old = &running.config;
     let is_same_file = match (old.image.path(), new.image.path()) {

@@ -2,8 +2,8 @@
 //!
 //! A start opens local images one after another, in the order of the plan, so that of two disks
 //! with one image always the second is rejected. All other images are opened concurrently; a disk
-//! whose storage does not answer before the deadline of [`ImageOpenAttempt`] becomes unavailable instead of
-//! failing the change.
+//! whose storage does not answer before the deadline of [`ImageOpenAttempt`] becomes unavailable
+//! instead of failing the change.
 
 use std::fs;
 

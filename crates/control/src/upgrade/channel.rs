@@ -187,8 +187,8 @@ impl UpgradeChannel {
         Ok((self, message, luggage))
     }
 
-    /// As [`UpgradeChannel::receive_in_background`]. After a failure the peer cannot have sent the message: either it is
-    /// received here, or sending it fails there.
+    /// As [`UpgradeChannel::receive_in_background`]. After a failure the peer cannot have sent the
+    /// message: either it is received here, or sending it fails there.
     pub(super) async fn receive_or_close<T: DeserializeOwned + Send + 'static>(
         self,
         patience: Duration,

@@ -10,8 +10,8 @@
 //!     Yours        ──────────────►      serves
 //! ```
 //!
-//! Until it sends [`UpgradeMessage::Yours`] the old process may resume; after that it never does. Data and
-//! their validation only: no received value is trusted.
+//! Until it sends [`UpgradeMessage::Yours`] the old process may resume; after that it never does.
+//! Data and their validation only: no received value is trusted.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -451,8 +451,8 @@ pub(super) struct TransferredGroup {
     pub(super) set: Option<SettingsState>,
 }
 
-/// Form of [`BucketSnapshot`]: settings by name; levels in billionths as text, since they exceed the range
-/// of JSON numbers.
+/// Form of [`BucketSnapshot`]: settings by name; levels in billionths as text, since they exceed
+/// the range of JSON numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct BucketLevelsState {

@@ -48,8 +48,8 @@ pub enum TlsPolicy {
 /// its flags ("Vhost-user Protocol", header: native byte order, which is little-endian).
 const VHOST_USER: [u32; 2] = [1_u32.swap_bytes(), 3_u32.swap_bytes()];
 
-/// Reason for the end of a connection during the handshake. All but [`HandshakeClose::Aborted`] are breaches
-/// by the client.
+/// Reason for the end of a connection during the handshake. All but [`HandshakeClose::Aborted`] are
+/// breaches by the client.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandshakeClose {

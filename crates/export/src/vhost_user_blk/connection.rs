@@ -6,9 +6,9 @@
 //!
 //! A descriptor is checked when it arrives, and accepted only if it cannot hold anything else open:
 //! an event is an eventfd, memory is a regular file in memory, and the channel for changes is one
-//! of an unnamed pair of sockets ([`super::back_end_channel`]). A front end that passes the other end of its
-//! own connection would otherwise never hang up, and its export would stay locked after its process
-//! has ended. The last 128 descriptors of the process are not available to front ends.
+//! of an unnamed pair of sockets ([`super::back_end_channel`]). A front end that passes the other
+//! end of its own connection would otherwise never hang up, and its export would stay locked after
+//! its process has ended. The last 128 descriptors of the process are not available to front ends.
 
 use std::{
     collections::VecDeque,

@@ -240,7 +240,8 @@ impl<T> ThrottleNode<T> {
         }
     }
 
-    /// Contents of the node's own limits, or of its last ones, for [`ThrottleNode::inherit_contents`].
+    /// Contents of the node's own limits, or of its last ones, for
+    /// [`ThrottleNode::inherit_contents`].
     pub(super) fn charged_contents(&self) -> Option<Box<NodeLimits>> {
         self.limited.as_ref().or(self.past_limits.as_ref()).cloned()
     }

@@ -235,7 +235,8 @@ impl SettingsChange {
     }
 }
 
-/// Settings that differ from their defaults, in the form that [`SettingsChange::from_listing`] parses.
+/// Settings that differ from their defaults, in the form that [`SettingsChange::from_listing`]
+/// parses.
 pub(crate) fn listing(settings: &MemberSettings) -> String {
     let set = SettingName::all().filter(|name| name.of(settings) != name.default());
     let words: Vec<String> =

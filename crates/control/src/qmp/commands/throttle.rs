@@ -104,8 +104,8 @@ pub(super) fn read_disk_name(arguments: &mut QmpArguments) -> Result<String, Qmp
     }
 }
 
-/// Moves the disk out of its group. Returns the name whose settings changed, like [`set_group_limits`] and
-/// [`enter_group`].
+/// Moves the disk out of its group. Returns the name whose settings changed, like
+/// [`set_group_limits`] and [`enter_group`].
 fn set_alone(disk: &Disk, limits: Limits) -> Result<String, QmpError> {
     let member = disk.throttle();
     member.configure_and_move(DiskSettings { limits, ..member.settings() }, None)?;
