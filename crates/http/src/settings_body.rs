@@ -109,8 +109,8 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         for (body, why) in [
-            ("", "no JSON object: EOF"),
-            ("[1]", "no JSON object"),
+            ("", "not a JSON object: EOF"),
+            ("[1]", "not a JSON object"),
             (r#"{"iops-totl": 1}"#, "\"iops-totl\": cannot be set here (did you mean iops-total?)"),
             (r#"{"l2-cache-size": 1}"#, "\"l2-cache-size\": cannot be set here"),
             (r#"{"name": "other"}"#, "\"name\": cannot be set here"),

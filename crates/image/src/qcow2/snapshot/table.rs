@@ -387,7 +387,7 @@ mod tests {
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots.len(), MAX_SNAPSHOTS as usize);
             let cut = read.cut.expect("one more").to_string();
-            assert_eq!(cut, "65537 snapshots; 65536 is the most");
+            assert_eq!(cut, "65537 snapshots; the maximum is 65536");
         });
     }
 }
