@@ -11,7 +11,7 @@
 //!
 //! A session uses one member of etcd. Any failure ends it; the next session uses the next member
 //! and reads everything again. Hosts fall back to their fallback share by their own clocks, without
-//! this thread. Watch events are handled in `hearing`.
+//! this thread. Watch events are handled in `watch_events`.
 //!
 //! No request of a disk waits for this thread, and a stalled member never blocks the main thread.
 

@@ -128,7 +128,7 @@ static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 /// Bound of the kept warnings.
 const MAX_KEPT_WARNINGS: usize = 1000;
 
-/// Texts of the warnings since `keep_warnings`; `None` before that.
+/// Texts of the warnings since `start_keeping_warnings`; `None` before that.
 static KEPT: Mutex<Option<Vec<String>>> = Mutex::new(None);
 
 /// Keeps the texts of the first 1,000 warnings from now on, for [`kept_warnings`].
@@ -158,7 +158,7 @@ impl Visit for WarningText {
     }
 }
 
-/// Counts warnings, and keeps their texts after `keep_warnings`.
+/// Counts warnings, and keeps their texts after `start_keeping_warnings`.
 struct WarningCounter;
 
 impl<S: Subscriber> Layer<S> for WarningCounter {

@@ -125,7 +125,7 @@ impl ServiceManager {
             if let (Err(error), _) = operation::send(&self.socket, message.into()).await {
                 log_failure(&error);
             }
-            // Removed after the send: `all_told` waits until the queue is empty.
+            // Removed after the send: `until_sent` waits until the queue is empty.
             self.lock_queue().pop_front();
             self.told.notify(usize::MAX);
         }

@@ -311,7 +311,7 @@ impl Recordings {
             let sinks = running.iter().filter(|(_, running)| named.is_recorded_by(&running.names));
             let sinks: Vec<u64> = sinks.map(|(id, _)| *id).collect();
             // Enables recording on the workers at once, possibly before the engine knows the
-            // number: see `Order::Know`.
+            // number: see `Order::UpdateDisks`.
             disk.recording().set((!sinks.is_empty()).then_some(named.number));
             (named, sinks)
         });

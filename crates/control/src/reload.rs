@@ -9,7 +9,7 @@
 //!        removed disks, groups and servers are closed    no client uses them
 //! ```
 //!
-//! A reload holds the exclusive lock ([`turns`](super::reload_lock)): one reload at a time, and commands
+//! A reload holds the exclusive lock ([`reload_lock`](super::reload_lock)): one reload at a time, and commands
 //! that change disks, groups, exports or servers wait until it is applied or rolled back. Hence no
 //! client uses a name that the reload frees, or a server or group that it creates, before the
 //! reload is final.

@@ -8,7 +8,7 @@
 //!                         └ fails ─► reported, retried after ten seconds
 //! ```
 //!
-//! A disk is listed while this task holds the lock ([`turns`](super::reload_lock)) exclusively, like a
+//! A disk is listed while this task holds the lock ([`reload_lock`](super::reload_lock)) exclusively, like a
 //! reload. A reload includes unavailable disks: it updates their config, and abandons those that
 //! the file no longer contains. A client that removes such a disk abandons it as well. The name of
 //! the disk, and the names and endpoints of its exports, stay reserved.

@@ -1,6 +1,6 @@
 //! Unavailable disk: in the config, but its image is not open yet.
 //!
-//! Data only; `coming_up` opens and lists it.
+//! Data only; `retry_queue` opens and lists it.
 
 use std::{
     cell::RefCell,

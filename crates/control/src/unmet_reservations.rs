@@ -47,7 +47,7 @@ impl Registry {
         Ok(())
     }
 
-    /// As `promise_at_start`, for a disk that becomes available later: its capacity may be booked
+    /// As `book_at_start`, for a disk that becomes available later: its capacity may be booked
     /// by then. The disk is served in any case.
     pub(super) fn book_later(&self, name: &str, wanted: [u64; 2]) {
         let Some(node) = self.group_or_disk(name).filter(|_| wanted != [0, 0]) else { return };
@@ -59,7 +59,7 @@ impl Registry {
     }
 
     /// Books unmet reservations whenever a change may free capacity. In a cluster, the agent calls
-    /// `make_left_out` instead.
+    /// `book_unmet` instead.
     pub fn book_when_possible(self: &Rc<Self>) {
         let registry = Rc::downgrade(self);
         self.listen(move |change| {

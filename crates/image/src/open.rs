@@ -12,7 +12,7 @@
 //!   must not name other files;
 //! - a name is a path and nothing else; with an [image root](storage::Root) it must stay
 //!   inside the root;
-//! - a chain that contains a file twice, or is longer than `LONGEST_CHAIN`, is rejected.
+//! - a chain that contains a file twice, or is longer than `MAX_CHAIN`, is rejected.
 //!
 //! Backing files are opened read-only and locked as by QEMU: shared with readers, exclusive
 //! of writers.

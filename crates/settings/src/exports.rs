@@ -21,7 +21,7 @@ pub use nbd_device::NbdDeviceConfig;
 pub use ublk::UblkConfig;
 pub use vhost_user_blk::{VhostUserBlkConfig, VhostUserSocket};
 
-/// Export with a separate endpoint (`Door`), by any protocol but an NBD server.
+/// Export with a separate endpoint (`ExportTarget`), by any protocol but an NBD server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExportTarget {
     /// A socket for a virtual machine.

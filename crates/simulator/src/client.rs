@@ -84,7 +84,7 @@ impl ClosedLoopClient {
     }
 }
 
-// Requests of a chain before it is limited by `LEAST_NS`: if completions take no time, a batch
+// Requests of a chain before it is limited by `MIN_NS`: if completions take no time, a batch
 // arrives at one instant, as a recorder sees it.
 const BATCH: usize = 256;
 

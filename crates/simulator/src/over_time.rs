@@ -11,7 +11,7 @@ const FIRST_BITS: u32 = 20;
 // Mean number of events in an interval whose rate is shown: a steady rate then appears steady
 // within a twentieth.
 const MIN_EVENTS: u64 = 25;
-// With fewer intervals a chart shows no course over time, so this precedes `LEAST_EVENTS`.
+// With fewer intervals a chart shows no course over time, so this precedes `MIN_EVENTS`.
 const MIN_INTERVALS: usize = 12;
 
 /// A value over time, in intervals of equal length that double as needed.

@@ -105,7 +105,7 @@ pub struct BlkRange {
 pub type Ranges = SmallVec<[BlkRange; 1]>;
 
 /// Guest memory of one request's data, mostly one piece. The inline capacity is small because
-/// requests are moved often and a `Places` is large.
+/// requests are moved often and a `ChainMemory` is large.
 pub type Data = SmallVec<[GuestBytes; 1]>;
 
 /// Operation of a request.

@@ -122,7 +122,7 @@ impl QmpServer {
                     Some(Errno::EBADF | Errno::EINVAL | Errno::ENOTSOCK | Errno::EOPNOTSUPP) => {
                         return Err(error);
                     }
-                    // Interrupted by `close_control`, or the client disconnected before it was
+                    // Interrupted by `set_control_closed`, or the client disconnected before it was
                     // accepted.
                     Some(Errno::ECANCELED | Errno::ECONNABORTED | Errno::EINTR | Errno::EAGAIN) => {}
                     // Out of descriptors or memory: transient, without a notification of its end.

@@ -21,7 +21,7 @@ pub struct Lifecycle {
     pub is_upgrading: Cell<bool>,
     /// The daemon ends.
     pub is_ending: Cell<bool>,
-    /// The daemon starts: see [`Registry::keep_clients_out`](super::Registry::delay_clients).
+    /// The daemon starts: see [`Registry::delay_clients`](super::Registry::delay_clients).
     pub(super) delays_clients: Cell<bool>,
     /// The daemon ends once the last client has disconnected.
     pub ends_when_idle: Cell<bool>,

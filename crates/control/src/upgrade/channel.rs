@@ -288,7 +288,7 @@ impl io::Read for &DeadlineReader<'_> {
             self.set_remaining_timeout()?;
             let mut socket = self.socket;
             match socket.read(buffer) {
-                // Timed out: `wait_no_longer` decides whether that is final.
+                // Timed out: `set_remaining_timeout` decides whether that is final.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 done => return done,
             }

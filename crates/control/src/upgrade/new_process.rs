@@ -266,7 +266,7 @@ impl NewProcess {
         // Later events have larger numbers than those of the old process.
         registry.events.continue_after(state.last_event);
         let (began_ns, device_ids) = (state.began_ns, devices.ids());
-        // Computed before `take_up` consumes the state; logged only after success.
+        // Computed before `apply_state` consumes the state; logged only after success.
         let set_otherwise = transferred_settings::differing_settings(&state, registry);
         let (clients, machines, counted) =
             apply_state(state, luggage, (&offer.machines, &devices), registry).await?;

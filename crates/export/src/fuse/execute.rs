@@ -195,7 +195,7 @@ impl FuseQueue {
     ) -> Result<()> {
         let _steady = self.lock_size().await;
         if self.device.export.growable {
-            // Under `keep_size`, so the length cannot change before the write has ended.
+            // Under `lock_size`, so the length cannot change before the write has ended.
             let room = self.device.file_bytes().saturating_sub(offset);
             if room == 0 {
                 return Ok(());

@@ -40,7 +40,7 @@ pub struct NbdServerExport {
     pub disk: Arc<Disk>,
     /// Reject writes even if the disk is writable.
     pub read_only: bool,
-    /// At most [`MOST_BITMAPS`](super::MAX_BITMAPS) of the image's bitmaps are offered.
+    /// At most [`MAX_BITMAPS`](super::MAX_BITMAPS) of the image's bitmaps are offered.
     pub bitmaps: Arc<[BitmapView]>,
     /// Clients that may use the export; for all other clients it does not exist.
     pub access: AccessRules,

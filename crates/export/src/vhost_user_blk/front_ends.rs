@@ -46,7 +46,7 @@ use super::{
 };
 use crate::select::{FirstReady, first};
 
-/// Pause between attempts to connect: doubled from `FIRST_PAUSE` up to `LONGEST_PAUSE`.
+/// Pause between attempts to connect: doubled from `FIRST_PAUSE` up to `MAX_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// Shortest duration of a successful connection.

@@ -194,7 +194,7 @@ fn a_silent_front_end_is_replaced_by_the_next() {
 fn a_front_end_that_sends_is_preferred_over_many_silent_ones() {
     Listening::run("crowd", PATIENT, async |it| {
         let owner = &it.owner;
-        // More than `MOST_WAITING`, so that the oldest are rejected while the test runs.
+        // More than `MAX_WAITING`, so that the oldest are rejected while the test runs.
         let mut crowd: Vec<_> = (0..100).map(|_| it.connect()).collect();
         owner.has_seen(1).await;
         let speaks = it.connect();

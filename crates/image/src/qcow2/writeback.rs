@@ -107,7 +107,7 @@ impl PendingMetadata {
         self.freed.push(freed);
     }
 
-    /// True if more than `MOST_FREED` ranges wait to be freed: metadata should then be written.
+    /// True if more than `MAX_FREED` ranges wait to be freed: metadata should then be written.
     pub(super) fn has_many_unreferenced(&self) -> bool {
         self.freed.len() + self.unused.len() > MAX_FREED
     }

@@ -125,8 +125,7 @@ pub(super) fn unmount_lazily(directory: &Path) {
 
 /// Removes the loop devices over a file, including the recorded one, which shows no file after the
 /// file below it was unmounted. Their mounts are unmounted first. The name of a removed device may
-/// already belong to another process, so removals are serialized: see [`Place::changing_loops`].
-///
+/// already belong to another process, so `AttachmentRecord::lock_loops` serializes removals.
 pub(super) fn remove_loops(file: &Path, made: Option<&AttachedLoop>) {
     let mut names = DeviceOpeners::loops(file);
     names.extend(

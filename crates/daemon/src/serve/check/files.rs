@@ -13,8 +13,8 @@ use nix::unistd::{AccessFlags, access};
 
 use crate::pid_file::PidFile;
 
-/// Fails if the daemon could not write its pid file. With `Others::MayHave`, another daemon may
-/// hold the file: it may be the daemon of this config.
+/// Fails if the daemon could not write its pid file. With `AddressConflictRule::Tolerated`, another
+/// daemon may hold the file: it may be the daemon of this config.
 pub(super) fn check_pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
     let why = || format!("pid file {}", path.display());
     // Symlinks are not followed: the daemon does not open its pid file through one.
