@@ -66,7 +66,7 @@ use super::{
     devices::{DeviceWithDisks, DiskDevices},
     loaded_config::LoadedConfig,
     recording::Recordings,
-    reload_lock::ReloadGuard,
+    structure_lock::StructureGuard,
 };
 use crate::events::{DeliveryCounters, EventLog};
 
@@ -428,11 +428,11 @@ impl Registry {
     ///
     /// # Errors
     /// An upgrade is in progress.
-    pub(crate) async fn lock_structure(&self) -> Result<Option<ReloadGuard<'_>>, RegistryError> {
+    pub(crate) async fn lock_structure(&self) -> Result<Option<StructureGuard<'_>>, RegistryError> {
         if self.lifecycle.delays_clients.get() {
             return Ok(None);
         }
-        let turn = self.lifecycle.reload_lock.lock_shared().await;
+        let turn = self.lifecycle.structure_lock.lock_shared().await;
         if self.lifecycle.is_upgrading.get() {
             return Err(RegistryError::TakenOver);
         }

@@ -9,7 +9,7 @@
 //!        removed disks, groups and servers are closed    no client uses them
 //! ```
 //!
-//! A reload holds the exclusive lock ([`reload_lock`](super::reload_lock)): one reload at a time, and commands
+//! A reload holds the exclusive lock ([`structure_lock`](super::structure_lock)): one reload at a time, and commands
 //! that change disks, groups, exports or servers wait until it is applied or rolled back. Hence no
 //! client uses a name that the reload frees, or a server or group that it creates, before the
 //! reload is final.
@@ -112,7 +112,7 @@ async fn recording_changes(
 }
 
 async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
-    let _turn = registry.lifecycle.reload_lock.lock().await;
+    let _turn = registry.lifecycle.structure_lock.lock().await;
     let loaded = loaded_config(registry)?;
     let (draft, plan, moved, unopened) = read_plan(registry, &loaded, false).await?;
     let difference = PlanDifference::find(registry, &loaded.plan, (&draft, &plan)).await?;

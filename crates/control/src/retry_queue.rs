@@ -8,7 +8,7 @@
 //!                         └ fails ─► reported, retried after ten seconds
 //! ```
 //!
-//! A disk is listed while this task holds the lock ([`reload_lock`](super::reload_lock)) exclusively, like a
+//! A disk is listed while this task holds the lock ([`structure_lock`](super::structure_lock)) exclusively, like a
 //! reload. A reload includes unavailable disks: it updates their config, and abandons those that
 //! the file no longer contains. A client that removes such a disk abandons it as well. The name of
 //! the disk, and the names and endpoints of its exports, stay reserved.
@@ -227,7 +227,7 @@ async fn bring_up(
         let Some(registry) = registry.upgrade() else { return };
         // The lock is released before the sleep below; a reload may run between two attempts.
         let listed = {
-            let _turn = registry.lifecycle.reload_lock.lock().await;
+            let _turn = registry.lifecycle.structure_lock.lock().await;
             if registry.lifecycle.is_ending.get() || !registry.is_current_attempt(&name, &one) {
                 return;
             }

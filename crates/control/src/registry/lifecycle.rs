@@ -10,13 +10,13 @@ use policy::time::{Duration, Instant};
 use reactor::operation::{self, Fd};
 
 use super::DaemonEndRequest;
-use crate::{listen::ListeningSocket, reload_lock::ReloadMutex};
+use crate::{listen::ListeningSocket, structure_lock::StructureLock};
 
 /// Phases of a daemon's life.
 pub struct Lifecycle {
     started: Instant,
     /// Lock of changes by the config file; one runs at a time.
-    pub reload_lock: ReloadMutex,
+    pub structure_lock: StructureLock,
     /// A new process is about to continue: the running state must not change.
     pub is_upgrading: Cell<bool>,
     /// The daemon ends.
@@ -42,7 +42,7 @@ impl Lifecycle {
     pub(super) fn new(ender: DaemonEndRequest) -> Self {
         Self {
             started: reactor::now(),
-            reload_lock: ReloadMutex::default(),
+            structure_lock: StructureLock::default(),
             is_upgrading: Cell::new(false),
             is_ending: Cell::new(false),
             delays_clients: Cell::new(false),

@@ -116,7 +116,10 @@ fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Re
     // interleaves.
     ensure!(!registry.lifecycle.is_upgrading.get(), "another upgrade is in progress (wait for it)");
     ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
-    ensure!(!registry.lifecycle.reload_lock.is_exclusively_locked(), "a reload is in progress (try again)");
+    ensure!(
+        !registry.lifecycle.structure_lock.is_exclusively_locked(),
+        "a reload is in progress (try again)"
+    );
     // From here on `leaving` rejects new additions and removals.
     if let Some((disk, what)) = registry.disks.unlisted_operation() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");

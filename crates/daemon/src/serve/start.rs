@@ -84,7 +84,7 @@ impl Daemon {
         let events = event_channel(signals)?;
         let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
         // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
-        let turn = registry.lifecycle.reload_lock.try_lock();
+        let turn = registry.lifecycle.structure_lock.try_lock();
         let is_upgrade = old.is_some();
         let mut given_up = AbandonedUpgrade::observe(old.as_ref())?;
         let claimed = claim(&plan, is_upgrade)?;

@@ -15,7 +15,7 @@ use std::cell::Cell;
 use event_listener::Event;
 
 #[derive(Debug, Default)]
-pub struct ReloadMutex {
+pub struct StructureLock {
     is_alone: Cell<bool>,
     shared: Cell<usize>,
     /// Number of tasks that wait for the exclusive lock.
@@ -25,31 +25,31 @@ pub struct ReloadMutex {
 
 /// Guard; releases the lock when dropped.
 #[derive(Debug)]
-pub struct ReloadGuard<'a> {
-    lock: &'a ReloadMutex,
+pub struct StructureGuard<'a> {
+    lock: &'a StructureLock,
     is_alone: bool,
 }
 
 /// Entry in the count of waiting tasks; removed also if the task is cancelled.
-struct ExclusiveWaiter<'a>(&'a ReloadMutex);
+struct ExclusiveWaiter<'a>(&'a StructureLock);
 
-impl ReloadMutex {
+impl StructureLock {
     /// True during a start, a reload or the listing of an unavailable disk.
     pub(crate) fn is_exclusively_locked(&self) -> bool {
         self.is_alone.get()
     }
 
     /// Acquires the exclusive lock; `None` if the lock is held in either mode.
-    pub fn try_lock(&self) -> Option<ReloadGuard<'_>> {
+    pub fn try_lock(&self) -> Option<StructureGuard<'_>> {
         let is_free = !self.is_alone.get() && self.shared.get() == 0;
         is_free.then(|| {
             self.is_alone.set(true);
-            ReloadGuard { lock: self, is_alone: true }
+            StructureGuard { lock: self, is_alone: true }
         })
     }
 
     /// Waits for the exclusive lock.
-    pub(crate) async fn lock(&self) -> ReloadGuard<'_> {
+    pub(crate) async fn lock(&self) -> StructureGuard<'_> {
         self.exclusive_waiters.set(self.exclusive_waiters.get() + 1);
         let _waiting = ExclusiveWaiter(self);
         loop {
@@ -63,19 +63,19 @@ impl ReloadMutex {
     }
 
     /// Waits for a shared lock: until no task holds the exclusive lock or waits for it.
-    pub(crate) async fn lock_shared(&self) -> ReloadGuard<'_> {
+    pub(crate) async fn lock_shared(&self) -> StructureGuard<'_> {
         loop {
             let freed = self.freed.listen();
             if !self.is_alone.get() && self.exclusive_waiters.get() == 0 {
                 self.shared.set(self.shared.get() + 1);
-                return ReloadGuard { lock: self, is_alone: false };
+                return StructureGuard { lock: self, is_alone: false };
             }
             freed.await;
         }
     }
 }
 
-impl Drop for ReloadGuard<'_> {
+impl Drop for StructureGuard<'_> {
     fn drop(&mut self) {
         match self.is_alone {
             true => self.lock.is_alone.set(false),
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn exclusive_lock_precedes_later_shared_locks() {
         sim::run(1, async {
-            let turns = Rc::new(ReloadMutex::default());
+            let turns = Rc::new(StructureLock::default());
             let (first, second) = (turns.lock_shared().await, turns.lock_shared().await);
             assert!(turns.try_lock().is_none() && !turns.is_exclusively_locked());
             let waiting = Rc::clone(&turns);
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn cancelled_exclusive_waiter_does_not_block_shared_locks() {
         sim::run(1, async {
-            let turns = Rc::new(ReloadMutex::default());
+            let turns = Rc::new(StructureLock::default());
             let turn = turns.lock_shared().await;
             let waiting = Rc::clone(&turns);
             let reload = reactor::spawn_joinable(async move { drop(waiting.lock().await) });
