@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
     let rates = earlier.map(|earlier| IntervalRates::between(&earlier, &report)).unwrap_or_default();
     let shown = StatusSelection::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
     if arguments.json {
-        return Ok(print_json(&shown.select(with_rates(&report, &rates)))?);
+        return Ok(print_json(&shown.select(with_rates(report, &rates)))?);
     }
     let form = StatusForm { all: arguments.all, wide: arguments.wide };
     Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
@@ -96,11 +96,11 @@ impl StatusSelection {
 
 /// The status with the rates of the interval, and each disk's latencies since the daemon counts
 /// them.
-fn with_rates(report: &DaemonReport, rates: &IntervalRates) -> DaemonStatus {
-    let mut status = report.status.clone();
+fn with_rates(report: DaemonReport, rates: &IntervalRates) -> DaemonStatus {
+    let DaemonReport { mut status, latencies } = report;
     let rate = |name: &str| rates.of(name).map(|rate| rate_status(rate, rates.interval_ns));
     for disk in &mut status.disks {
-        let counted = report.latencies.get(&disk.name);
+        let counted = latencies.get(&disk.name);
         disk.latency_ns = counted.and_then(|counted| RequestLatency::of(&counted.latencies)).map(percentiles);
         disk.rate = rate(&disk.name);
     }

@@ -160,7 +160,7 @@ fn names_select_disks_and_groups() {
 fn json_is_the_daemon_s_answer_with_rates() {
     let (answer, report, rates) = reports();
     let shown = StatusSelection::new(&report, &names(&["vm1"])).unwrap();
-    let printed = serde_json::to_value(shown.select(with_rates(&report, &rates))).unwrap();
+    let printed = serde_json::to_value(shown.select(with_rates(report.clone(), &rates))).unwrap();
     assert_eq!(printed["disks"].as_array().unwrap().len(), 1);
     assert_eq!(printed["exports"].as_array().unwrap().len(), 1);
     assert_eq!(printed["groups"], json!([]));
@@ -174,7 +174,7 @@ fn json_is_the_daemon_s_answer_with_rates() {
     assert_eq!(rate["latency-ns"], json!({ "p50": 1_000_000, "p99": 31_000_001 }));
     assert_eq!(rate["wait-ns"], json!({ "p99": 12_000_001 }));
     assert_eq!(printed["disks"][0]["latency-ns"], json!({ "p50": 1_000_000, "p99": 31_000_001 }));
-    let all = serde_json::to_value(with_rates(&report, &rates)).unwrap();
+    let all = serde_json::to_value(with_rates(report, &rates)).unwrap();
     assert!(
         all["disks"][1].get("latency-ns").is_none() && all["disks"][1]["rate"].get("latency-ns").is_none()
     );
