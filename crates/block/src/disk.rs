@@ -15,6 +15,7 @@
 
 mod failures;
 mod handover;
+mod size;
 mod unresponsive;
 mod upgrade;
 mod zeroes;
@@ -49,7 +50,7 @@ use reactor::{
     memory::{MemoryAccount, MemoryBudget, OutOfBudget},
     ublk::RegisteredData,
 };
-use storage::{Durability, Extent, ResizeError, ZeroOptions};
+use storage::{Durability, Extent, ZeroOptions};
 
 use crate::{
     layer::{
@@ -632,81 +633,6 @@ impl Disk {
     ) -> Result<Vec<ChainDepthRun>> {
         let _inside = self.enter().await?;
         self.image.allocation_depth(offset, length).await
-    }
-
-    /// Resizes the disk: see [`Image::resize`].
-    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        let _inside = self.enter().await?;
-        let old = self.size_bytes();
-        // Invalidates everything: the image may have been truncated from outside too, unnoticed.
-        self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
-        if size_bytes != old {
-            self.resized.notify(usize::MAX);
-        }
-        // Rate-limited: a client of an export as a file may resize it at any rate.
-        if size_bytes < old
-            && let Some(left_out) = self.shrink_log.try_log(reactor::coarse_now())
-        {
-            tracing::warn!(
-                disk = %self.name,
-                old,
-                new = size_bytes,
-                left_out,
-                "the disk was truncated: data beyond its new end is lost"
-            );
-        }
-        Ok(())
-    }
-
-    /// Reserves space for a range, which may lie past the end: see [`Image::reserve`].
-    ///
-    /// # Errors
-    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
-    pub async fn reserve(&self, _: AdmissionPermit, offset: u64, length: u64) -> Result<()> {
-        self.check_writable()?;
-        let _inside = self.enter().await?;
-        self.image.reserve(offset, length).await
-    }
-
-    /// Checks whether the image was resized from outside; returns its size in bytes.
-    ///
-    /// # Errors
-    /// The storage does not report its size.
-    pub async fn refresh_size(&self) -> Result<u64> {
-        let before = self.size_bytes();
-        let size_bytes = self.image.refresh_size().await?;
-        self.compare_size(before, size_bytes);
-        Ok(size_bytes)
-    }
-
-    /// As [`Disk::refresh_size`], after a notification of the storage; also notifies clients.
-    ///
-    /// # Errors
-    /// The size cannot be read.
-    pub async fn poll_size(&self) -> Result<u64> {
-        let before = self.size_bytes();
-        let size_bytes = self.image.probe_size().await?;
-        self.notify_size(before, size_bytes);
-        Ok(size_bytes)
-    }
-
-    fn notify_size(&self, before: u64, size_bytes: u64) {
-        self.compare_size(before, size_bytes);
-        if size_bytes != before {
-            self.resized.notify(usize::MAX);
-        }
-    }
-
-    fn compare_size(&self, before: u64, size_bytes: u64) {
-        if size_bytes != before {
-            tracing::warn!(
-                disk = %self.name,
-                old = before,
-                new = size_bytes,
-                "the size of the image was changed from outside: new clients see the new size"
-            );
-            self.prefetch.invalidate_all();
-        }
     }
 
     /// Closes the disk: stops reading ahead, and writes the format's cached metadata. Must be the
