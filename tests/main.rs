@@ -26,6 +26,7 @@ mod cgroup_limit;
 mod cgroup_run;
 mod cgroup_show;
 mod chains;
+mod check_config;
 mod cluster;
 mod config_schema;
 mod control;
