@@ -4,7 +4,7 @@
 //! `fstat`, `lseek` and `fcntl` wait for the server on FUSE, NFS, CIFS and 9P, although they return
 //! at once on a local file system. [`FileIsolation::call`] provides a thread.
 //!
-//! `FileIsolation::call`: super::lane::FileIsolation::call
+//! [`FileIsolation::call`]: super::isolation::FileIsolation::call
 
 use std::os::fd::AsFd;
 
