@@ -172,7 +172,8 @@ serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm ?",rules.0
 serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm",rules.0.policy=allow,rules.0.format=glob; comes; stop
 "#;
     let script = format!(
-        "serve() {{ qemu-nbd --fork -k \"$S\" --pid-file=pid \"$@\" || echo \"did not start: $?\"; }}\n{script}"
+        "serve() {{ qemu-nbd --fork -k \"$S\" --pid-file=pid \"$@\" || echo \"did not start: $?\"; \
+         }}\n{script}"
     );
     let ran = peer::compare_with_qemu("qemu-nbd", &script, |scratch| {
         scratch.filled("disk.raw", MIB);

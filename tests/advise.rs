@@ -199,8 +199,17 @@ fn advice_for_groups_keeps_the_rest_of_the_config() {
     let day = scratch.file("day.csv", trace(20_000));
     let config = scratch.file(
         "weir.toml",
-        "# Ours.\n[group.gold]\nweight = 50\niops-total = 100 # too little\n\n\
-         [disk.vm0]\nimage = \"null:1G\"\ngroup = \"gold\"\n[disk.vm1]\nimage = \"null:1G\"\ngroup = \"gold\"\n",
+        "# Ours.\n\
+         [group.gold]\n\
+         weight = 50\n\
+         iops-total = 100 # too little\n\
+         \n\
+         [disk.vm0]\n\
+         image = \"null:1G\"\n\
+         group = \"gold\"\n\
+         [disk.vm1]\n\
+         image = \"null:1G\"\n\
+         group = \"gold\"\n",
     );
     let new = scratch.path("new.toml");
     let outcome = advise(&[text(&day), "--config", text(&config), "--write-config", text(&new), "--json"]);

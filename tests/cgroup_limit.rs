@@ -29,7 +29,8 @@ fn v1_limit_throttles_direct_writes_and_lists_escapes() {
     assert_contains(&group.read("blkio.throttle.write_bps_device"), &[" 2097152\n"]);
     assert_contains(&group.read("blkio.throttle.read_iops_device"), &[" 500\n"]);
     let script = format!(
-        "echo $$ > {0}/cgroup.procs; dd if=/dev/zero of={1} bs=256K count=8 oflag=direct conv=notrunc 2>/dev/null",
+        "echo $$ > {0}/cgroup.procs; dd if=/dev/zero of={1} bs=256K count=8 oflag=direct \
+         conv=notrunc 2>/dev/null",
         group.directory.display(),
         scratch.filled("file", 2 * MIB).display()
     );

@@ -154,7 +154,8 @@ fn encrypted_images_are_served_with_their_passphrase() {
     let key = scratch.file("key", "geheim");
     qemu_img(
         &directory,
-        "create -q -f qcow2 --object secret,id=s,file=DIR/key -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
+        "create -q -f qcow2 --object secret,id=s,file=DIR/key -o \
+         encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
     );
     encrypted(&scratch, &["write -P 5 1M 1M"]);
     let weir = serve(&scratch, "e.qcow2").arg("--secret-file").arg(&key).start();
@@ -232,7 +233,8 @@ fn nodes_over_qcow2_are_added_and_deleted() {
     let key = scratch.file("key", "geheim");
     qemu_img(
         &directory,
-        "create -q -f qcow2 --object secret,id=s,file=DIR/key -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
+        "create -q -f qcow2 --object secret,id=s,file=DIR/key -o \
+         encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
     );
     let serve = Serve::new(&scratch).args(["memory:1M", "--image-root"]).arg(&directory);
     let (weir, mut qmp) = controlled(&scratch, serve);
@@ -318,7 +320,11 @@ fn qcow2_settings_are_rejected_for_raw() {
     assert_contains(&said, &["--cache-size", "is for qcow2 images"]);
     let config = scratch.file(
         "weir.toml",
-        "[disk.d]\nimage = \"disk.raw\"\nl2-cache-size = \"full\"\nrefcount-cache-size = 1\ncache-size = \"1M\"\n",
+        "[disk.d]\n\
+         image = \"disk.raw\"\n\
+         l2-cache-size = \"full\"\n\
+         refcount-cache-size = 1\n\
+         cache-size = \"1M\"\n",
     );
     let said = Serve::new(&scratch).arg("--config").arg(config).fails();
     assert_contains(&said, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);

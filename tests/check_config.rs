@@ -25,7 +25,8 @@ fn all_errors_of_a_file_are_reported_together() {
     let file = scratch.file("weir.toml", text_of);
     let expect = [
         "3: disk.a.cahce: unknown key (did you mean \"cache\"?)",
-        "7: group.gold.iops-total = \"1K\": is not a plain number; a count takes no suffix and no fraction (write 1000)",
+        "7: group.gold.iops-total = \"1K\": is not a plain number; a count takes no suffix and no \
+         fraction (write 1000)",
         "8: group.gold.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
         "11: daemon.workers = 0: is out of range; it must be from 1 to 256",
     ];
@@ -106,7 +107,15 @@ fn a_config_is_checked_while_it_is_served() {
     scratch.sparse("a.raw", MIB);
     let socket = |name: &str| format!("unix:{}", text(&scratch.socket(name)));
     let disks = format!(
-        "pid-file = \"pid\"\n\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\n\n[disk.b]\nimage = \"memory:1M\"\nexport = {{ type = \"vhost-user-blk\", listen = \"{}\" }}\n",
+        "pid-file = \"pid\"\n\
+         \n\
+         [disk.a]\n\
+         image = \"a.raw\"\n\
+         format = \"raw\"\n\
+         \n\
+         [disk.b]\n\
+         image = \"memory:1M\"\n\
+         export = {{ type = \"vhost-user-blk\", listen = \"{}\" }}\n",
         socket("vm"),
     );
     let file = scratch.file("weir.toml", with_daemon(&scratch, &disks));

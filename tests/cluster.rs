@@ -121,8 +121,19 @@ impl ClusterTestHost {
         scratch.file(
             "weir.toml",
             format!(
-                "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{etcd}\"\n{more}\n\
-                 [group.gold]\ncluster = true\n[disk.vm]\nimage = \"memory:16M\"\ngroup = \"gold\"\n",
+                "[daemon]\n\
+                 nbd = \"unix:{}\"\n\
+                 state = \"{}\"\n\
+                 [cluster]\n\
+                 name = \"lab\"\n\
+                 host = \"{name}\"\n\
+                 etcd = \"{etcd}\"\n\
+                 {more}\n\
+                 [group.gold]\n\
+                 cluster = true\n\
+                 [disk.vm]\n\
+                 image = \"memory:16M\"\n\
+                 group = \"gold\"\n",
                 text(&nbd),
                 text(&state)
             ),

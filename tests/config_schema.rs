@@ -78,7 +78,11 @@ fn schema_agrees_with_the_parser() {
     let cases = [
         ("[disk.a]\nimage = \"a\"\nread-only = true\niops-total = \"5\"\nbps-total = \"1.5G\"\n", true),
         (
-            "[disk.a]\nimage = \"a\"\nprefetch = false\ndetect-zeroes = \"unmap\"\nl2-cache-size = \"full\"\n",
+            "[disk.a]\n\
+             image = \"a\"\n\
+             prefetch = false\n\
+             detect-zeroes = \"unmap\"\n\
+             l2-cache-size = \"full\"\n",
             true,
         ),
         ("[disk.a]\nimage = \"a\"\nexport = { type = \"ublk\", queues = 2 }\n", true),

@@ -65,7 +65,13 @@ fn added_disk_is_served_saved_and_removed() {
     let saved = fs::read_to_string(&file).unwrap();
     let group = "[group.silver]\ngroup = \"gold\"\nbps-total = \"5M\"\n";
     let disk = format!(
-        "[disk.b]\nimage = \"{}\"\nformat = \"raw\"\ncache = \"none\"\nread-only = true\ngroup = \"silver\"\niops-total = 70\n",
+        "[disk.b]\n\
+         image = \"{}\"\n\
+         format = \"raw\"\n\
+         cache = \"none\"\n\
+         read-only = true\n\
+         group = \"silver\"\n\
+         iops-total = 70\n",
         text(&image)
     );
     let expect = before
@@ -128,7 +134,9 @@ fn added_disk_uses_default_or_named_addresses() {
     let said = run_ok(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
     assert_eq!(said, format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &two), text(&file)));
     let of_c = format!(
-        "[disk.c]\nimage = \"memory:2097152\"\nexport = [{{ type = \"nbd\", listen = \"{two}\", read-only = true }}]\n"
+        "[disk.c]\n\
+         image = \"memory:2097152\"\n\
+         export = [{{ type = \"nbd\", listen = \"{two}\", read-only = true }}]\n"
     );
     assert_contains(
         &fs::read_to_string(&file).unwrap(),
@@ -151,19 +159,27 @@ fn address_of_another_disk_must_be_named() {
     let scratch = Scratch::new();
     let [own, machine] = ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let before = format!(
-        "[daemon]\nqmp = \"{}\"\n\n[disk.vm1]\nimage = \"memory:1M\"\nexport = [{{ type = \"vhost-user-blk\", listen = \"{machine}\" }}, {{ type = \"nbd\", listen = \"{own}\", read-only = true }}]\n",
+        "[daemon]\n\
+         qmp = \"{}\"\n\
+         \n\
+         [disk.vm1]\n\
+         image = \"memory:1M\"\n\
+         export = [{{ type = \"vhost-user-blk\", listen = \"{machine}\" }}, {{ type = \"nbd\", \
+         listen = \"{own}\", read-only = true }}]\n",
         socket(&scratch),
     );
     let file = scratch.file("weir.toml", &before);
     let weir = serve(&scratch, &file);
     let add = ["disk", "add", "vm2", "memory:1M", "--save"];
     let expect = format!(
-        "weir: vm2: the daemon has no default NBD address (choose an export: --nbd {own}, or --vhost-user-blk unix:PATH)\n"
+        "weir: vm2: the daemon has no default NBD address (choose an export: --nbd {own}, or \
+         --vhost-user-blk unix:PATH)\n"
     );
     assert_eq!(run_failing(&scratch, &add), expect);
     let nowhere = format!("unix:{}", text(&scratch.socket("nowhere")));
     let expect = format!(
-        "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (add a new address in the config file and run `weir reload`)\n"
+        "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (add a new address \
+         in the config file and run `weir reload`)\n"
     );
     assert_eq!(run_failing(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
@@ -210,7 +226,12 @@ fn addresses_are_spelled_as_for_weir_serve() {
         fs::create_dir(scratch.path(directory)).unwrap();
     }
     let config = format!(
-        "[daemon]\nqmp = \"{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nexport = {{ type = \"nbd\", listen = \"unix:../run 1/x.sock\" }}\n",
+        "[daemon]\n\
+         qmp = \"{}\"\n\
+         \n\
+         [disk.a]\n\
+         image = \"memory:1M\"\n\
+         export = {{ type = \"nbd\", listen = \"unix:../run 1/x.sock\" }}\n",
         socket(&scratch),
     );
     let file = scratch.file("etc/weir.toml", &config);
@@ -383,7 +404,9 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     drop(front_end(&socket));
     let saved = fs::read_to_string(&file).unwrap();
     let written = format!(
-        "iops-total = 70\nexport = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 2, discard = false }}]\n",
+        "iops-total = 70\n\
+         export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 2, discard = false \
+         }}]\n",
         text(&socket)
     );
     assert_contains(&saved, &[&written]);

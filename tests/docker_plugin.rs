@@ -343,7 +343,12 @@ struct Podman {
 impl Podman {
     fn new(scratch: &Scratch) -> Self {
         let configuration = format!(
-            "[containers]\nlog_driver = \"none\"\n[engine]\nvolume_plugin_timeout = 100\n[engine.volume_plugins]\nweir = {:?}\n",
+            "[containers]\n\
+             log_driver = \"none\"\n\
+             [engine]\n\
+             volume_plugin_timeout = 100\n\
+             [engine.volume_plugins]\n\
+             weir = {:?}\n",
             text(&scratch.socket("plugin"))
         );
         let configuration = scratch.file("containers.conf", configuration);

@@ -285,7 +285,9 @@ fn kubernetes_objects_are_complete() {
 
 #[test]
 fn fences_select_executable_blocks() {
-    let document = "a\n```sh\nweir serve a \\\n  b & # c\nweir serve d\n```\n  ```console\n  $ weir \\\n  status\n  DISK\n  ```\n```sh no-run: why\nfalse\n```\n```\nx\n```\n```text\n$ y\n```\n";
+    let document = "a\n```sh\nweir serve a \\\n  b & # c\nweir serve d\n```\n  ```console\n  $ \
+                    weir \\\n  status\n  DISK\n  ```\n```sh no-run: \
+                    why\nfalse\n```\n```\nx\n```\n```text\n$ y\n```\n";
     let (blocks, complaints) = blocks(document);
     let found: Vec<_> =
         blocks.iter().map(|block| (block.line, block.commands.as_str(), block.servers)).collect();

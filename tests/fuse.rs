@@ -522,7 +522,10 @@ fn limits_hold_and_waiting_clients_can_be_killed() {
     drop(seen);
     let began = Instant::now();
     let reads = python(
-        "import os, sys\nfd = os.open(sys.argv[1], os.O_RDONLY)\nfor at in range(30): os.pread(fd, 512, at * 8192)\nprint(30)",
+        "import os, sys\n\
+         fd = os.open(sys.argv[1], os.O_RDONLY)\n\
+         for at in range(30): os.pread(fd, 512, at * 8192)\n\
+         print(30)",
         &[text(&file)],
     );
     assert_eq!(reads.trim(), "30");
@@ -550,7 +553,9 @@ fn size_changes_are_throttled() {
     let weir = serve(&scratch, &image, &file, ",growable").args(["--iops-total", "20"]).start();
     let began = Instant::now();
     python(
-        "import os, sys\nfd = os.open(sys.argv[1], os.O_RDWR)\nfor at in range(30): os.ftruncate(fd, (at % 2 + 1) * 65536)",
+        "import os, sys\n\
+         fd = os.open(sys.argv[1], os.O_RDWR)\n\
+         for at in range(30): os.ftruncate(fd, (at % 2 + 1) * 65536)",
         &[text(&file)],
     );
     assert!(

@@ -117,7 +117,11 @@ fn upgrade_rejects_an_image_on_its_own_export() {
         text(&file)
     );
     let second = format!(
-        "{first}\n[disk.b]\nimage = {:?}\nformat = \"raw\"\nexport = [{{ type = \"nbd\", listen = \"unix:{}\" }}]\n",
+        "{first}\n\
+         [disk.b]\n\
+         image = {:?}\n\
+         format = \"raw\"\n\
+         export = [{{ type = \"nbd\", listen = \"unix:{}\" }}]\n",
         text(&file),
         text(&scratch.socket("b"))
     );

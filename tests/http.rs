@@ -84,7 +84,11 @@ impl HttpDaemon {
             if head.contains("Host: ") { String::new() } else { format!("Host: {}\r\n", self.address) };
         let length = body.len();
         let request = format!(
-            "{method} {path} HTTP/1.1\r\n{host}{head}Connection: close\r\nContent-Length: {length}\r\n\r\n{body}"
+            "{method} {path} HTTP/1.1\r\n\
+             {host}{head}Connection: close\r\n\
+             Content-Length: {length}\r\n\
+             \r\n\
+             {body}"
         );
         stream.write_all(request.as_bytes()).unwrap();
         let mut whole = String::new();

@@ -45,10 +45,21 @@ impl HungDisk {
         let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
         let (a, h, machine) = (scratch.sparse("a.raw", BYTES), fuse.file(), scratch.socket("machine"));
         let config = format!(
-            "[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\nhttp = \"127.0.0.1:0\"\nmetrics = \"unix:{}\"\nworkers = 2\n\
-             [disk.a]\nimage = \"{}\"\nformat = \"raw\"\n\
-             [disk.h]\nimage = \"{}\"\nformat = \"raw\"\n\
-             [disk.v]\nimage = \"memory:16M\"\nexport = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
+            "[daemon]\n\
+             qmp = \"{}\"\n\
+             nbd = \"unix:{}\"\n\
+             http = \"127.0.0.1:0\"\n\
+             metrics = \"unix:{}\"\n\
+             workers = 2\n\
+             [disk.a]\n\
+             image = \"{}\"\n\
+             format = \"raw\"\n\
+             [disk.h]\n\
+             image = \"{}\"\n\
+             format = \"raw\"\n\
+             [disk.v]\n\
+             image = \"memory:16M\"\n\
+             export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
             socket(&scratch),
             text(&scratch.socket("nbd")),
             text(&scratch.socket("metrics")),

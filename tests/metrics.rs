@@ -208,9 +208,20 @@ fn document_lists_exactly_the_metric_families() {
     let config = scratch.file(
         "weir.toml",
         format!(
-            "[group.gold]\niops-read = 1000\nbps-write = \"1M\"\nwatermark = 90\n\
-             [disk.a]\nimage = \"{}\"\nformat = \"qcow2\"\ngroup = \"gold\"\niops-total = 10\niops-total-max = 20\n\
-             bps-total = \"1M\"\niops-reservation = 5\nbps-reservation = 5\nprefetch = true\n",
+            "[group.gold]\n\
+             iops-read = 1000\n\
+             bps-write = \"1M\"\n\
+             watermark = 90\n\
+             [disk.a]\n\
+             image = \"{}\"\n\
+             format = \"qcow2\"\n\
+             group = \"gold\"\n\
+             iops-total = 10\n\
+             iops-total-max = 20\n\
+             bps-total = \"1M\"\n\
+             iops-reservation = 5\n\
+             bps-reservation = 5\n\
+             prefetch = true\n",
             text(&image)
         ),
     );

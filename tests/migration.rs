@@ -39,7 +39,15 @@ impl MigrationHost {
         let scratch = Scratch::new();
         let nbd = scratch.socket("nbd");
         let config = format!(
-            "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\nimage-root = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{}\"\n{more}",
+            "[daemon]\n\
+             nbd = \"unix:{}\"\n\
+             state = \"{}\"\n\
+             image-root = \"{}\"\n\
+             [cluster]\n\
+             name = \"lab\"\n\
+             host = \"{name}\"\n\
+             etcd = \"{}\"\n\
+             {more}",
             text(&nbd),
             text(&scratch.path("state")),
             text(&images.path("")),
@@ -102,8 +110,16 @@ fn migration_keeps_settings_and_used_burst() {
     let image = scratch.path("vm.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "4M"]).succeeds();
     let disk = format!(
-        "{GROUPS}[disk.vm]\nimage = \"{}\"\ncache = \"none\"\ngroup = \"gold\"\nweight = 300\niops-total = 5\n\
-         iops-total-max = 100\nprefetch = \"auto\"\nl2-cache-size = \"1M\"\non-read-error = \"stop\"\n",
+        "{GROUPS}[disk.vm]\n\
+         image = \"{}\"\n\
+         cache = \"none\"\n\
+         group = \"gold\"\n\
+         weight = 300\n\
+         iops-total = 5\n\
+         iops-total-max = 100\n\
+         prefetch = \"auto\"\n\
+         l2-cache-size = \"1M\"\n\
+         on-read-error = \"stop\"\n",
         text(&image)
     );
     let a = MigrationHost::start("a", &etcd, &scratch, &disk);

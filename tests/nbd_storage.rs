@@ -111,8 +111,11 @@ fn assert_served_through_weir(scratch: &Scratch, server: &str, backing: &str, fi
         .args(["-f", "raw"])
         .describing(server)
         .run_qemu_io(["write -P 7 1000 70000", "write -z 200k 64k", "discard 400k 64k", "flush"], &front);
-    let script = "h.pwrite(b'\\x07' * 70000, 1000)\nh.zero(65536, 204800)\nh.flush()\n\
-                  assert h.pread(70000, 1000) == b'\\x07' * 70000\nassert h.pread(65536, 204800) == bytes(65536)";
+    let script = "h.pwrite(b'\\x07' * 70000, 1000)\n\
+                  h.zero(65536, 204800)\n\
+                  h.flush()\n\
+                  assert h.pread(70000, 1000) == b'\\x07' * 70000\n\
+                  assert h.pread(65536, 204800) == bytes(65536)";
     weir.nbdsh("front", script);
     let there = fs::read(file).unwrap();
     assert!(there[1000..71_000].iter().all(|&byte| byte == 7), "{server}: it was not written");
@@ -188,9 +191,10 @@ fn block_sizes_and_missing_features_are_emulated() {
         let server = BackgroundNbdServer::nbdkit(&scratch, &at, &words);
         let more = ["-f", "raw", "--cache", "writethrough", "--workers", "2"];
         let weir = in_front(&scratch, &uri(&at, ""), &more);
-        let script = "for at in (1, 511, 4095, 65000, 1000000):\n    h.pwrite(b'\\x09' * 70001, at)\n    \
-                      assert h.pread(70001, at) == b'\\x09' * 70001\nh.zero(9000, 77)\nassert h.pread(9000, 77) == bytes(9000)\n\
-                      h.pwrite(b'\\x05', 8388607)\nassert h.pread(2, 8388606)[1] == 5";
+        let script = "for at in (1, 511, 4095, 65000, 1000000):\n    h.pwrite(b'\\x09' * 70001, \
+                      at)\n    assert h.pread(70001, at) == b'\\x09' * 70001\nh.zero(9000, \
+                      77)\nassert h.pread(9000, 77) == bytes(9000)\nh.pwrite(b'\\x05', \
+                      8388607)\nassert h.pread(2, 8388606)[1] == 5";
         weir.nbdsh("front", script);
         weir.stop();
         server.crash();
@@ -411,7 +415,11 @@ fn hostile_or_silent_server_affects_no_other_disk() {
     wait_until(&scratch, |told| find(told, "disks", "liar")["server"]["reconnections"] == 3);
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
-            weir.nbdsh("liar", "try:\n    h.pread(512, 0)\n    raise SystemExit(1)\nexcept nbd.Error as e:\n    assert e.errnum");
+            weir.nbdsh(
+                "liar",
+                "try:\n    h.pread(512, 0)\n    raise SystemExit(1)\nexcept nbd.Error as e:\n    \
+                 assert e.errnum",
+            );
         });
         // The age of the oldest request is reported, and disk `good` is served.
         wait_until(&scratch, |told| find(told, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));

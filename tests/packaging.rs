@@ -302,8 +302,8 @@ fn shells_complete_from_the_running_daemon() {
     // Words split as by readline.
     let cut = |words: &str, last: &str| {
         let script = format!(
-            "source {bash}; COMP_WORDS=({words} '{last}'); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_TYPE=9; \
-             _weir weir '{last}'; echo \"${{COMPREPLY[*]}}\""
+            "source {bash}; COMP_WORDS=({words} '{last}'); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 \
+             )); COMP_TYPE=9; _weir weir '{last}'; echo \"${{COMPREPLY[*]}}\""
         );
         shell("bash", &script, &qmp, &home)
     };

@@ -43,9 +43,21 @@ fn the_command_line_sets_every_disk() {
 
 fn config(scratch: &Scratch) -> String {
     format!(
-        "[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nprefetch = true # why not\n\
-         prefetch-largest-request = 4096\n\n[disk.b]\nimage = \"memory:1M\"\nprefetch = false\n\n\
-         [disk.c]\nimage = \"memory:1M\"\n",
+        "[daemon]\n\
+         qmp = \"{}\"\n\
+         nbd = \"unix:{}\"\n\
+         \n\
+         [disk.a]\n\
+         image = \"memory:1M\"\n\
+         prefetch = true # why not\n\
+         prefetch-largest-request = 4096\n\
+         \n\
+         [disk.b]\n\
+         image = \"memory:1M\"\n\
+         prefetch = false\n\
+         \n\
+         [disk.c]\n\
+         image = \"memory:1M\"\n",
         socket(scratch),
         text(&scratch.socket("nbd"))
     )

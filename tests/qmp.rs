@@ -87,7 +87,8 @@ fn qmp_shell_works() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
     let script = "object-add qom-type=throttle-group id=gold limits={\"iops-total\":500}\n\
-                  block_set_io_throttle device=b bps=0 bps_rd=0 bps_wr=0 iops=700 iops_rd=0 iops_wr=0 group=gold\n\
+                  block_set_io_throttle device=b bps=0 bps_rd=0 bps_wr=0 iops=700 iops_rd=0 \
+                  iops_wr=0 group=gold\n\
                   qom-get path=/objects/gold property=x-iops-total\n\
                   nonsense\n";
     let said = TestClient::new("qmp-shell").arg(&path).with_stdin(script).succeeds();
@@ -136,11 +137,13 @@ fn a_change_that_is_refused_changes_nothing() {
     for (wrong, expected) in [
         (
             json!({"iops": 100, "iops_max": 50}),
-            "Parameter 'iops_max': iops-total-max (50) is below iops-total (100); a burst rate must be at least the rate",
+            "Parameter 'iops_max': iops-total-max (50) is below iops-total (100); a burst rate \
+             must be at least the rate",
         ),
         (
             json!({"iops": 7, "iops_rd": 7}),
-            "Parameter 'iops': iops-total (7) cannot be set together with iops-read (7); use either the total or read and write",
+            "Parameter 'iops': iops-total (7) cannot be set together with iops-read (7); use \
+             either the total or read and write",
         ),
         (json!({"iops": 1.5}), "Invalid parameter type for 'iops', expected: integer"),
         (json!({"iops": -1}), "Parameter 'iops' (-1) is out of range; it is from 0 to 1000000000000000"),

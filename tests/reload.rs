@@ -201,7 +201,12 @@ fn random_config(random: &mut fastrand::Rng) -> String {
         let (weight, promised) = (random.u32(1..4) * 100, random.u32(0..4) * 100);
         let group = groups.get(random.usize(..=groups.len())).unwrap_or(&"host");
         text += &format!(
-            "\n[disk.{disk}]\nimage = \"memory:1M\"\ngroup = \"{group}\"\nweight = {weight}\niops-reservation = {promised}\n"
+            "\n\
+             [disk.{disk}]\n\
+             image = \"memory:1M\"\n\
+             group = \"{group}\"\n\
+             weight = {weight}\n\
+             iops-reservation = {promised}\n"
         );
         if random.bool() {
             text += "prefetch = false\non-write-error = \"stop\"\nbps-read = \"1M\"\n";
@@ -292,7 +297,11 @@ fn invalid_config_is_named_and_changes_nothing() {
         let file = format!("{key}\n{BEFORE}");
         party.assert_rejected(&file, &[&format!("weir.toml:5: {said}")]);
     }
-    let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";
+    let door = "\n\
+                [disk.d]\n\
+                image = \"memory:1M\"\n\
+                export = [{ type = \"nbd\", listen = \"unix:other\" }, \
+                { type = \"fuse\", file = \"none\" }]\n";
     party.assert_rejected(
         &(line("iops-reservation = 400", "") + door),
         &[
@@ -304,13 +313,20 @@ fn invalid_config_is_named_and_changes_nothing() {
     // The last step fails, after an export was removed and two were added.
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
-    let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
+    let door = "\n\
+                [disk.d]\n\
+                image = \"memory:1M\"\n\
+                export = [{ type = \"nbd\", listen = \"unix:other\" }, \
+                { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
     party.assert_rejected_on_apply(
         &(line("iops-reservation = 400", "description = \"another\"") + door),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
     assert!(!party.scratch.path("other").exists(), "its socket has gone");
-    let client = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"vhost-user-blk\", listen = \"unix:vm\", client = true }]\n";
+    let client = "\n\
+                  [disk.d]\n\
+                  image = \"memory:1M\"\n\
+                  export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\", client = true }]\n";
     party.assert_rejected(
         &(line("iops-reservation = 400", "") + client),
         &[
@@ -407,7 +423,8 @@ fn exports_follow_their_listeners() {
     let other = party.scratch.path("other");
     let address = format!("unix:{}", text(&party.scratch.socket("nbd")));
     let both = format!(
-        "export = [{{ type = \"nbd\", listen = \"{address}\" }}, {{ type = \"nbd\", listen = \"unix:other\", name = \"x\" }}]\n"
+        "export = [{{ type = \"nbd\", listen = \"{address}\" }}, {{ type = \"nbd\", listen = \
+         \"unix:other\", name = \"x\" }}]\n"
     );
     let second = "\n[disk.b]\nimage = \"memory:1M\"\n";
     party.write(&format!("{disk}{both}{second}"));
@@ -497,7 +514,13 @@ fn commands_wait_for_the_end_of_a_reload() {
     let server = UnixListener::bind(party.scratch.socket("back")).unwrap();
     let image = format!("nbd+unix:///?socket={}", text(&party.scratch.socket("back")));
     party.write(&format!(
-        "sandbox = \"off\"\n[disk.b]\nimage = \"{image}\"\nformat = \"raw\"\n[disk.c]\nimage = \"memory:2M\"\n[group.g]\n"
+        "sandbox = \"off\"\n\
+         [disk.b]\n\
+         image = \"{image}\"\n\
+         format = \"raw\"\n\
+         [disk.c]\n\
+         image = \"memory:2M\"\n\
+         [group.g]\n"
     ));
     let path = party.scratch.socket("qmp");
     let mut clients = [(); 4].map(|()| Qmp::negotiated(&path));

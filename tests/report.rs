@@ -105,7 +105,8 @@ fn result(speed: f64) -> Value {
         },
         "partial": "it was interrupted",
         "findings": {
-            "summary": ["Use cache mode none.", "weir serve vm1.qcow2 \\\n  --cache none --a-word-that-is-far-too-long-for-a-phone-and-cannot-be-broken"],
+            "summary": ["Use cache mode none.", "weir serve vm1.qcow2 \\\n  --cache none \
+                                                 --a-word-that-is-far-too-long-for-a-phone-and-cannot-be-broken"],
             "opening": [{
                 "title": "Recommended",
                 "columns": ["For", "Use", "A power failure loses", "Gains", "Costs"],
@@ -301,7 +302,9 @@ fn two_results_are_compared() {
             "Kernel  Linux 6.18  Linux 7.0\n",
             "random read  worse              -20.0%",
             "p99          no difference        0.0%",
-            "only in B: another\n\n1 of 2 measures differs by more than noise: B is better in 0 and worse in 1.\n",
+            "only in B: another\n\
+             \n\
+             1 of 2 measures differs by more than noise: B is better in 0 and worse in 1.\n",
         ],
     );
     assert_contains(

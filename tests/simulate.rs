@@ -284,7 +284,8 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
         (&["hosts=3", "--weight", "5"], "--weight: is not for --cluster"),
         (
             &["hosts=100", "--iops-total", "50"],
-            "iops-total: 50 is too low: each of up to 100 hosts may use 1 a second without etcd (set at least 100, or fewer hosts)",
+            "iops-total: 50 is too low: each of up to 100 hosts may use 1 a second without etcd \
+             (set at least 100, or fewer hosts)",
         ),
         (
             &["hosts=2,reserved=100,reservation=2000", "--iops-total", "100"],

@@ -121,8 +121,21 @@ fn invalid_value_is_wrong_usage_without_a_daemon_too() {
 /// A config file with two disks, a group, and comments.
 fn config(scratch: &Scratch) -> String {
     format!(
-        "# tenants\n[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n\n[group.gold] # pays\niops-total = 100   # a little\n\n\
-         [disk.a]\nimage = \"memory:1M\"\n# since Tuesday\ngroup = \"gold\"\n\n[disk.b]\nimage = \"memory:1M\"\n",
+        "# tenants\n\
+         [daemon]\n\
+         qmp = \"{}\"\n\
+         nbd = \"unix:{}\"\n\
+         \n\
+         [group.gold] # pays\n\
+         iops-total = 100   # a little\n\
+         \n\
+         [disk.a]\n\
+         image = \"memory:1M\"\n\
+         # since Tuesday\n\
+         group = \"gold\"\n\
+         \n\
+         [disk.b]\n\
+         image = \"memory:1M\"\n",
         socket(scratch),
         text(&scratch.socket("nbd"))
     )

@@ -315,8 +315,14 @@ fn reload_reads_renewed_credentials_and_keeps_connections() {
     let config = scratch.file(
         "weir.toml",
         format!(
-            "[daemon]\nqmp = \"{control}\"\ntls = \"required\"\ntls-certificates = \"{}\"\ntls-verify-peer = true\n\
-             sandbox = \"require\"\n[disk.disk]\nimage = \"memory:4M\"\n",
+            "[daemon]\n\
+             qmp = \"{control}\"\n\
+             tls = \"required\"\n\
+             tls-certificates = \"{}\"\n\
+             tls-verify-peer = true\n\
+             sandbox = \"require\"\n\
+             [disk.disk]\n\
+             image = \"memory:4M\"\n",
             old.path()
         ),
     );
@@ -331,10 +337,12 @@ fn reload_reads_renewed_credentials_and_keeps_connections() {
     let reload = || TestClient::new(WEIR).args(["reload", "--qmp", &control]);
     // A connection survives the replacement of the certificate that admitted it.
     let script = format!(
-        "import subprocess\nh.set_uri_allow_local_file(True)\nh.connect_uri('{by_old}')\nh.pwrite(b'a' * 512, 0)\n\
-         for name in ['ca-cert', 'server-cert', 'server-key']:\n    \
-         subprocess.check_call(['mv', '-f', f'{new}/{{name}}.pem', '{old}'])\n\
-         subprocess.check_call(['{WEIR}', 'reload', '--qmp', '{control}'])\nassert h.pread(512, 0) == b'a' * 512",
+        "import \
+         subprocess\nh.set_uri_allow_local_file(True)\nh.connect_uri('{by_old}')\nh.pwrite(b'a' * \
+         512, 0)\nfor name in ['ca-cert', 'server-cert', 'server-key']:\n    \
+         subprocess.check_call(['mv', '-f', f'{new}/{{name}}.pem', \
+         '{old}'])\nsubprocess.check_call(['{WEIR}', 'reload', '--qmp', '{control}'])\nassert \
+         h.pread(512, 0) == b'a' * 512",
         new = new.path(),
         old = old.path(),
     );

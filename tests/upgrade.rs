@@ -287,7 +287,10 @@ fn untransferable_state_is_named_and_the_old_process_continues() {
     let first = memory.serve().start();
     let said = memory.new_process().fails();
     assert!(
-        said.contains("disk memory: cannot be taken over (remove it with `weir disk remove`, or restart weir): its data is in memory"),
+        said.contains(
+            "disk memory: cannot be taken over (remove it with `weir disk remove`, or restart \
+             weir): its data is in memory"
+        ),
         "{said}"
     );
     first.nbdsh("memory", "h.pwrite(b'x' * 512, 0)\n");
@@ -677,7 +680,8 @@ fn clients_notice_neither_upgrades_nor_failures() {
     pauses.sort_unstable();
     let at = |percent: usize| pauses[(pauses.len() * percent / 100).min(pauses.len() - 1)];
     println!(
-        "{} upgrades, {failed} failed upgrades, {disconnected} TLS clients disconnected: pause p50 {} µs, p99 {} µs, longest {} µs",
+        "{} upgrades, {failed} failed upgrades, {disconnected} TLS clients disconnected: pause p50 \
+         {} µs, p99 {} µs, longest {} µs",
         pauses.len(),
         at(50),
         at(99),

@@ -198,7 +198,8 @@ fn reservation_of_a_stopped_host_is_kept() {
     etcd.restart();
     until("its reservation does not fit", || reservation_of(&a) == (None, Some(2000)));
     a.weir().wait_for_log(
-        "2000 would be reserved on a, but only 1500 is available; reserved in group gold on other hosts: b 1500 IOPS",
+        "2000 would be reserved on a, but only 1500 is available; reserved in group gold on other \
+         hosts: b 1500 IOPS",
     );
     assert_eq!(reservation_of(&b), (Some(1500), None));
     until("etcd has the value", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));

@@ -133,7 +133,14 @@ fn config_is_checked_and_later_changes_are_named() {
     let control = scratch.socket("the-control");
     let config = |names: &str| {
         let content = format!(
-            "[daemon]\nhttp = \"127.0.0.1:0\"\nhttp-token-file = {:?}\nhttp-name = {names}\nnbd = {:?}\nqmp = {:?}\n[disk.a]\nimage = \"memory:1M\"\n",
+            "[daemon]\n\
+             http = \"127.0.0.1:0\"\n\
+             http-token-file = {:?}\n\
+             http-name = {names}\n\
+             nbd = {:?}\n\
+             qmp = {:?}\n\
+             [disk.a]\n\
+             image = \"memory:1M\"\n",
             text(&token),
             format!("unix:{}", text(&scratch.socket("nbd"))),
             format!("unix:{}", text(&control)),

@@ -36,7 +36,12 @@ fn wrong_tokens_are_logged_once() {
     let mut statuses = std::collections::BTreeMap::new();
     for number in 0..attempts {
         let request = format!(
-            "PATCH {path} HTTP/1.1\r\nHost: {}\r\nAuthorization: Bearer wrong{number}\r\nContent-Length: 2\r\n\r\n{{}}",
+            "PATCH {path} HTTP/1.1\r\n\
+             Host: {}\r\n\
+             Authorization: Bearer wrong{number}\r\n\
+             Content-Length: 2\r\n\
+             \r\n\
+             {{}}",
             daemon.address
         );
         stream.write_all(request.as_bytes()).unwrap();
@@ -132,7 +137,12 @@ fn endless_head_or_body_is_disconnected() {
     };
     let mut heads = half("GET / HTTP/1.1\r\nHost: local".to_owned());
     let mut bodies = half(format!(
-        "PATCH /api/v1/disks/memory/limits HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n\r\n{{"
+        "PATCH /api/v1/disks/memory/limits HTTP/1.1\r\n\
+         Host: localhost\r\n\
+         Authorization: Bearer {TOKEN}\r\n\
+         Content-Length: 9\r\n\
+         \r\n\
+         {{"
     ));
     let mut said = String::new();
     bodies.read_to_string(&mut said).unwrap();

@@ -346,8 +346,11 @@ fn smaller_maximum_after_a_reconnect_splits_requests() {
     );
     weir.nbdsh(
         "front",
-        "assert h.pread(262144, 4096) == b'a' * 262144\nh.pwrite(b'b' * 262144, 500000)\nh.zero(100000, 5000)\n\
-         h.flush()\nassert h.pread(262144, 500000) == b'b' * 262144",
+        "assert h.pread(262144, 4096) == b'a' * 262144\n\
+         h.pwrite(b'b' * 262144, 500000)\n\
+         h.zero(100000, 5000)\n\
+         h.flush()\n\
+         assert h.pread(262144, 500000) == b'b' * 262144",
     );
     weir.stop();
     let disk = second.stop();
@@ -419,9 +422,9 @@ fn late_replies_of_an_old_connection_are_ignored() {
     let weir = waiting(&scratch, &at, &["--workers", "2"]);
     // Clients of both workers, each of which then has a connection. Then zeroes over unflushed
     // data.
-    let script = "clients = [nbd.NBD() for _ in range(6)]\nfor c in clients:\n    c.connect_uri(arguments[0])\n    \
-                  c.pread(512, 0)\nh.pwrite(b'w' * 4096, 0)\nh.zero(4096, 0)\n\
-                  assert h.pread(4096, 0) == bytes(4096)\nh.flush()";
+    let script = "clients = [nbd.NBD() for _ in range(6)]\nfor c in clients:\n    \
+                  c.connect_uri(arguments[0])\n    c.pread(512, 0)\nh.pwrite(b'w' * 4096, \
+                  0)\nh.zero(4096, 0)\nassert h.pread(4096, 0) == bytes(4096)\nh.flush()";
     thread::scope(|scope| {
         let asking = scope.spawn(|| weir.nbdsh("front", script));
         let holder = {
@@ -478,7 +481,8 @@ fn requests_of_other_workers_end_when_the_only_connection_breaks() {
     let weir = waiting(&scratch, &at, &["--workers", "3"]);
     let stop = scratch.path("stop");
     let script = format!(
-        "import os\nwhile not os.path.exists({:?}):\n    for at in range(64):\n        h.pwrite(b'x' * 4096, at * 4096)",
+        "import os\nwhile not os.path.exists({:?}):\n    for at in range(64):\n        \
+         h.pwrite(b'x' * 4096, at * 4096)",
         text(&stop)
     );
     thread::scope(|scope| {

@@ -44,7 +44,13 @@ fn write(scratch: &Scratch, disks: &str) -> PathBuf {
 fn unavailable_disk(scratch: &Scratch, more: &str) -> String {
     let image = uri(&scratch.socket("back"), "");
     format!(
-        "[group.gold]\n[disk.far]\nimage = \"{image}\"\nformat = \"raw\"\ngroup = \"gold\"\nopen-timeout = \"1m\"\n{more}\n"
+        "[group.gold]\n\
+         [disk.far]\n\
+         image = \"{image}\"\n\
+         format = \"raw\"\n\
+         group = \"gold\"\n\
+         open-timeout = \"1m\"\n\
+         {more}\n"
     )
 }
 
@@ -130,7 +136,12 @@ fn changed_image_of_an_unavailable_disk_is_opened() {
     write(
         &scratch,
         &format!(
-            "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n[disk.file]\nimage = \"{}\"\nformat = \"raw\"\n",
+            "[group.gold]\n\
+             [disk.far]\n\
+             image = \"memory:1M\"\n\
+             [disk.file]\n\
+             image = \"{}\"\n\
+             format = \"raw\"\n",
             text(&other)
         ),
     );
@@ -163,8 +174,14 @@ fn boot_first(scratch: &Scratch, exports: &str) -> PathBuf {
     scratch.file(
         "weir.toml",
         format!(
-            "[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\n[disk.boot]\nimage = \"{image}\"\nformat = \"raw\"\n{exports}\
-             [disk.other]\nimage = \"memory:1M\"\n"
+            "[daemon]\n\
+             qmp = \"{qmp}\"\n\
+             nbd = \"unix:{nbd}\"\n\
+             [disk.boot]\n\
+             image = \"{image}\"\n\
+             format = \"raw\"\n\
+             {exports}[disk.other]\n\
+             image = \"memory:1M\"\n"
         ),
     )
 }
@@ -202,7 +219,8 @@ fn unavailable_disk_opens_with_all_exports_in_its_position() {
     let file = half_filled(&scratch);
     let (nbd, taken) = (scratch.socket("nbd"), scratch.socket("machine"));
     let exports = format!(
-        "export = [{{ type = \"nbd\", listen = \"unix:{}\" }}, {{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
+        "export = [{{ type = \"nbd\", listen = \"unix:{}\" }}, {{ type = \"vhost-user-blk\", \
+         listen = \"unix:{}\" }}]\n",
         text(&nbd),
         text(&taken)
     );

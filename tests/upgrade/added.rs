@@ -80,7 +80,8 @@ fn added_disks_groups_and_exports_are_transferred() {
     let offered = features(&mut machine);
     // This connection survives all upgrades.
     let script = "h.connect_uri(arguments[0])\nimport sys\nfor turn in range(3):\n \
-                  h.pwrite(bytes([65 + turn]) * 512, 512 * turn)\n print('there', flush=True)\n sys.stdin.readline()\n";
+                  h.pwrite(bytes([65 + turn]) * 512, 512 * turn)\n print('there', flush=True)\n \
+                  sys.stdin.readline()\n";
     let uri = current.uri("of%20t0");
     let mut client = nbdsh_command(&format!("arguments = [{uri:?}]\n{script}h.flush()\nh.shutdown()\n"));
     let mut client = client.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("nbdsh was found");

@@ -93,7 +93,8 @@ fn server_without_multi_conn_prevents_the_upgrade() {
             let said = house.new_process().fails();
             assert!(
                 said.contains(
-                    "disk disk: cannot be taken over (remove it with `weir disk remove`, or restart weir): its image is at an NBD server"
+                    "disk disk: cannot be taken over (remove it with `weir disk remove`, or \
+                     restart weir): its image is at an NBD server"
                 ),
                 "{said}"
             );

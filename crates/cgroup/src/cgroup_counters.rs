@@ -227,7 +227,12 @@ mod tests {
         }
         std::fs::remove_dir(machine.root().join("gone")).unwrap();
         for name in ["a", "b"] {
-            machine.write(name, "io.stat", "8:0 rbytes=1 wbytes=1 rios=1 wios=1 dbytes=0 dios=0\n254:0 rbytes=8192 wbytes=512 rios=2 wios=1 dbytes=7 dios=3\n");
+            machine.write(
+                name,
+                "io.stat",
+                "8:0 rbytes=1 wbytes=1 rios=1 wios=1 dbytes=0 dios=0\n\
+                 254:0 rbytes=8192 wbytes=512 rios=2 wios=1 dbytes=7 dios=3\n",
+            );
             machine.write(name, "io.max", "254:0 rbps=max wbps=max riops=50 wiops=max\n");
         }
         let pressure = "some avg10=0.00 avg60=0.00 avg300=0.00 total=2500000\n\

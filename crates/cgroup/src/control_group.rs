@@ -166,8 +166,8 @@ impl ControlGroup {
             }
             if !has.iter().any(|name| name == wanted) {
                 bail!(
-                    "cgroup {}: it has no {wanted} controller (the kernel lacks it, or it is bound to cgroup v1: see \
-                     /proc/cgroups)",
+                    "cgroup {}: it has no {wanted} controller (the kernel lacks it, or it is bound \
+                     to cgroup v1: see /proc/cgroups)",
                     self.name.display()
                 );
             }

@@ -45,7 +45,10 @@ pub(crate) fn resolve(roots: &KernelRoots, text: &str) -> anyhow::Result<Resolve
     };
     // Maps a partition to its disk: `io.max` accepts no partitions.
     let identity = DeviceIdentity::resolve(number, &roots.device_roots()).map_err(|error| {
-        anyhow!("device {text:?}: no disk with number {number} here: {error} (`lsblk` lists disks and their numbers)")
+        anyhow!(
+            "device {text:?}: no disk with number {number} here: {error} (`lsblk` lists disks and \
+             their numbers)"
+        )
     })?;
     // File systems without a device (Btrfs, NFS, tmpfs) have an anonymous number with major 0.
     if number.major != 0 && identity.number() != number {
@@ -69,7 +72,10 @@ fn number_of_path(
     for _ in 0..MAX_STEPS {
         let metadata = fs::metadata(&path).map_err(|error| {
             let path = path.display();
-            anyhow!("device {text:?}: {path}: {error} (give a disk such as /dev/vda, its number such as 254:0, or a path on it)")
+            anyhow!(
+                "device {text:?}: {path}: {error} (give a disk such as /dev/vda, its number such \
+                 as 254:0, or a path on it)"
+            )
         })?;
         let kind = metadata.file_type();
         if kind.is_block_device() {
@@ -125,7 +131,8 @@ fn next_path(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
         _ if kind == "overlay" => match mount.option("upperdir") {
             Some(upper) if upper.is_dir() => Ok(upper),
             Some(upper) => bail!(
-                "device {text:?}: it is on an overlay, whose upper directory {} is not visible here (give the disk of that directory, on the host)",
+                "device {text:?}: it is on an overlay, whose upper directory {} is not visible \
+                 here (give the disk of that directory, on the host)",
                 upper.display()
             ),
             None => bail!(
@@ -133,23 +140,26 @@ fn next_path(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
             ),
         },
         FileSystemClass::Network => bail!(
-            "device {text:?}: {at} is on another machine ({kind}, {source}), not on a disk of this one (limit it there)"
+            "device {text:?}: {at} is on another machine ({kind}, {source}), not on a disk of this \
+             one (limit it there)"
         ),
         FileSystemClass::Zfs => bail!(
-            "device {text:?}: {at} is on ZFS, whose kernel threads do the I/O in the root cgroup (no limit applies to it; ZFS \
-             volumes and other file systems can be limited)"
+            "device {text:?}: {at} is on ZFS, whose kernel threads do the I/O in the root cgroup \
+             (no limit applies to it; ZFS volumes and other file systems can be limited)"
         ),
         FileSystemClass::Memory => bail!(
-            "device {text:?}: {at} is in memory ({kind}), on no disk (swapping it out can be limited: give the disk with the swap)"
+            "device {text:?}: {at} is in memory ({kind}), on no disk (swapping it out can be \
+             limited: give the disk with the swap)"
         ),
         // `fuseblk` has a block device as source.
         FileSystemClass::Fuse if kind != "fuseblk" => bail!(
-            "device {text:?}: {at} is on FUSE ({kind}, {source}): its daemon does the I/O (limit the daemon's cgroup on the disk it \
-             uses)"
+            "device {text:?}: {at} is on FUSE ({kind}, {source}): its daemon does the I/O (limit \
+             the daemon's cgroup on the disk it uses)"
         ),
         _ if source.starts_with("/dev/") => Ok(source.into()),
         _ => bail!(
-            "device {text:?}: {at} is on no disk, its file system is {kind} (give a disk such as /dev/vda, its number such as 254:0, or a path on it)"
+            "device {text:?}: {at} is on no disk, its file system is {kind} (give a disk such as \
+             /dev/vda, its number such as 254:0, or a path on it)"
         ),
     }
 }

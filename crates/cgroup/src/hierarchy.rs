@@ -162,7 +162,8 @@ impl CgroupHierarchy {
         let path = &here.with_context(|| format!("{}: has no cgroup for block I/O", file.display()))?.path;
         let outside = || {
             format!(
-                "process {pid}: its cgroup {} is outside of the mount {} (run it on the host, or in its container)",
+                "process {pid}: its cgroup {} is outside of the mount {} (run it on the host, or \
+                 in its container)",
                 path.display(),
                 root.directory.display()
             )

@@ -244,7 +244,8 @@ fn remove_stale_entries(
         let fit = |entry: &CgroupEntry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
         let all: Vec<String> = forgotten.iter().map(fit).collect();
         let what = anyhow!(
-            "cgroup {cgroup:?} on {device:?}: ambiguous, {} removed ones match: {} (give the path of one, and its disk's number)",
+            "cgroup {cgroup:?} on {device:?}: ambiguous, {} removed ones match: {} (give the path \
+             of one, and its disk's number)",
             all.len(),
             all.join(", ")
         );
@@ -280,7 +281,8 @@ fn reject_unsupported_on_v1(limits: &Limits, change: &LimitsChange) -> anyhow::R
         return Ok(());
     };
     bail!(
-        "{what} need cgroup v2, and this machine limits block I/O with v1 (set --bps-read, --bps-write, --iops-read and --iops-write alone)"
+        "{what} need cgroup v2, and this machine limits block I/O with v1 (set --bps-read, \
+         --bps-write, --iops-read and --iops-write alone)"
     )
 }
 
@@ -318,13 +320,21 @@ fn add_notices(
     if sharing.limits.is_unlimited() && weighted && sharing.watermark == Watermark::ALWAYS {
         // A weight alone is enforced by the kernel, without limits.
     } else if let Some(name) = joined.filter(|_| sharing.cluster && sharing.limits.is_unlimited()) {
-        notices.push(format!("the cluster has no limits for group {name} yet, or they have not come here yet (set them: `weir throttle {name} --cluster --bps-write 20M`)"));
+        notices.push(format!(
+            "the cluster has no limits for group {name} yet, or they have not come here yet (set \
+             them: `weir throttle {name} --cluster --bps-write 20M`)"
+        ));
     } else if sharing.limits.is_unlimited() {
         let who = joined.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
-        notices.push(format!("{who} has no limits yet: a watermark, a weight or a group has no effect without one (set one, such as --bps-write 20M)"));
+        notices.push(format!(
+            "{who} has no limits yet: a watermark, a weight or a group has no effect without one \
+             (set one, such as --bps-write 20M)"
+        ));
     } else if sharing.needs_watch() && !WatchLock::is_taken(file) {
         notices.push(
-            "bursts, watermarks, totals and groups need `weir cgroup watch`, which is not running: until then limits are enforced without bursts, totals in equal halves, and groups by weight"
+            "bursts, watermarks, totals and groups need `weir cgroup watch`, which is not running: \
+             until then limits are enforced without bursts, totals in equal halves, and groups by \
+             weight"
                 .to_owned(),
         );
     }

@@ -145,18 +145,19 @@ fn only_match(text: &str, version: Version, mut found: Vec<ControlGroup>) -> any
     // (systemd.resource-control(5)).
     let mend = match version {
         Version::V1 => {
-            "units and containers have a cgroup while they run, and on cgroup v1 a unit has one for block I/O after `systemctl \
-             set-property --runtime UNIT IOAccounting=yes`"
+            "units and containers have a cgroup while they run, and on cgroup v1 a unit has one \
+             for block I/O after `systemctl set-property --runtime UNIT IOAccounting=yes`"
         }
         Version::V2 => {
-            "units and containers have a cgroup while they run; a container is found by its id, as printed by `docker inspect --format \
-             '{{.Id}}' NAME`"
+            "units and containers have a cgroup while they run; a container is found by its id, as \
+             printed by `docker inspect --format '{{.Id}}' NAME`"
         }
     };
     match (found.pop(), found.len()) {
         (Some(only), 0) => Ok(only),
         (None, _) => bail!(
-            "cgroup {text:?}: no cgroup, unit, container or process with this name ({mend}; `weir cgroup show` lists all)"
+            "cgroup {text:?}: no cgroup, unit, container or process with this name ({mend}; `weir \
+             cgroup show` lists all)"
         ),
         (Some(last), others) => {
             found.push(last);

@@ -305,7 +305,8 @@ impl CgroupWatch {
         let own = |name: &&String| self.kept.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
         if let Some(name) = lending.fallback_shares().keys().find(own) {
             return Err(anyhow!(
-                "{}: group {name} has limits of its own there, and [cluster] names it in control-groups (give one of them another name)",
+                "{}: group {name} has limits of its own there, and [cluster] names it in \
+                 control-groups (give one of them another name)",
                 self.path.display()
             ));
         }
@@ -614,8 +615,8 @@ pub fn check_machine() -> anyhow::Result<()> {
 fn check(hierarchy: &CgroupHierarchy) -> anyhow::Result<()> {
     if hierarchy.version() != Some(Version::V2) {
         return Err(anyhow!(
-            "bursts, watermarks and groups of control groups need cgroup v2 with its io controller, and there is none \
-             here (rates alone work with v1: `weir cgroup limit`)"
+            "bursts, watermarks and groups of control groups need cgroup v2 with its io \
+             controller, and there is none here (rates alone work with v1: `weir cgroup limit`)"
         ));
     }
     Ok(())

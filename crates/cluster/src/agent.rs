@@ -424,7 +424,8 @@ impl EtcdSession<'_> {
             tracing::warn!(
                 etcd = etcd.member(),
                 took_ms = took.as_millis() as u64,
-                "cluster: etcd is slow: quota leases may expire before they are renewed; the fallback share applies then"
+                "cluster: etcd is slow: quota leases may expire before they are renewed; the \
+                 fallback share applies then"
             );
         }
     }
@@ -609,7 +610,8 @@ impl EtcdSession<'_> {
             }
         }
         Ok(Err(format!(
-            "group {}: it was changed at the same time by another client (check `weir cluster status`, and try again)",
+            "group {}: it was changed at the same time by another client (check `weir cluster \
+             status`, and try again)",
             change.group
         )))
     }

@@ -230,7 +230,8 @@ pub(super) fn stored_start_state(file: &Path, plan: &DesiredState, why: &str) ->
     let of_control_groups = plan.process.cluster.iter().flat_map(|cluster| &cluster.control_groups);
     if let Some(group) = of_disks.chain(of_control_groups).find(is_unknown) {
         bail!(
-            "group {group}: its limits are unknown: {why}, and this host has not stored them yet (correct etcd of [cluster], or start etcd; only the first start needs it)"
+            "group {group}: its limits are unknown: {why}, and this host has not stored them yet \
+             (correct etcd of [cluster], or start etcd; only the first start needs it)"
         );
     }
     Ok(StartState { specs, ..StartState::default() })

@@ -107,7 +107,9 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
             more => format!(" and {more} more hosts"),
         };
         return Err(format!(
-            "group {name}: in use on {}{more} (remove [group.{name}] from the config files there, and reload; `weir cluster forget HOST` deletes the keys of a host that will not return)",
+            "group {name}: in use on {}{more} (remove [group.{name}] from the config files there, \
+             and reload; `weir cluster forget HOST` deletes the keys of a host that will not \
+             return)",
             hosts.join(", ")
         ));
     }
@@ -178,7 +180,8 @@ pub(super) fn overbooked_error(
     for (unit, name) in [(0, "iops"), (1, "bps")] {
         if let Some(there) = max_reservable(limits, unit).filter(|there| promised[unit] > *there) {
             return Some(format!(
-                "group {group}: {name}-reservation: {} is reserved on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)",
+                "group {group}: {name}-reservation: {} is reserved on its hosts, more than the \
+                 limit of {there} (lower reservations, or set a higher limit)",
                 promised[unit]
             ));
         }

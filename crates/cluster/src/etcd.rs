@@ -137,7 +137,10 @@ impl EtcdParameters {
                 Ok(found) => members.push(EtcdMember { config: said.clone(), addresses: found.collect() }),
                 // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {
-                    tracing::warn!(etcd = %said, %error, "the name cannot be resolved: the member is ignored until a restart");
+                    tracing::warn!(
+                        etcd = %said, %error,
+                        "the name cannot be resolved: the member is ignored until a restart"
+                    );
                     unknown = Some(anyhow!("{said}: {error}"));
                 }
             }
@@ -486,7 +489,8 @@ fn refusal_error(member: &str, prefix: &str, (has_user, answer): (bool, &Value))
     }
     if text.contains("authentication failed") || text.contains("user name") {
         return EtcdError::Refused(format!(
-            "etcd {member} rejects the user and password of [cluster]: {text} (correct user, and restart weir; or correct password-file, and run `weir reload`)"
+            "etcd {member} rejects the user and password of [cluster]: {text} (correct user, and \
+             restart weir; or correct password-file, and run `weir reload`)"
         ));
     }
     let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");

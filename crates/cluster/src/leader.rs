@@ -329,7 +329,10 @@ impl LeaderTerm {
             compare.push(TransactionCondition::Absent(key.clone()));
             let put = EtcdOperation::put(&key, &etcd_values::write(&stored.group), None);
             if etcd.transact(&compare, &[put]).await?.succeeded {
-                tracing::warn!(group = %name, "etcd lost this group's limits: this host's copy was written again");
+                tracing::warn!(
+                    group = %name,
+                    "etcd lost this group's limits: this host's copy was written again"
+                );
             }
         }
         Ok(())
@@ -351,7 +354,9 @@ impl LeaderTerm {
                         tracing::error!(
                             group = %name,
                             hosts = group.hosts,
-                            "more hosts have this group than its limits are divided among, and they cannot be divided further: {why}; each further host may exceed them by its fallback share (raise the limit)"
+                            "more hosts have this group than its limits are divided among, and \
+                             they cannot be divided further: {why}; each further host may exceed \
+                             them by its fallback share (raise the limit)"
                         );
                     }
                     continue;
@@ -367,7 +372,10 @@ impl LeaderTerm {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
                 if more.safe_share_ppm != group.safe_share_ppm {
                     let percent = more.safe_share_ppm.map(|ppm| f64::from(ppm) / 10_000.0);
-                    tracing::warn!(group = %name, percent, "the fallback share was too much for this number of hosts and was reduced");
+                    tracing::warn!(
+                        group = %name, percent,
+                        "the fallback share was too much for this number of hosts and was reduced"
+                    );
                 }
             }
         }

@@ -105,7 +105,8 @@ fn warn_of_local_group(group: &str, cluster: &str) {
     tracing::warn!(
         group,
         cluster,
-        "the cluster has limits for a group of this name, but this host's group does not belong to it: its requests come on top (set cluster = true in [group.{group}], or rename it)"
+        "the cluster has limits for a group of this name, but this host's group does not belong to \
+         it: its requests come on top (set cluster = true in [group.{group}], or rename it)"
     );
 }
 
@@ -313,7 +314,8 @@ impl ClusterMembership {
         ensure!(
             // A group has one quota per host. Disks and control groups together would use it twice.
             !self.hosts.borrow().has(group.name()),
-            "group {0}: control groups of this host use its quota (rename it, or remove {0} from control-groups)",
+            "group {0}: control groups of this host use its quota (rename it, or remove {0} from \
+             control-groups)",
             group.name()
         );
         self.hosts.borrow_mut().add(group, spec);
@@ -338,7 +340,8 @@ impl ClusterMembership {
             let when = if reason.is_empty() { "has" } else { "had, when etcd was last reachable," };
             tracing::warn!(
                 group,
-                "the cluster {when} no limits for this group yet (`weir throttle {group} --cluster --iops-total N` sets them)"
+                "the cluster {when} no limits for this group yet (`weir throttle {group} --cluster \
+                 --iops-total N` sets them)"
             );
         }
         Ok(spec)
@@ -366,7 +369,10 @@ impl ClusterMembership {
         let (end, ended) = mpsc::channel();
         let thread = thread::Builder::new().name("cluster".to_owned()).spawn(move || {
             if let Err(error) = agent.run() {
-                tracing::error!(%error, "the thread for etcd has failed: the fallback share applies (restart weir)");
+                tracing::error!(
+                    %error,
+                    "the thread for etcd has failed: the fallback share applies (restart weir)"
+                );
             }
             // The receiver is gone if the stop timed out.
             let _ = end.send(());

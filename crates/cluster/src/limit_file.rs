@@ -160,7 +160,10 @@ fn change(file: &Path, change: impl FnOnce(StoredLimitsFile) -> StoredLimitsFile
         return;
     }
     if let Err(error) = atomic_file::write(file, &content, true) {
-        tracing::warn!(file = %file.display(), %error, "the cluster's limits cannot be stored for the next start");
+        tracing::warn!(
+            file = %file.display(), %error,
+            "the cluster's limits cannot be stored for the next start"
+        );
     }
 }
 

@@ -174,7 +174,8 @@ async fn ask(
     Ok(match done.succeeded {
         true => StepOutcome::Done(done.revision),
         false => StepOutcome::Lost(format!(
-            "a disk of this name is already being moved to {to} (try again in a minute, or check which host it comes from)"
+            "a disk of this name is already being moved to {to} (try again in a minute, or check \
+             which host it comes from)"
         )),
     })
 }

@@ -118,7 +118,9 @@ pub(super) fn check(
             _ => (String::new(), "set a higher limit"),
         };
         let why = format!(
-            "group {group}: {name}-reservation: {} would be reserved on {host}, but only {room} is available{of}{} (lower a reservation on any host, or {remedy}; `weir cluster forget HOST` removes those of a host that will not return)",
+            "group {group}: {name}-reservation: {} would be reserved on {host}, but only {room} is \
+             available{of}{} (lower a reservation on any host, or {remedy}; `weir cluster forget \
+             HOST` removes those of a host that will not return)",
             asked[unit],
             reservations_elsewhere(all, host, group)
         );

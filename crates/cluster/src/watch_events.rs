@@ -113,7 +113,10 @@ impl EtcdSession<'_> {
                     self.known.leader = None;
                 }
                 _ => {
-                    tracing::warn!(key = %value.key, "cluster: the value in etcd is not a leader's: it is deleted");
+                    tracing::warn!(
+                        key = %value.key,
+                        "cluster: the value in etcd is not a leader's: it is deleted"
+                    );
                     (self.known.leader, self.known.foreign_leader_revision) =
                         (None, Some(value.mod_revision));
                 }
@@ -136,7 +139,9 @@ impl EtcdSession<'_> {
                                 group = %name,
                                 change = group.number,
                                 known,
-                                "etcd has older limits for this group than this host, as after a restored backup: the older ones apply (`weir throttle {name} --cluster` shows and changes them)"
+                                "etcd has older limits for this group than this host, as after a \
+                                 restored backup: the older ones apply (`weir throttle {name} \
+                                 --cluster` shows and changes them)"
                             );
                         }
                         let stored = StoredGroup { group, spec, changed: value.mod_revision };
@@ -144,7 +149,11 @@ impl EtcdSession<'_> {
                     }
                     Err(why) => {
                         if self.is_first_message(value) {
-                            tracing::warn!(key = %value.key, "cluster: the value in etcd {why}: it is ignored; the fallback share of group {name} applies once this host's lease has expired");
+                            tracing::warn!(
+                                key = %value.key,
+                                "cluster: the value in etcd {why}: it is ignored; the fallback \
+                                 share of group {name} applies once this host's lease has expired"
+                            );
                         }
                         self.known.unreadable_groups.insert(name.to_owned(), why);
                     }
@@ -203,7 +212,11 @@ impl EtcdSession<'_> {
             Some(EtcdKey::Host(_) | EtcdKey::Grant(_) | EtcdKey::Move(..) | EtcdKey::Moved(..)) => {}
             None => {
                 if self.is_first_message(value) {
-                    tracing::warn!(key = ?value.key, "cluster: a key in etcd is not weir's, by its form or its names: it is ignored");
+                    tracing::warn!(
+                        key = ?value.key,
+                        "cluster: a key in etcd is not weir's, by its form or its names: it is \
+                         ignored"
+                    );
                 }
             }
         }

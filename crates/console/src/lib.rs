@@ -219,11 +219,13 @@ mod tests {
             ),
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(24)).context("x"),
-                "x: Too many open files (raise the descriptor limit of the process: `ulimit -n`, or LimitNOFILE= of its service)",
+                "x: Too many open files (raise the descriptor limit of the process: `ulimit -n`, \
+                 or LimitNOFILE= of its service)",
             ),
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(23)).context("x"),
-                "x: Too many open files in system (raise the descriptor limit of the system: `sysctl fs.file-max`)",
+                "x: Too many open files in system (raise the descriptor limit of the system: \
+                 `sysctl fs.file-max`)",
             ),
             (anyhow!("x: odd (os error what)"), "x: odd (os error what)"),
         ] {

@@ -173,7 +173,12 @@ pub(crate) fn send(stream: &mut UnixStream, answer: &PluginResponse) -> io::Resu
     stream.set_write_timeout(Some(RESPONSE_TIMEOUT))?;
     stream.write_all(
         format!(
-            "HTTP/1.1 {status} {}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}",
+            "HTTP/1.1 {status} {}\r\n\
+             Content-Type: {CONTENT_TYPE}\r\n\
+             Content-Length: {length}\r\n\
+             Connection: close\r\n\
+             \r\n\
+             {body}",
             reason(*status)
         )
         .as_bytes(),
@@ -298,7 +303,10 @@ mod tests {
         }
 
         #[test]
-        fn no_header_is_too_much(text in "POST / HTTP/1.[01]\r\n([A-Za-z-]{0,20}: ?[ -~]{0,20}\r\n){0,40}\r\n.{0,8}") {
+        fn no_header_is_too_much(text in "POST / HTTP/1.[01]\r\n\
+                                          ([A-Za-z-]{0,20}: ?[ -~]{0,20}\r\n\
+                                          ){0,40}\r\n\
+                                          .{0,8}") {
             let _ = said(&[text.as_bytes()]);
         }
     }

@@ -56,7 +56,8 @@ impl VolumeName {
         }
         let shown: String = text.chars().take(MOST_BYTES).collect();
         Err(format!(
-            "{shown:?}: is not a volume name; use 1 to {MOST_BYTES} characters of a-z, A-Z, 0-9, _, . and -, the first a letter or a digit"
+            "{shown:?}: is not a volume name; use 1 to {MOST_BYTES} characters of a-z, A-Z, 0-9, \
+             _, . and -, the first a letter or a digit"
         ))
     }
 }

@@ -116,7 +116,8 @@ impl NewDisk {
         let tls = registry.exports.endpoint_parameters().map_or(TlsConfig::Off, |terms| terms.tls.clone());
         let planned = CheckedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined_errors(&all))?;
         if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
-            let rule = "shared=NAME is for disks of the config file (leave it out, or write the disk there and `weir reload`)";
+            let rule = "shared=NAME is for disks of the config file (leave it out, or write the \
+                        disk there and `weir reload`)";
             return Err(planned.disk.error("rate", rule).into());
         }
         // The plan of a config file resolves groups itself; here they must already run.
@@ -148,7 +149,8 @@ fn resolve_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagno
                 if known.is_empty() { "nowhere".to_owned() } else { format!("at {}", known.join(", ")) };
             let place = disk.item_origin("export", index, "").unwrap_or(disk.own_origin());
             mistakes.report(place.error(format!(
-                "the daemon does not listen there for NBD, but {known} (a new address is for the config file and `weir reload`)"
+                "the daemon does not listen there for NBD, but {known} (a new address is for the \
+                 config file and `weir reload`)"
             )));
             continue;
         };

@@ -157,7 +157,10 @@ fn warn_if_world_readable(what: &str, path: &Path) {
     let mode = path.metadata().ok().filter(Metadata::is_file).map(|file| file.mode() & 0o777);
     if let Some(mode) = mode.filter(|mode| mode & 0o004 != 0) {
         let file = path.display();
-        tracing::warn!(%file, mode = format!("{mode:04o}"), "every user of this host can read the {what} (chmod o= {file})");
+        tracing::warn!(
+            %file, mode = format!("{mode:04o}"),
+            "every user of this host can read the {what} (chmod o= {file})"
+        );
     }
 }
 

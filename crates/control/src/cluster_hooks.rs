@@ -48,7 +48,8 @@ impl ClusterHooks for Registry {
             Some(why) => (
                 Kind::ClusterApart,
                 format!(
-                    "partitioned from cluster {cluster}: {why} (the fallback share applies once the quota leases expire)"
+                    "partitioned from cluster {cluster}: {why} (the fallback share applies once \
+                     the quota leases expire)"
                 ),
             ),
         };
@@ -89,7 +90,8 @@ impl ClusterHooks for Registry {
             true => (
                 Kind::ClusterHostSilent,
                 format!(
-                    "host {host} is unreachable: its quota goes to other hosts, except its fallback share (`weir cluster forget {host}` if it will not return)"
+                    "host {host} is unreachable: its quota goes to other hosts, except its \
+                     fallback share (`weir cluster forget {host}` if it will not return)"
                 ),
             ),
             false => (Kind::ClusterHostHeard, format!("host {host} is reachable again, or has left")),
@@ -99,7 +101,8 @@ impl ClusterHooks for Registry {
 
     fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
         let message = format!(
-            "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit of {there} (lower reservations, or set a higher limit)"
+            "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit \
+             of {there} (lower reservations, or set a higher limit)"
         );
         let news = NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
         self.events.record(news.with("unit", unit).with("reserved", promised).with("limit", there));

@@ -408,7 +408,9 @@ pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
     let (whole, rest) = (size.next_multiple_of(block), size % block);
     ensure!(
         rest == 0,
-        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the last {rest} (make that {whole}: `weir image resize`, or size= where it is a part of its image)",
+        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the \
+         last {rest} (make that {whole}: `weir image resize`, or size= where it is a part of its \
+         image)",
         disk.name()
     );
     Ok(())

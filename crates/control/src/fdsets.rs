@@ -117,7 +117,8 @@ impl DescriptorSets {
         if fitting.is_empty() {
             let how = if read_only { "for reading" } else { "for reading and writing, without O_APPEND" };
             return Err(format!(
-                "Could not open '{shown}': Permission denied (no descriptor of the set was opened {how}; add-fd one)"
+                "Could not open '{shown}': Permission denied (no descriptor of the set was opened \
+                 {how}; add-fd one)"
             ));
         }
         let is_reader = |descriptor: &Arc<PassedFd>| {
@@ -127,7 +128,8 @@ impl DescriptorSets {
         let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_unused(descriptor));
         free.map(|descriptor| Some(Arc::clone(descriptor))).ok_or_else(|| {
             format!(
-                "Could not open '{shown}': in use by another disk, or locked by the process that passed it (open the file again and add-fd that)"
+                "Could not open '{shown}': in use by another disk, or locked by the process that \
+                 passed it (open the file again and add-fd that)"
             )
         })
     }

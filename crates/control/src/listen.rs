@@ -338,7 +338,8 @@ fn is_absent(error: &io::Error) -> bool {
 fn bind_error(address: &ListenAddress, port: u16, error: &io::Error) -> anyhow::Error {
     match error.kind() {
         ErrorKind::AddrInUse => anyhow!(
-            "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port)"
+            "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows \
+             which; stop it, or choose another port)"
         ),
         ErrorKind::PermissionDenied => {
             anyhow!("{address}: {error} (ports below 1024 need CAP_NET_BIND_SERVICE; choose another)")
@@ -373,8 +374,8 @@ mod tests {
         assert_eq!(
             error.to_string(),
             format!(
-                "127.0.0.1:{port}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; \
-                 stop it, or choose another port)"
+                "127.0.0.1:{port}: the port is in use by another program (`ss -ltnp 'sport = \
+                 {port}'` shows which; stop it, or choose another port)"
             )
         );
     }

@@ -287,7 +287,8 @@ impl Reconciliation<'_> {
             }
         };
         format!(
-            "{}: has no export, and [daemon] no nbd, so it is for NBD at {address} (write its export, such as {{ type = \"nbd\", listen = \"unix:PATH\" }})",
+            "{}: has no export, and [daemon] no nbd, so it is for NBD at {address} (write its \
+             export, such as {{ type = \"nbd\", listen = \"unix:PATH\" }})",
             disk.origin("name")
         )
     }

@@ -125,7 +125,11 @@ impl RunningDisk {
         let (name, closed) = (Arc::clone(self.disk.name()), self.disk.closed());
         drop(self);
         if !closed.within(CLOSE_TIMEOUT).await {
-            tracing::warn!(disk = %name, "the files of a disk that was removed are still open: its file system does not answer");
+            tracing::warn!(
+                disk = %name,
+                "the files of a disk that was removed are still open: its file system does not \
+                 answer"
+            );
         }
     }
 }

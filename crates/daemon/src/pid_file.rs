@@ -106,7 +106,10 @@ impl ClaimedPidFile {
             Err(errno) => Err(errno.into()),
         };
         if let Err(error) = taken {
-            tracing::warn!(path = %path.display(), %error, "the pid file cannot be written, and still holds another number");
+            tracing::warn!(
+                path = %path.display(), %error,
+                "the pid file cannot be written, and still holds another number"
+            );
             return None;
         }
         Some(PidFile { path, file })

@@ -301,10 +301,14 @@ mod tests {
             &["# HELP weir_build About.\n", "# TYPE weir_build info\n", "weir_build_info{version=\"1\"} 1\n"],
             &["# HELP weir_disk_size_bytes Size.\n", "# TYPE weir_disk_size_bytes gauge", "\n"],
         ];
-        let expect = "# HELP weir_disk_read_bytes_total Bytes.\n# TYPE weir_disk_read_bytes_total counter\n\
+        let expect = "# HELP weir_disk_read_bytes_total Bytes.\n\
+                      # TYPE weir_disk_read_bytes_total counter\n\
                       weir_disk_read_bytes_total{disk=\"# TYPE\"} 1\n\
-                      # HELP weir_build_info About.\n# TYPE weir_build_info gauge\nweir_build_info{version=\"1\"} 1\n\
-                      # HELP weir_disk_size_bytes Size.\n# TYPE weir_disk_size_bytes gauge\n";
+                      # HELP weir_build_info About.\n\
+                      # TYPE weir_build_info gauge\n\
+                      weir_build_info{version=\"1\"} 1\n\
+                      # HELP weir_disk_size_bytes Size.\n\
+                      # TYPE weir_disk_size_bytes gauge\n";
         let (mut sheet, _reader) = streamed_response::response_channel();
         let mut older = TextFormatConverter { to: &mut sheet, line: String::new(), help: String::new() };
         open.concat().into_iter().try_for_each(|piece| older.write_str(piece)).unwrap();

@@ -49,7 +49,8 @@ impl ChangeToken {
         );
         ensure!(
             token.len() >= MIN_LENGTH && token.iter().all(u8::is_ascii_graphic),
-            "the file must hold one line of at least {MIN_LENGTH} characters without spaces (create one with `openssl rand -hex 32`)"
+            "the file must hold one line of at least {MIN_LENGTH} characters without spaces \
+             (create one with `openssl rand -hex 32`)"
         );
         Ok(Self(token.to_owned()))
     }

@@ -134,7 +134,8 @@ async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
     let is_lazy = header.compatible & compatible::LAZY_REFCOUNTS != 0;
     if options.version == Some(2) && header.version > 2 {
         bail!(
-            "compat=0.10: version 3 cannot become version 2 in place (`weir image convert -o compat=0.10` makes a copy)"
+            "compat=0.10: version 3 cannot become version 2 in place (`weir image convert -o \
+             compat=0.10` makes a copy)"
         );
     }
     let version = header.version.max(options.version.unwrap_or(0));
@@ -154,7 +155,8 @@ async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
         let report = check(&storage, Repair::Nothing).await?;
         if report.corruptions + report.check_errors > 0 {
             bail!(
-                "compat=1.1: the image is damaged, and its content could change (`weir image check` shows the damage)"
+                "compat=1.1: the image is damaged, and its content could change (`weir image \
+                 check` shows the damage)"
             );
         }
     }

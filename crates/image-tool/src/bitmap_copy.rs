@@ -42,8 +42,8 @@ impl BitmapCopier {
                 ));
             } else {
                 bail!(
-                    "{name}: bitmap {bitmap:?} is marked in-use and may be inconsistent (--skip-broken-bitmaps skips it, \
-                     `weir image bitmap --remove` removes it)"
+                    "{name}: bitmap {bitmap:?} is marked in-use and may be inconsistent \
+                     (--skip-broken-bitmaps skips it, `weir image bitmap --remove` removes it)"
                 );
             }
         }

@@ -256,8 +256,8 @@ fn text(report: &CheckReport) -> String {
     let mut text = String::new();
     if report.leaks_fixed + report.corruptions_fixed > 0 {
         text += &format!(
-            "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    {} corruptions\n\n\
-             Double checking the fixed image now...\n",
+            "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    \
+             {} corruptions\n\nDouble checking the fixed image now...\n",
             report.leaks_fixed, report.corruptions_fixed
         );
     }
@@ -273,7 +273,9 @@ fn text(report: &CheckReport) -> String {
     }
     if report.leaks > 0 {
         text += &format!(
-            "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no harm to data.\n",
+            "\n\
+             {} leaked clusters were found on the image.\n\
+             This means waste of disk space, but no harm to data.\n",
             report.leaks
         );
     }

@@ -90,7 +90,8 @@ async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<
             let what = match &arguments.base {
                 Some(base) => {
                     format!(
-                        "{base} is not in the backing chain (`weir image info --backing-chain` shows the chain)"
+                        "{base} is not in the backing chain (`weir image info --backing-chain` \
+                         shows the chain)"
                     )
                 }
                 None => "has no backing file (there is nothing to commit to)".to_owned(),

@@ -412,8 +412,8 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
         match own {
             Some(own) if opening::is_same(&own, &opening::referenced_path(path, backing)) => {}
             Some(own) => bail!(
-                "-B {backing}: its backing file is {}, where data of {backing} would be missing (leave -B out, or \
-                 name {backing} with `weir image rebase -u` first)",
+                "-B {backing}: its backing file is {}, where data of {backing} would be missing \
+                 (leave -B out, or name {backing} with `weir image rebase -u` first)",
                 own.display()
             ),
             None if arguments.target_is_zero => bail!(
@@ -422,8 +422,8 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
             None => {
                 is_given_later = true;
                 console::print_notice(&format!(
-                    "{}: -B {backing}: it has no backing file yet (name {backing} with `weir image rebase -u`; until \
-                     then, data of {backing} reads as zeroes)",
+                    "{}: -B {backing}: it has no backing file yet (name {backing} with `weir image \
+                     rebase -u`; until then, data of {backing} reads as zeroes)",
                     path.display()
                 ));
             }

@@ -107,7 +107,8 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
     let usage = |text: String| CommandFailure::Usage(anyhow!("{name}: {text}"));
     if opening::is_remote_or_null(&path) && !opening::is_nbd_uri(&path) {
         return Err(usage(
-            "weir cannot create images there (use `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
+            "weir cannot create images there (use `rbd create`, or `qemu-img create -f qcow2` in a \
+             Ceph cluster)"
                 .to_owned(),
         ));
     }
@@ -473,7 +474,8 @@ fn formatting(name: &str, wish: &CreateOptions) -> String {
         CompressionType::Zstd => "zstd",
     };
     let mut line = format!(
-        "Formatting '{name}', fmt=qcow2 cluster_size={} extended_l2={} compression_type={compression} size={}",
+        "Formatting '{name}', fmt=qcow2 cluster_size={} extended_l2={} \
+         compression_type={compression} size={}",
         wish.cluster_bytes,
         switch(wish.extended_l2),
         wish.size_bytes

@@ -214,8 +214,8 @@ impl NamedImage {
             let header = opening::header_of(&self.path).await?;
             if header.backing.is_some() || header.has_data_file() {
                 bail!(
-                    "{}: looks like qcow2 and names other files, so its format must be given (-f qcow2, if it is one: a guest may have written the \
-                     header into a raw disk)",
+                    "{}: looks like qcow2 and names other files, so its format must be given (-f \
+                     qcow2, if it is one: a guest may have written the header into a raw disk)",
                     self.name()
                 );
             }

@@ -79,7 +79,8 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
             if shown.len() == MAX_CHAIN {
                 bail_in(
                     file,
-                    "has more backing files than weir supports (shorten the chain with `weir image commit` or `rebase`)",
+                    "has more backing files than weir supports (shorten the chain with `weir image \
+                     commit` or `rebase`)",
                 )?;
             }
             shown.push(show(&path, format, how)?);

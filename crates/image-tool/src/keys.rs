@@ -95,8 +95,8 @@ impl PassphraseSet {
         match self.given.get(first..self.next) {
             Some(own) => Ok(own.to_vec()),
             None => bail!(
-                "{}: there are {} passphrases, and more encrypted images (give one for each in the order of the images and from the top of \
-                 each chain, or one for all)",
+                "{}: there are {} passphrases, and more encrypted images (give one for each in the \
+                 order of the images and from the top of each chain, or one for all)",
                 path.display(),
                 self.given.len()
             ),

@@ -235,7 +235,8 @@ impl ImageMap {
         for entry in self.0.iter().filter(|entry| entry.data && !entry.zero) {
             let Some(offset) = entry.offset else {
                 bail!(
-                    "has encrypted or compressed clusters, whose data has no plain location in the file (use --output=json)"
+                    "has encrypted or compressed clusters, whose data has no plain location in the \
+                     file (use --output=json)"
                 );
             };
             let file = sanitize(&entry.file);
@@ -287,8 +288,8 @@ impl MappedExtent {
         let Self { start, length, depth, present, zero, data, compressed, offset, .. } = self;
         let offset = offset.map_or_else(String::new, |offset| format!(", \"offset\": {offset}"));
         format!(
-            "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, \"zero\": {zero}, \
-             \"data\": {data}, \"compressed\": {compressed}{offset}}}"
+            "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": \
+             {present}, \"zero\": {zero}, \"data\": {data}, \"compressed\": {compressed}{offset}}}"
         )
     }
 }

@@ -170,7 +170,8 @@ fn resize_served(
 fn advise_control_socket(error: anyhow::Error) -> anyhow::Error {
     match error.downcast::<OpenError>() {
         Ok(served) if served.holder.as_deref().is_some_and(|name| name.starts_with("weir")) => {
-            let remedy = "if a daemon serves it, set WEIR_QMP to its control socket: the command then requests the new size from it (`block_resize`)";
+            let remedy = "if a daemon serves it, set WEIR_QMP to its control socket: the command \
+                          then requests the new size from it (`block_resize`)";
             OpenError { remedy: remedy.to_owned(), ..served }.into()
         }
         Ok(error) => error.into(),

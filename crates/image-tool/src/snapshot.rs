@@ -109,8 +109,13 @@ fn in_use(mut error: anyhow::Error, action: &SnapshotAction) -> anyhow::Error {
     let locked = error.downcast_mut::<OpenError>().filter(|error| error.why.starts_with("locked"));
     if let Some(locked) = locked {
         locked.remedy = match action {
-            SnapshotAction::Create(_) => "stop it first; while it runs, `weir image convert` from an NBD export of the disk makes a copy, and no snapshot can be taken",
-            SnapshotAction::Apply(_) | SnapshotAction::Delete(_) => "stop it first: an image in use keeps its snapshots as they are",
+            SnapshotAction::Create(_) => {
+                "stop it first; while it runs, `weir image convert` from an NBD export of the disk \
+                 makes a copy, and no snapshot can be taken"
+            }
+            SnapshotAction::Apply(_) | SnapshotAction::Delete(_) => {
+                "stop it first: an image in use keeps its snapshots as they are"
+            }
         }
         .to_owned();
     }

@@ -136,7 +136,8 @@ impl RawImage {
                 tracing::warn!(
                     image = self.storage.description(),
                     format,
-                    "rejected a write that would make a raw image look like another format; use --format raw to allow it"
+                    "rejected a write that would make a raw image look like another format; use \
+                     --format raw to allow it"
                 );
                 Err(Error::NOT_PERMITTED)
             }

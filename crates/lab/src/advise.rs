@@ -195,7 +195,8 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
         let Some(limits) = told.set else { continue };
         if house.configured(tenant).watermark != Watermark::ALWAYS {
             remarks.push(format!(
-                "{}: its watermark lifts its limits while the device is not busy; all this is for limits that always hold.",
+                "{}: its watermark lifts its limits while the device is not busy; all this is for \
+                 limits that always hold.",
                 house.tenants[tenant].name
             ));
         }
@@ -266,7 +267,8 @@ fn remark_own_limits(
     let felt = simulate_all(search, &world)?.swap_remove(tenant);
     Ok(felt.holds(target).then(|| {
         format!(
-            "{}: its own limits, of the config file, are what keeps it from the target: without them its {} is {}. Raise them, or take them out.",
+            "{}: its own limits, of the config file, are what keeps it from the target: without \
+             them its {} is {}. Raise them, or take them out.",
             of.name,
             target.name(),
             figures::time(felt.latency.value_at_quantile(target.share()))
@@ -308,17 +310,22 @@ fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
     // device.
     if of.disks.len() > 1 {
         return format!(
-            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group shortens it, but a limit of a disk in the group may (give --for with the disk that must meet the target, or a target of --keep {percentile}={above})."
+            "{name}: without limits and alone on its device its {percentile} is {took}; no limit \
+             of the group shortens it, but a limit of a disk in the group may (give --for with the \
+             disk that must meet the target, or a target of --keep {percentile}={above})."
         );
     }
     let around = search.tenants.limited_around(tenant).next();
     if let Some(group) = around.map(|group| &search.tenants.world.groups[group].name) {
         return format!(
-            "{name}: without own limits and alone in {group} its {percentile} is {took}; no limit of a disk shortens it, but higher limits of {group} may (or a target of --keep {percentile}={above})."
+            "{name}: without own limits and alone in {group} its {percentile} is {took}; no limit \
+             of a disk shortens it, but higher limits of {group} may (or a target of --keep \
+             {percentile}={above})."
         );
     }
     format!(
-        "{name}: without limits and alone on its device its {percentile} is {took}; no limit shortens it (give a target of --keep {percentile}={above}, or use a faster device)."
+        "{name}: without limits and alone on its device its {percentile} is {took}; no limit \
+         shortens it (give a target of --keep {percentile}={above}, or use a faster device)."
     )
 }
 
@@ -334,7 +341,9 @@ fn own_limits_alone(search: &AdviseSearch<'_>, told: &[TenantResult]) -> Option<
     let names: Vec<_> = limited.map(|(tenant, _)| tenant.name.as_str()).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "{}: this is the smallest limit of the disk itself. No limits of other disks are recommended, because without a device they do not slow it: specify their shared device by --device, --rate or --config.",
+            "{}: this is the smallest limit of the disk itself. No limits of other disks are \
+             recommended, because without a device they do not slow it: specify their shared \
+             device by --device, --rate or --config.",
             names.join(", ")
         )
     })
@@ -349,7 +358,9 @@ fn remark_throttled(search: &AdviseSearch<'_>, tenant: usize) -> Option<String> 
             .map(|it| it as f64);
     (held > requests * REMARKED_SHARE).then(|| {
         format!(
-            "{}: limits throttled {:.0} % of its requests during the recording. Clients that wait for replies then submit fewer requests, so it may need more than reported here: record it without these limits, or with higher ones.",
+            "{}: limits throttled {:.0} % of its requests during the recording. Clients that wait \
+             for replies then submit fewer requests, so it may need more than reported here: \
+             record it without these limits, or with higher ones.",
             of.name,
             held / requests * 100.0
         )
@@ -379,9 +390,11 @@ fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, felt: &TrialResul
         [streams().map(|of| of.sequential).sum::<u64>(), streams().map(|of| of.requests).sum()];
     // The simulation cannot merge adjacent requests, because offsets are not stored.
     let why = if is_ns > was_ns.saturating_mul(REMARKED_FACTOR) && in_a_row > requests / 2 {
-        "most of its requests are sequential: weir merges these, unlike the simulation, so they need less than it reports"
+        "most of its requests are sequential: weir merges these, unlike the simulation, so they \
+         need less than it reports"
     } else if is_ns > was_ns.saturating_mul(REMARKED_FACTOR) {
-        "the device is faster than specified, limits of others were in force, or weir merged sequential requests of a neighbour"
+        "the device is faster than specified, limits of others were in force, or weir merged \
+         sequential requests of a neighbour"
     } else if was_ns > is_ns.saturating_mul(REMARKED_FACTOR) {
         "the device is slower than specified, or limits were in force (give them with --config)"
     } else {
@@ -506,9 +519,13 @@ fn advise_neighbours(
             });
         }
         remarks.push(match &group {
-            Some(_) => format!("With other {what} in {name} no limit is needed: limits on only the noisy disks would make these wait longer."),
+            Some(_) => format!(
+                "With other {what} in {name} no limit is needed: limits on only the noisy disks \
+                 would make these wait longer."
+            ),
             None => format!(
-                "In one group, {name}, requests wait where {what} apply, and not in the device's queue: limits on only the noisy disks would make these wait longer."
+                "In one group, {name}, requests wait where {what} apply, and not in the device's \
+                 queue: limits on only the noisy disks would make these wait longer."
             ),
         });
         remarks.extend(interval.map(|interval| interval_text(search, &name, &limits, interval)));
@@ -529,7 +546,9 @@ fn advise_neighbours(
         let more = if is_device { " (--pack computes the number of devices needed)" } else { "" };
         remarks.push(match could_ns {
             Some(ns) => format!(
-                "{who}: {cannot} for all. With the printed limits the others meet the target; all of them can meet about --keep {percentile}={} (or give --for with the disks that must meet it).",
+                "{who}: {cannot} for all. With the printed limits the others meet the target; all \
+                 of them can meet about --keep {percentile}={} (or give --for with the disks that \
+                 must meet it).",
                 above(ns)
             ),
             None => format!("{who}: {cannot}, however low the limits of the others are{more}."),

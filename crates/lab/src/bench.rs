@@ -287,7 +287,10 @@ impl BenchRun {
         // st_blocks counts 512-byte units, whatever the file system's block size (stat(2)).
         let percent = 100 - (file.blocks() * 512 * 100).div_ceil(self.size_bytes.get().max(1)).min(100);
         (reads && percent > 0).then(|| {
-            format!("{percent} % of {image} is not allocated: reads of it cost the storage nothing (write it first, with -w).")
+            format!(
+                "{percent} % of {image} is not allocated: reads of it cost the storage nothing \
+                 (write it first, with -w)."
+            )
         })
     }
 

@@ -171,8 +171,8 @@ fn store_record(
     let varying = figures.iter().find(|figure| !figure.is_steady());
     if let (false, Some(_), Some(first)) = (accept, &device, varying) {
         saved = Err(anyhow!(
-            "{target}: not kept: the rate of {} of {} varies by {:.0} % (stop what else uses the device, give more \
-             --seconds, or keep it with --accept)",
+            "{target}: not kept: the rate of {} of {} varies by {:.0} % (stop what else uses the \
+             device, give more --seconds, or keep it with --accept)",
             first.load.name(),
             report::size(first.load.block_bytes as u64),
             first.spread * 100.0

@@ -74,7 +74,8 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
     }
     if let Some(drawn) = intervals::html(&differences.rows)? {
         page.figure(
-            "B in terms of A: to the right of 1× it is higher. Blue is better, orange worse, hollow no difference.",
+            "B in terms of A: to the right of 1× it is higher. Blue is better, orange worse, \
+             hollow no difference.",
             &drawn,
         );
     }

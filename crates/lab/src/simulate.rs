@@ -81,7 +81,8 @@ pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
     if let Some(Workload::Scenario(tale)) = &arguments.input.workload {
         if let Some(option) = arguments.given.first_but(&OF_STORIES) {
             return Err(CommandFailure::Usage(anyhow!(
-                "--{option}: this workload brings its own limits, devices and disks (leave --{option} out, or use another --workload)"
+                "--{option}: this workload brings its own limits, devices and disks (leave \
+                 --{option} out, or use another --workload)"
             )));
         }
         return tell(&arguments, &scenario::simulate(tale).map_err(|error| anyhow!(error))?);
@@ -118,7 +119,8 @@ fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), Comma
         LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(cluster::OTHERS).collect();
     if let Some(option) = arguments.given.first_but(&known) {
         return Err(CommandFailure::Usage(anyhow!(
-            "--{option}: is not for --cluster, which brings its own hosts, disks and requests (leave --{option} out)"
+            "--{option}: is not for --cluster, which brings its own hosts, disks and requests \
+             (leave --{option} out)"
         )));
     }
     arguments.results.check()?;

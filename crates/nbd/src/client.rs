@@ -560,9 +560,11 @@ impl ClientConnection {
                 *asked
             }
             Expects::Extents { .. } => {
-                return Err(ConnectionFault::ProtocolViolation("extents twice, or of a context that was not negotiated"));
+                return Err(ConnectionFault::ProtocolViolation("extents twice, or of a context that \
+                                                               was not negotiated"));
             }
-            _ => return Err(ConnectionFault::ProtocolViolation("extents in a reply to a request other than block status")),
+            _ => return Err(ConnectionFault::ProtocolViolation("extents in a reply to a request \
+                                                                other than block status")),
         };
         // Extents beyond the limit are dropped, but their bytes must be consumed.
         let kept = length.min(MAX_EXTENTS * EXTENT_BYTES);

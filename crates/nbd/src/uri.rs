@@ -162,7 +162,8 @@ fn from_qemu_syntax(text: &str) -> Option<String> {
 /// A violated rule, as the continuation of a message that begins with the text.
 type UriRule = &'static str;
 
-const PARAMETERS: UriRule = "has an unknown parameter; valid are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
+const PARAMETERS: UriRule = "has an unknown parameter; valid are socket (nbds+unix), \
+                             tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
 const ONE_SOCKET: &str = "takes one parameter, the socket; write nbd+unix:///EXPORT?socket=PATH";
 
 fn unix(socket: Option<&str>) -> Result<NbdEndpoint, UriRule> {

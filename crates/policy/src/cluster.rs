@@ -94,8 +94,8 @@ impl DivisionError {
                 LimitSetting::Limit(*kind, LimitPart::Rate).name()
             ),
             Self::FallbackShare(ppm, hosts) => format!(
-                "fallback-share: {} % for each of up to {hosts} hosts exceeds 100 % in total (set at most {} %, \
-                 or fewer {name})",
+                "fallback-share: {} % for each of up to {hosts} hosts exceeds 100 % in total (set \
+                 at most {} %, or fewer {name})",
                 f64::from(*ppm) / 10_000.0,
                 f64::from(1_000_000 / hosts) / 10_000.0
             ),

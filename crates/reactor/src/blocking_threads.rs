@@ -62,10 +62,17 @@ impl ThreadPool {
                 Ok(_) => work.threads += 1,
                 // The next thread that finishes its call executes this one.
                 Err(error) if work.threads > 0 => {
-                    tracing::warn!(%error, "no further thread for blocking system calls started: the call waits for another");
+                    tracing::warn!(
+                        %error,
+                        "no further thread for blocking system calls started: the call waits for \
+                         another"
+                    );
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "no thread for blocking system calls started: the call blocks this worker");
+                    tracing::warn!(
+                        %error,
+                        "no thread for blocking system calls started: the call blocks this worker"
+                    );
                     let call = work.calls.pop_back();
                     drop(work);
                     return call.into_iter().for_each(execute);

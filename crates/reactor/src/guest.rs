@@ -68,7 +68,8 @@ pub enum RegionError {
     /// The descriptor is neither a memfd nor a file of a tmpfs or hugetlbfs: see `fcntl(2)`,
     /// F_GET_SEALS.
     #[error(
-        "a region's descriptor is not a file in memory (use memory-backend-memfd of QEMU, or memory-backend-file with a path on /dev/shm or hugetlbfs)"
+        "a region's descriptor is not a file in memory (use memory-backend-memfd of QEMU, or \
+         memory-backend-file with a path on /dev/shm or hugetlbfs)"
     )]
     NotInMemory,
     /// The descriptor is in memory, but not a regular file.
@@ -87,17 +88,20 @@ pub enum RegionError {
     Overlap(u64),
     /// The front end already has this maximum number of mappings.
     #[error(
-        "{0} mappings of this front end are in use, which is the maximum (requests in flight may still use mappings of an earlier memory table)"
+        "{0} mappings of this front end are in use, which is the maximum (requests in flight may \
+         still use mappings of an earlier memory table)"
     )]
     TooManyMappings(usize),
     /// The front end's mappings would exceed this number of bytes.
     #[error(
-        "this front end's mappings would have more than {0} bytes in total (eight times the memory and swap of the host, and 16 TiB at most)"
+        "this front end's mappings would have more than {0} bytes in total (eight times the memory \
+         and swap of the host, and 16 TiB at most)"
     )]
     TooManyBytes(u64),
     /// The address space limit of the process leaves no room for this number of bytes.
     #[error(
-        "{0} bytes do not fit into the address space of this process (remove the limit `ulimit -v` or LimitAS=, or raise it above --memory plus the memory of all machines)"
+        "{0} bytes do not fit into the address space of this process (remove the limit `ulimit -v` \
+         or LimitAS=, or raise it above --memory plus the memory of all machines)"
     )]
     NoAddresses(u64),
     /// The kernel does not map the region.

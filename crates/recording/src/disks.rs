@@ -65,7 +65,8 @@ impl TraceDisks {
         self.bytes += text.len();
         if self.names.len() == MAX_DISKS || self.bytes > MAX_NAMES_BYTES {
             return Err(format!(
-                "disk {} exceeds the limits: a trace has at most {MAX_DISKS} disks, with names of at most {} MiB in total",
+                "disk {} exceeds the limits: a trace has at most {MAX_DISKS} disks, with names of \
+                 at most {} MiB in total",
                 shown(name),
                 MAX_NAMES_BYTES >> 20,
             ));

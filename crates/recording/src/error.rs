@@ -17,8 +17,8 @@ pub enum TraceError {
     #[error("{file}: the {compression} data is damaged or truncated after {lines} lines: {why}")]
     Compressed { file: String, compression: &'static str, lines: u64, why: io::Error },
     #[error(
-        "{file}: it was compressed with a zstd window above 128 MiB (decompress it first: zstd -dc --long=31 FILE, \
-         and - as the trace)"
+        "{file}: it was compressed with a zstd window above 128 MiB (decompress it first: zstd -dc \
+         --long=31 FILE, and - as the trace)"
     )]
     Window { file: String },
     #[error("{file}: the trace is empty")]
@@ -29,8 +29,8 @@ pub enum TraceError {
     #[error("{file}:{line}: {why}")]
     Line { file: String, line: u64, why: String },
     #[error(
-        "{file}: the recording ends within a block (was the daemon killed, or its disk full?); the {requests} \
-         requests before it are complete"
+        "{file}: the recording ends within a block (was the daemon killed, or its disk full?); the \
+         {requests} requests before it are complete"
     )]
     Torn { file: String, requests: u64 },
     #[error("{file}: {why}")]

@@ -262,8 +262,8 @@ impl MergedTraces {
 pub fn share_clock(readers: &mut [TraceReader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
-            "times of the format {} count from the start of the trace, so their distance to other traces is unknown \
-             (leave out --absolute-time)",
+            "times of the format {} count from the start of the trace, so their distance to other \
+             traces is unknown (leave out --absolute-time)",
             other.format.name()
         );
         return Err(TraceError::Together { file: other.name().to_owned(), why });

@@ -189,7 +189,8 @@ fn blkparse_without_queue_events_uses_issue_or_completion() {
         "  8,0 0 1 0.000000000 1 D R 8 + 8 [x]\n".repeat(40_000) + "  8,0 0 2 1.000000000 1 Q R 8 + 8 [x]\n";
     let text = read(mixed);
     assert!(text.ends_with(
-        "error: t:40001: an event Q after a mebibyte without one, in which D stood for the requests (print one action only: blkparse -a queue)\n"
+        "error: t:40001: an event Q after a mebibyte without one, in which D stood for the \
+         requests (print one action only: blkparse -a queue)\n"
     ));
 }
 
@@ -325,7 +326,8 @@ fn detected_and_given_format_agree() {
 
 #[test]
 fn unknown_formats_are_rejected() {
-    let known = " (--format names the format, one of weir, fio-v2, fio-v3, blkparse, msr, alibaba, cloud-physics, spc, mqsim, recording; --columns reads any other text)";
+    let known = " (--format names the format, one of weir, fio-v2, fio-v3, blkparse, msr, alibaba, \
+                 cloud-physics, spc, mqsim, recording; --columns reads any other text)";
     for (text, hint) in [
         (&b"hello\x1b[31m \xff\nworld"[..], r"its first line is 'hello\x1b[31m \xff'"),
         (b"time_ns,disk,op\n", "its first line is 'time_ns,disk,op'"),
@@ -492,7 +494,8 @@ fn late_record_is_an_error_after_all_earlier_records() {
     assert_eq!(read.lines().count(), 3001);
     let error = read.lines().last().unwrap();
     assert!(error.starts_with("error: t:3002: the time 7 ns is before "), "{error}");
-    let rest = "displaced by more than 10 records (--window N sorts within a larger window; or sort the trace by time)";
+    let rest = "displaced by more than 10 records (--window N sorts within a larger window; or \
+                sort the trace by time)";
     assert!(error.ends_with(rest), "{error}");
 }
 
@@ -547,8 +550,8 @@ fn several_traces_are_one_by_time() {
     assert_eq!(merged(&[("x", csv), ("y", fio)], false).unwrap(), expected);
     assert_eq!(
         merged(&[("x", csv), ("y", fio)], true).unwrap_err().to_string(),
-        "y: times of the format fio-v3 count from the start of the trace, so their distance to other traces is unknown \
-         (leave out --absolute-time)"
+        "y: times of the format fio-v3 count from the start of the trace, so their distance to \
+         other traces is unknown (leave out --absolute-time)"
     );
 }
 

@@ -88,7 +88,8 @@ impl LandlockFiles {
             Ok(ruleset) => ruleset,
             Err(error) => {
                 return Ok(Err(format!(
-                    "files are not confined: this kernel has no landlock: {error} (boot it with `landlock` in lsm=)"
+                    "files are not confined: this kernel has no landlock: {error} (boot it with \
+                     `landlock` in lsm=)"
                 )));
             }
         };

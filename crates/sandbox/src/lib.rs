@@ -166,7 +166,8 @@ impl EnteredSandbox {
             return Ok(());
         }
         bail!(
-            "{}: the sandbox allows images only in {} (put it there, pass it with QMP's `add-fd`, start weir with --image-root or with a disk beside it, {REMEDY})",
+            "{}: the sandbox allows images only in {} (put it there, pass it with QMP's `add-fd`, \
+             start weir with --image-root or with a disk beside it, {REMEDY})",
             path.display(),
             shown(places)
         )
@@ -176,7 +177,8 @@ impl EnteredSandbox {
     pub fn check_cluster(&self) -> anyhow::Result<()> {
         ensure!(
             self.needs.cluster || self.needs.host,
-            "the sandbox does not allow connections to a Ceph cluster (start the daemon with such a disk, {REMEDY})"
+            "the sandbox does not allow connections to a Ceph cluster (start the daemon with such \
+             a disk, {REMEDY})"
         );
         Ok(())
     }
@@ -190,7 +192,8 @@ impl EnteredSandbox {
             || self.servers.iter().any(|server| server == &uri.server || is_unix && server.port().is_none());
         ensure!(
             is_there,
-            "{uri}: the sandbox allows connections only to the NBD servers known at the start (start the daemon with such a disk, {REMEDY})"
+            "{uri}: the sandbox allows connections only to the NBD servers known at the start \
+             (start the daemon with such a disk, {REMEDY})"
         );
         Ok(())
     }
@@ -202,7 +205,8 @@ impl EnteredSandbox {
         let Ok(directory) = directory_of(path).canonicalize() else { return Ok(()) };
         ensure!(
             places.iter().any(|place| directory.starts_with(place)),
-            "unix:{}: the sandbox allows sockets only in {} (choose one of these, start weir with a socket beside it, {REMEDY})",
+            "unix:{}: the sandbox allows sockets only in {} (choose one of these, start weir with \
+             a socket beside it, {REMEDY})",
             path.display(),
             shown(places)
         );
@@ -236,7 +240,8 @@ impl EnteredSandbox {
         }
         ensure!(
             self.needs.tcp || self.needs.host,
-            "{address}: the sandbox does not allow TCP sockets to a daemon that started without (start it with --nbd HOST:PORT, {REMEDY})"
+            "{address}: the sandbox does not allow TCP sockets to a daemon that started without \
+             (start it with --nbd HOST:PORT, {REMEDY})"
         );
         Ok(())
     }
@@ -372,7 +377,10 @@ fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> any
     let of_machines = (queues as u64) * DESCRIPTORS_PER_QUEUE + machines * DESCRIPTORS_PER_MACHINE;
     let enough = limit - free + aside + of_machines + operation::MAX_RESERVED_DESCRIPTORS;
     bail!(
-        "descriptors: {aside} are reserved for virtual machines with {queues} queues, which leaves {free} of the {limit} that this process may have (with all machines connected it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
+        "descriptors: {aside} are reserved for virtual machines with {queues} queues, which leaves \
+         {free} of the {limit} that this process may have (with all machines connected it needs \
+         {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports \
+         fewer queues)"
     );
 }
 

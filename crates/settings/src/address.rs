@@ -76,9 +76,9 @@ impl FromStr for ListenAddress {
         }
         // `fd:NAME` looks like a host named fd with a port.
         if host == "fd" && !port.starts_with(|first: char| first.is_ascii_digit()) {
-            return Err(
-                "is for vhost-user-blk alone; NBD uses unix:PATH or HOST:PORT, or inherited sockets by default".to_owned(),
-            );
+            return Err("is for vhost-user-blk alone; NBD uses unix:PATH or HOST:PORT, or inherited \
+                        sockets by default"
+                .to_owned());
         }
         // `parse` alone would accept a leading plus sign.
         let plain = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());

@@ -242,7 +242,8 @@ fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
     let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
     if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name)) {
         return Err(group.origin("name").error(
-            "has disks, and [cluster] names it in control-groups (a group is for disks or for control groups)",
+            "has disks, and [cluster] names it in control-groups (a group is for disks or for \
+             control groups)",
         ));
     }
     if let Some(said) = cluster.filter(|_| !control_groups.is_empty() && draft.daemon.cgroup_limits.is_none())
@@ -259,12 +260,14 @@ fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
         let is_limit = |key: &str| throttle::LimitSetting::from_name(key).is_some();
         if let Some((_, limit)) = group.given_origins().find(|(key, _)| is_limit(key)) {
             return Err(limit.error(format!(
-                "is set by the cluster, for all hosts (remove it here; `weir throttle {name} --cluster` sets it for all hosts)"
+                "is set by the cluster, for all hosts (remove it here; `weir throttle {name} \
+                 --cluster` sets it for all hosts)"
             )));
         }
         if let Some(watermark) = group.origin_of_given("watermark") {
             return Err(watermark.error(
-                "lifts limits by the load of this host's device, but these limits are for all hosts (remove one of them)",
+                "lifts limits by the load of this host's device, but these limits are for all \
+                 hosts (remove one of them)",
             ));
         }
     }
@@ -392,7 +395,8 @@ fn check_disk(
         // The watermark is the group's: it applies to all members together.
         if disk.settings.watermark > 0 {
             let rule = format!(
-                "the disk is in group {group:?}, whose watermark applies to its members (set it in [group.{group}])"
+                "the disk is in group {group:?}, whose watermark applies to its members (set it in \
+                 [group.{group}])"
             );
             mistakes.report(disk.error("watermark", rule));
         }
@@ -465,7 +469,8 @@ fn default_endpoints(
         if let (Some(index), Some(_)) = (read_only, &draft.cluster) {
             return wrong(
                 index,
-                "read-only: would not apply to disks moved from other hosts (remove it, or make the disks read-only)",
+                "read-only: would not apply to disks moved from other hosts (remove it, or make \
+                 the disks read-only)",
             );
         }
         return Ok(nbd.iter().map(|nbd| (nbd.endpoint.clone(), nbd.read_only)).collect());
@@ -475,7 +480,8 @@ fn default_endpoints(
         (0, _) => Ok(vec![(ListenEndpoint::Address(ListenAddress::nbd_default()), false)]),
         (_, false) => Ok(vec![(ListenEndpoint::Inherited, false)]),
         (_, true) => Err(Origin::new("LISTEN_FDS").error(format!(
-            "sockets passed by the service manager ({inherited}) are not used, because every disk has its own exports (pass only those that exports use as fd:NAME)"
+            "sockets passed by the service manager ({inherited}) are not used, because every disk \
+             has its own exports (pass only those that exports use as fd:NAME)"
         ))),
     }
 }
@@ -596,7 +602,8 @@ fn accepts_network_clients(server: &NbdServerSpec) -> bool {
     !matches!(server.endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)))
 }
 
-const NETWORK_RULE_UNUSED: &str = "is not used, because no server listens on the network (--socket-mode and --socket-owner are for Unix sockets)";
+const NETWORK_RULE_UNUSED: &str = "is not used, because no server listens on the network \
+                                   (--socket-mode and --socket-owner are for Unix sockets)";
 
 /// Checks that network rules are used: with Unix sockets alone, or without NBD, they never apply.
 fn check_clients(draft: &ParsedConfig, servers: &[NbdServerSpec], mistakes: &Diagnostics) {

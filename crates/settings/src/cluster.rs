@@ -63,7 +63,8 @@ impl KeyTable for ClusterConfig {
     const RENAMED: &'static [(&'static str, &'static str, &'static str)] = &[(
         "safe-share",
         "fallback-share",
-        "safe-share is the old name of fallback-share (rename the key: the next release refuses the old name)",
+        "safe-share is the old name of fallback-share (rename the key: the next release refuses \
+         the old name)",
     )];
 
     fn keys() -> &'static [ConfigKey<Self>] {
@@ -113,19 +114,22 @@ fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "Cluster" {
             "name", Text, "NAME", one!(name, parse_cluster_name), "required", Reject, Separate,
-                "Name of the cluster: letters, digits, '.', '-' and '_'. Hosts with another name belong to another cluster";
+                "Name of the cluster: letters, digits, '.', '-' and '_'. Hosts with another name \
+                 belong to another cluster";
             "host", Text, "NAME", one!(host, parse_cluster_name), "the host name", Reject, Separate,
                 "Name of this host, of the same characters, unique in the cluster";
             "etcd", Text, "URL", each!(etcd), "required", Reject, Separate,
                 "http://HOST:PORT or https://HOST:PORT of a member of etcd; 16 members at most";
             "certificates", KeyType::Path, "DIR", maybe!(certificates), "the certificate authorities of the system", Reject, Separate,
-                "Directory with ca-cert.pem and, if etcd requires it, client-cert.pem and client-key.pem; for https";
+                "Directory with ca-cert.pem and, if etcd requires it, client-cert.pem and \
+                 client-key.pem; for https";
             "user", Text, "NAME", maybe!(user), "", Reject, Separate,
                 "User of etcd; needs --password-file";
             "password-file", KeyType::Path, "FILE", maybe!(password_file), "", Reject, Separate,
                 "File with the password of the user";
             "fallback-share", Text, "PERCENT", share(), "2% for all hosts together", Reject, Separate,
-                "Fallback share: part of a limit that each host may use without etcd, such as 0.5%, for groups whose limits are first set here";
+                "Fallback share: part of a limit that each host may use without etcd, such as \
+                 0.5%, for groups whose limits are first set here";
             "control-groups", Text, "NAME", each!(control_groups, parse_cluster_name), "", Reject, Separate,
                 "Groups of the cluster for control groups of this host; needs --cgroup-limits of the daemon";
         }

@@ -346,7 +346,8 @@ impl ConfigReader<'_> {
             for entry in section.items("export") {
                 self.export(entry, &mut disk, mistakes);
             }
-            let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
+            let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \
+                        \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
             // After the exports, so that their mistakes are reported as well.
             section.require("image", disk.origin_of_given("image").map(drop), rule)?;
             section.ok_or_report(disk.apply_ceph_access())

@@ -255,13 +255,18 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "Network" {
             "nbd", Text, "ADDRESS", nbd(), "inherited sockets, else localhost:10809", Apply, Separate,
-                "Serve disks without an export over NBD here: unix:PATH, HOST:PORT or fd:NAME, a socket passed by a service manager; port 0 is any free port. Not together with inherited sockets (LISTEN_FDS)";
+                "Serve disks without an export over NBD here: unix:PATH, HOST:PORT or fd:NAME, a \
+                 socket passed by a service manager; port 0 is any free port. Not together with \
+                 inherited sockets (LISTEN_FDS)";
             "max-connections", Integer, "N", one!(max_connections, crate::connections), "100", Reject, Separate,
                 "Maximum number of clients at each address, further clients wait; 0 is no maximum";
             "max-connections-per-address", Integer, "N", maybe!(max_connections_per_address, crate::connections), "nine tenths of --max-connections", Reject, Separate,
-                "Maximum number of TCP clients from one address, or from one IPv6 network of 64 bits; further ones are closed. 0 is no maximum";
+                "Maximum number of TCP clients from one address, or from one IPv6 network of 64 \
+                 bits; further ones are closed. 0 is no maximum";
             "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reject, Separate,
-                "Accept NBD clients over TCP only from this network, such as 10.0.0.0/8 or 2001:db8::/32; repeatable. If an address is in several networks, the narrowest decides";
+                "Accept NBD clients over TCP only from this network, such as 10.0.0.0/8 or \
+                 2001:db8::/32; repeatable. If an address is in several networks, the narrowest \
+                 decides";
             "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reject, Separate,
                 "Close TCP connections from this network; repeatable";
             "socket-mode", Text, "MODE", socket_mode(), "0600", Reject, Separate,
@@ -270,16 +275,27 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
                 "Owner of those sockets: USER, USER:GROUP or :GROUP, by name or number";
             "exit-when-idle", Flag, "", one!(exit_when_idle), "", Reject, Separate,
                 "Exit after the last client has disconnected";
-            "qmp", Text, "ADDRESS", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root; weir serves and warns if it cannot listen there", Reject, Separate,
-                "Take commands of `weir status` and others, which are QEMU's machine protocol, from root and the daemon's own user: at unix:PATH, at the default address (default; weir fails if it cannot listen there), or nowhere (none); repeatable";
+            "qmp", Text, "ADDRESS", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or \
+                                            $XDG_RUNTIME_DIR/weir/qmp.sock if not root; weir \
+                                            serves and warns if it cannot listen there", Reject, Separate,
+                "Take commands of `weir status` and others, which are QEMU's machine protocol, \
+                 from root and the daemon's own user: at unix:PATH, at the default address \
+                 (default; weir fails if it cannot listen there), or nowhere (none); repeatable";
             "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Reject, Separate,
-                "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. Every client that connects sees the names and the activity of disks; 0.0.0.0 or :: is every address of this host";
+                "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. \
+                 Every client that connects sees the names and the activity of disks; 0.0.0.0 or \
+                 :: is every address of this host";
             "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Reject, Separate,
-                "Run a command for each event, such as a limit reached or an image failure. COMMAND is an absolute path with arguments; it reads the event as JSON from standard input";
+                "Run a command for each event, such as a limit reached or an image failure. \
+                 COMMAND is an absolute path with arguments; it reads the event as JSON from \
+                 standard input";
             "http", Text, "ADDRESS", maybe!(http_address), "nowhere", Reject, Separate,
-                "Serve a status page over HTTP at unix:PATH or HOST:PORT, and a JSON API in /api/v1. HOST:PORT uses TLS with --tls and --tls-certificates. Read-only without --http-token-file";
+                "Serve a status page over HTTP at unix:PATH or HOST:PORT, and a JSON API in \
+                 /api/v1. HOST:PORT uses TLS with --tls and --tls-certificates. Read-only without \
+                 --http-token-file";
             "http-token-file", Path, "FILE", maybe!(http_token_file), "", Reject, Separate,
-                "Allow changes of limits over --http with the token in this file: one line of at least 16 characters. Only its owner may have access to the file";
+                "Allow changes of limits over --http with the token in this file: one line of at \
+                 least 16 characters. Only its owner may have access to the file";
             "http-name", Text, "NAME", each!(http_names, parse_http_name), "its addresses and localhost", Reject, Separate,
                 "Another host name of the page; repeatable. Requests to other names are rejected";
         }
@@ -293,25 +309,33 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
             "tls-psk", Path, "FILE", maybe!(tls_psk), "", Reject, Separate,
                 "File of pre-shared keys, user:hexkey lines as psktool writes them";
             "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reject, Separate,
-                "Serve only clients with this certificate subject, such as O=Acme,CN=vm1, or this user of a pre-shared key; * and ? are wildcards; repeatable";
+                "Serve only clients with this certificate subject, such as O=Acme,CN=vm1, or this \
+                 user of a pre-shared key; * and ? are wildcards; repeatable";
         }
         "Process" {
             "workers", Count, "N", workers(), "one per CPU, at most 8", Reject, Separate,
                 "Number of I/O threads, from 1 to 256";
             "poll", WordOr(&["auto", "off"]), "TIME|auto|off", one!(poll), "off", Reject, Separate,
-                "Time for which an idle thread polls for completions before it sleeps, at most 1s; off (or 0) never polls, auto polls while it pays";
-            "memory", Size, "SIZE", memory(), "four fifths of what the host, its cgroup and ulimit allow", Reject, Separate,
-                "Memory for data: requests (which wait if it is used up), disks in memory (writes fail with ENOSPC), caches and read-ahead; at least 128M";
+                "Time for which an idle thread polls for completions before it sleeps, at most 1s; \
+                 off (or 0) never polls, auto polls while it pays";
+            "memory", Size, "SIZE", memory(), "four fifths of what the host, its cgroup and ulimit \
+                                               allow", Reject, Separate,
+                "Memory for data: requests (which wait if it is used up), disks in memory (writes \
+                 fail with ENOSPC), caches and read-ahead; at least 128M";
             "pid-file", Path, "FILE", maybe!(pid_file), "", Reject, Separate,
                 "Write the process id to this file, and keep it locked while serving";
             "image-root", Path, "DIR", maybe!(image_root), "", Reject, Separate,
                 "Reject images outside this directory, and images that refer to files outside it";
             "cgroup-limits", Path, "FILE", maybe!(cgroup_limits), "", Reject, Separate,
-                "Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does";
+                "Also run the bursts, watermarks and groups of these limits of control groups, as \
+                 `weir cgroup watch` does";
             "record", Table, "DIR[,KEY=VALUE]", record(), "", Apply, Separate,
-                "Record all requests and their waits in this directory, in files of one hour each; keep=TIME keeps the newest [default: 24h], limit=SIZE bounds their size [default: 1G]";
+                "Record all requests and their waits in this directory, in files of one hour each; \
+                 keep=TIME keeps the newest [default: 24h], limit=SIZE bounds their size [default: \
+                 1G]";
             "sandbox", Word(&["on", "require", "off"]), "MODE", one!(sandbox), "on", Reject, Separate,
-                "After the start, drop privileges that serving does not need, by seccomp, landlock and capabilities: on, require (fail if the kernel lacks one of them), or off";
+                "After the start, drop privileges that serving does not need, by seccomp, landlock \
+                 and capabilities: on, require (fail if the kernel lacks one of them), or off";
             "user", Text, "USER[:GROUP]", maybe!(user, user), "", Reject, Separate,
                 "After the start, continue as this user, with this group or the user's own; only as root";
             "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Reject, Separate,

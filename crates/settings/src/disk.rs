@@ -246,7 +246,8 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "Image" {
             "image", Text, "IMAGE", one!(image), "required", Reject, Transferred,
-                "A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH";
+                "A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of \
+                 an NBD server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH";
             "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "probed if safe", Reject, Transferred,
                 "Format of the image: raw or qcow2";
             "options", Text, "PART", maybe!(part), "the whole image", Reject, Transferred,
@@ -258,11 +259,13 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
             "on-read-error", Word(&["report", "stop"]), "POLICY", one!(on_error.read), "report", Apply, Transferred,
                 "On read errors: report them to the client, or stop the disk until `weir resume`";
             "on-write-error", Word(&["report", "stop", "enospc"]), "POLICY", one!(on_error.write), "report", Apply, Transferred,
-                "On errors of writes, flushes and discards: report, stop, or enospc to stop only if the device is full";
+                "On errors of writes, flushes and discards: report, stop, or enospc to stop only \
+                 if the device is full";
             "discard", Word(&["unmap", "ignore"]), "MODE", one!(discard), "unmap", Reject, Transferred,
                 "Discards: unmap frees the space, ignore keeps it allocated, also for writes of zeroes";
             "detect-zeroes", Word(&["off", "on", "unmap"]), "MODE", one!(detect_zeroes), "off", Reject, Transferred,
-                "Detect writes of only zeroes: on stores them as zeroes without data, unmap also frees the space, off writes the data";
+                "Detect writes of only zeroes: on stores them as zeroes without data, unmap also \
+                 frees the space, off writes the data";
             "rbd-config", Path, "FILE", maybe!(rbd_config), "the default of Ceph", Reject, Transferred,
                 "Config file of Ceph, for images rbd:POOL/IMAGE";
             "rbd-user", Text, "NAME", maybe!(rbd_user), "admin", Reject, Transferred,
@@ -272,9 +275,11 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
             "force-share", Flag, "", one!(force_share), "", Reject, HostOnly,
                 "Open an image that another program has locked for writing; needs --read-only";
             "handover", Flag, "", one!(handover), "", Reject, Transferred,
-                "Lock the image only while a virtual machine runs on the disk, so that it can migrate to another daemon";
+                "Lock the image only while a virtual machine runs on the disk, so that it can \
+                 migrate to another daemon";
             "reconnect-delay", Text, "TIME", one!(reconnect_delay), "0, requests fail at once", Reject, Transferred,
-                "If an NBD server disconnects: time for which requests wait, such as 30s, and are sent again after a reconnection";
+                "If an NBD server disconnects: time for which requests wait, such as 30s, and are \
+                 sent again after a reconnection";
             "open-timeout", Text, "TIME", one!(open_timeout), "once, for ten seconds", Reject, Transferred,
                 "If an NBD server is unreachable at the start: time for which to retry, such as 1m";
             "description", Text, "TEXT", description(), "", Reexport, Separate,
@@ -304,7 +309,8 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
             "cache-clean-interval", Text, "SECONDS", clean_interval(), "600", Apply, Transferred,
                 "Free cache entries not used for this many seconds; 0 is never";
             "secret-file", Path, "FILE", each!(qcow2.secrets), "", Reject, HostOnly,
-                "File whose whole content is the passphrase of an encrypted image; one for each image of the chain from the top, or one for all";
+                "File whose whole content is the passphrase of an encrypted image; one for each \
+                 image of the chain from the top, or one for all";
             "bitmap", Text, "NAME", each!(qcow2.bitmaps), "", Reexport, Separate,
                 "Export this bitmap of the image to clients as qemu:dirty-bitmap:NAME; repeatable";
         }
@@ -317,7 +323,8 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
             "delay", Text, "TIMES", maybe!(delay), "", Reject, HostOnly,
                 "A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4";
             "rate", Text, "RATES", maybe!(rate), "", Reject, HostOnly,
-                "A device of limited throughput, such as bytes=22M per second; with shared=NAME for all disks together";
+                "A device of limited throughput, such as bytes=22M per second; with shared=NAME \
+                 for all disks together";
             "fault", Text, "RULE", each!(faults), "", Reject, HostOnly,
                 "A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable";
         }

@@ -199,7 +199,8 @@ impl ImageDescription {
             // A string here is the name of another node; weir has no named nodes.
             if let Some(node) = keys.text(&prefix, "file")? {
                 bail!(
-                    "{prefix}file={node}: names a node, but named nodes are not supported (give {prefix}file.filename=PATH)"
+                    "{prefix}file={node}: names a node, but named nodes are not supported (give \
+                     {prefix}file.filename=PATH)"
                 );
             }
             prefix += "file.";
@@ -267,12 +268,14 @@ impl ImageDescription {
             // `backing=` and JSON's null both mean none.
             Some(Some(name)) if name.is_empty() => self.no_backing = true,
             Some(Some(name)) => bail!(
-                "{prefix}backing={name}: names a node, but named nodes are not supported (leave it empty for no backing file)"
+                "{prefix}backing={name}: names a node, but named nodes are not supported (leave it \
+                 empty for no backing file)"
             ),
         }
         if let Some(key) = keys.first_with_prefix(&format!("{prefix}backing.")) {
             bail!(
-                "{key}: a backing file is opened as the image names it (remove the key, or give {prefix}backing= for none)"
+                "{key}: a backing file is opened as the image names it (remove the key, or give \
+                 {prefix}backing= for none)"
             );
         }
         if keys.index_of(prefix, "encrypt.format", &["luks", "aes"])? == Some(1) {
@@ -321,7 +324,9 @@ impl ImageDescription {
                 for key in ["tls-creds", "tls-hostname"] {
                     ensure!(
                         !keys.has(prefix, key),
-                        "{prefix}{key}: not supported (give {prefix}filename=nbds://HOST/EXPORT?tls-certificates=DIR without {prefix}driver)"
+                        "{prefix}{key}: not supported (give \
+                         {prefix}filename=nbds://HOST/EXPORT?tls-certificates=DIR without \
+                         {prefix}driver)"
                     );
                 }
                 nbd(keys, prefix)
@@ -341,7 +346,8 @@ impl ImageDescription {
                 rbd(keys, prefix)
             }
             Some(other) => bail!(
-                "{prefix}driver={other}: not supported (there are file, host_device, nbd, null-co, qcow2, raw, rbd)"
+                "{prefix}driver={other}: not supported (there are file, host_device, nbd, null-co, \
+                 qcow2, raw, rbd)"
             ),
         }
     }
@@ -371,7 +377,8 @@ fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<ImageLocation> {
             uri::inet_uri(&host, port.as_deref().unwrap_or("10809"), &export)
         }
         _ => bail!(
-            "{prefix}server: give server.type=inet with server.host and server.port, or server.type=unix with server.path"
+            "{prefix}server: give server.type=inet with server.host and server.port, or \
+             server.type=unix with server.path"
         ),
     };
     text.parse().map_err(|error: InvalidValue| anyhow!("{prefix}server: {}", error.rule()))

@@ -91,7 +91,8 @@ fn checked(text: &str) -> Result<String, String> {
     if let Some(unknown) = text.split(',').find_map(unknown_module) {
         let names = MODULES.join(", ");
         return Err(format!(
-            "names the unknown module {unknown:?}; known are {names}, and their submodules, such as export::nbd"
+            "names the unknown module {unknown:?}; known are {names}, and their submodules, such \
+             as export::nbd"
         ));
     }
     let plausible = |directive: &str| level(directive) || directive.contains('=') || directive.contains("::");
@@ -101,7 +102,9 @@ fn checked(text: &str) -> Result<String, String> {
     {
         return Ok(text.to_owned());
     }
-    Err("is not a log filter; write off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas".to_owned())
+    Err("is not a log filter; write off, error, warn, info, debug or trace, or for a part \
+         MODULE=LEVEL, separated by commas"
+        .to_owned())
 }
 
 /// First part of a directive's module, unless it is a crate of the program: such a directive would

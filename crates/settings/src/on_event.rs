@@ -28,7 +28,8 @@ impl FromStr for EventCommand {
         match words.first() {
             Some(program) if program.starts_with('/') => Ok(Self { words }),
             Some(url) if ["http://", "https://", "unix:"].iter().any(|scheme| url.starts_with(scheme)) => {
-                Err("is a URL; weir 0.2.0 removed webhooks (write /usr/bin/curl --fail --silent --json @- URL; for a socket, --unix-socket PATH http://localhost/)"
+                Err("is a URL; weir 0.2.0 removed webhooks (write /usr/bin/curl --fail --silent \
+                     --json @- URL; for a socket, --unix-socket PATH http://localhost/)"
                     .to_owned())
             }
             _ => Err("is not a program with its absolute path and its arguments".to_owned()),

@@ -125,8 +125,9 @@ pub(crate) fn help(setting: LimitSetting) -> String {
         LimitPart::BurstLength => {
             let rate = LimitSetting::Limit(kind, LimitPart::Rate).name();
             format!(
-                "Length L in seconds of a burst at that rate M, saved up while idle; a full burst over the limit R, --{rate}, \
-                 lasts L × M ÷ (M − R) seconds, because the bucket drains at R [default: 1]"
+                "Length L in seconds of a burst at that rate M, saved up while idle; a full burst \
+                 over the limit R, --{rate}, lasts L × M ÷ (M − R) seconds, because the bucket \
+                 drains at R [default: 1]"
             )
         }
     }

@@ -395,8 +395,8 @@ mod tests {
         let by = Some(LockHolder { pid: 7, command: "qemu-io".to_owned() });
         assert_eq!(
             conflict.error(&two, "vm1.raw", by).to_string(),
-            "vm1.raw: locked for writing by another process (pid 7, qemu-io) (stop it, or read what it writes with \
-             --force-share)"
+            "vm1.raw: locked for writing by another process (pid 7, qemu-io) (stop it, or read \
+             what it writes with --force-share)"
         );
     }
 

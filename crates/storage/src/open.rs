@@ -222,7 +222,8 @@ pub fn add_wrappers(spec: &str, mut storage: Storage, options: OpenOptions) -> R
         // whole.
         if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
             let why = format!(
-                "has {whole} bytes, and the part given by offset and size, for which the file is taken as raw, is not all inside"
+                "has {whole} bytes, and the part given by offset and size, for which the file is \
+                 taken as raw, is not all inside"
             );
             return Err(OpenError::new(spec, why, "choose another offset or size"));
         }

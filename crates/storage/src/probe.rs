@@ -234,7 +234,8 @@ pub fn check_format(
                 name,
                 format!("looks like {other}, so its format must be given"),
                 format!(
-                    "--format raw serves its bytes as they are; to serve the disk inside, convert it: {converter}"
+                    "--format raw serves its bytes as they are; to serve the disk inside, convert \
+                     it: {converter}"
                 ),
             ))
         }

@@ -281,7 +281,8 @@ mod tests {
         assert!(Arc::ptr_eq(&one, &get("shared=slow,bytes=1M").expect("the same")));
         assert!(!Arc::ptr_eq(&one, &get("bytes=1M,shared=other").expect("another name")));
         assert!(!Arc::ptr_eq(&get("bytes=1M").expect("alone"), &get("bytes=1M").expect("alone")));
-        let message = "rate: shared=slow: its rates differ from those of its first use (give the same rates everywhere)";
+        let message = "rate: shared=slow: its rates differ from those of its first use (give the \
+                       same rates everywhere)";
         assert_eq!(get("bytes=2M,shared=slow").expect_err("differs").to_string(), message);
         drop(one);
         assert!(get("bytes=2M,shared=slow").is_ok(), "an unused name is free");

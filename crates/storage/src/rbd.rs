@@ -362,7 +362,8 @@ impl<B: RbdBackend> RbdStorage<B> {
         if !self.is_lost.swap(true, Relaxed) {
             tracing::error!(
                 image = self.name,
-                "{why}: writes have stopped (once no other client writes to it, remove the disk and add it again)"
+                "{why}: writes have stopped (once no other client writes to it, remove the disk \
+                 and add it again)"
             );
         }
         // Waiting requests continue, and fail.
@@ -384,7 +385,8 @@ impl<B: RbdBackend> RbdStorage<B> {
         let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
         if is_lost {
             self.mark_lost(
-                "another client has broken the lock of the image, or of another image on the same connection, and the cluster has blocklisted this client",
+                "another client has broken the lock of the image, or of another image on the same \
+                 connection, and the cluster has blocklisted this client",
             );
         } else if let Some(left_out) = self.failures.try_log(reactor::coarse_now()) {
             tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");

@@ -18,7 +18,8 @@ pub enum ResizeError {
     ReadOnly,
     /// The size of a block device cannot be changed here.
     #[error(
-        "it is a block device of {size_bytes} bytes (resize the device itself first, then give its new size here)"
+        "it is a block device of {size_bytes} bytes (resize the device itself first, then give its \
+         new size here)"
     )]
     BlockDevice {
         /// Current size of the device, which is in force now.
@@ -26,7 +27,8 @@ pub enum ResizeError {
     },
     /// The storage is an NBD export, and the protocol has no resize command.
     #[error(
-        "its size at the NBD server is {size_bytes} bytes (resize the export there first, then give its new size here)"
+        "its size at the NBD server is {size_bytes} bytes (resize the export there first, then \
+         give its new size here)"
     )]
     NbdExport {
         /// Current size of the export, which is in force now.
@@ -54,8 +56,9 @@ pub enum ResizeError {
     },
     /// The image has internal snapshots that do not record the disk's size (qcow2 version 2).
     #[error(
-        "its snapshots do not record the size of the disk, because version 2 of qcow2 has no place for it (delete \
-         them with `weir image snapshot -d`, or make it version 3 with `qemu-img amend -o compat=1.1`)"
+        "its snapshots do not record the size of the disk, because version 2 of qcow2 has no place \
+         for it (delete them with `weir image snapshot -d`, or make it version 3 with `qemu-img \
+         amend -o compat=1.1`)"
     )]
     SnapshotsWithoutSize,
     /// The system rejected it.

@@ -12,7 +12,8 @@ use policy::time::Duration;
 use super::{InvalidValue, rbd};
 use nbd::uri::Uri;
 
-const SIZE_RULE: &str = "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)";
+const SIZE_RULE: &str = "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for \
+                         powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)";
 const SIZE_LEAST: &str = "is less than a byte (write 0 for none)";
 const SIZE_BOUND: &str = "is too large (sizes are below 8E)";
 const DURATION_RULE: &str = "is not a duration (a number with ns, us, ms or s: 100us, 2.5ms, 1s)";

@@ -237,7 +237,8 @@ fn await_response(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
         match poll(&mut polled, PollTimeout::from(POLL_MS)) {
             // Without this check, a keeper stopped by a debugger would block its caller forever.
             Ok(0) if is_stopped(keeper) => bail!(
-                "its keeper, process {keeper}, is stopped (continue it with `kill -CONT {keeper}`: it then undoes the attachment)"
+                "its keeper, process {keeper}, is stopped (continue it with `kill -CONT {keeper}`: \
+                 it then undoes the attachment)"
             ),
             Ok(0) | Err(Errno::EINTR) => {}
             Ok(_) => return Ok(()),
@@ -295,7 +296,8 @@ fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure
     tell(&format!("{name}: {}, {by}", way.description()));
     if let (None, false, Some(group)) = (&daemon, *alone, group) {
         print_notice(&format!(
-            "{name}: {why_alone}: the group {group} consists of this disk only and has no other limits than those given here (give the daemon's socket with --qmp, or start it first)"
+            "{name}: {why_alone}: the group {group} consists of this disk only and has no other \
+             limits than those given here (give the daemon's socket with --qmp, or start it first)"
         ));
     }
     let config = added_keys::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
@@ -348,7 +350,10 @@ fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<Dev
     }
     let has = group.map_or_else(String::new, |group| format!(", and group {group} exists only there"));
     Err(CommandFailure::Failed(anyhow!(
-        "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox off, or with a device; for weir.service see \"A daemon that makes devices\" in docs/devices.md; or attach with --alone: by a private process, without the daemon's groups)"
+        "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox \
+         off, or with a device; for weir.service see \"A daemon that makes devices\" in \
+         docs/devices.md; or attach with --alone: by a private process, without the daemon's \
+         groups)"
     )))
 }
 

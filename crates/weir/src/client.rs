@@ -78,11 +78,14 @@ impl ControlAddress {
                 if ControlSocketLocation::is_fallback(&self.0) =>
             {
                 format!(
-                    "no daemon listens there, and a daemon of this user cannot be found, because XDG_RUNTIME_DIR is not set (set it for both, or give both --qmp unix:PATH, or {VARIABLE})"
+                    "no daemon listens there, and a daemon of this user cannot be found, because \
+                     XDG_RUNTIME_DIR is not set (set it for both, or give both --qmp unix:PATH, or \
+                     {VARIABLE})"
                 )
             }
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
-                "no daemon listens there (start it with `weir serve`, or give its socket with --qmp or {VARIABLE})"
+                "no daemon listens there (start it with `weir serve`, or give its socket with \
+                 --qmp or {VARIABLE})"
             ),
             io::ErrorKind::PermissionDenied => {
                 "no permission (only root and the daemon's user have access)".to_owned()

@@ -115,7 +115,9 @@ fn show(report: &ClusterReport) -> String {
     report.groups.iter().for_each(|group| said += &show_group(group));
     for UnreadableGroup { group, reason } in &report.unreadable_groups {
         said += &format!(
-            "\ngroup {group}: its state in etcd {reason}: hosts with this version of weir have their fallback shares\n"
+            "\n\
+             group {group}: its state in etcd {reason}: hosts with this version of weir have their \
+             fallback shares\n"
         );
     }
     said
@@ -201,7 +203,9 @@ mod tests {
             "  512      7.0G            1.0M\n",
             "  all      9812              12\n",
             "change 3",
-            "\ngroup new: its state in etcd is of version 9: hosts with this version of weir have their fallback shares\n",
+            "\n\
+             group new: its state in etcd is of version 9: hosts with this version of weir have \
+             their fallback shares\n",
         ] {
             assert!(said.contains(expect), "{expect}: {said}");
         }

@@ -130,7 +130,8 @@ mod tests {
         becomes("/a.qcow2 /mnt", "attach --as-mount --mount=/mnt -- /a.qcow2");
         becomes(
             "/a.qcow2 /mnt -o rw,iops-total=2000,group=gold,noatime,data=ordered",
-            "attach --as-mount --mount=/mnt --iops-total=2000 --group=gold --mount-options=noatime,data=ordered -- /a.qcow2",
+            "attach --as-mount --mount=/mnt --iops-total=2000 --group=gold \
+             --mount-options=noatime,data=ordered -- /a.qcow2",
         );
         becomes(
             "/a /mnt -o ro,fstype=xfs",

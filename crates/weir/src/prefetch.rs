@@ -73,7 +73,8 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
         (
             "reads",
             format!(
-                "{hits} hits ({waited} waited for data), {partial_hits} partial, {misses} misses, {skipped} too large"
+                "{hits} hits ({waited} waited for data), {partial_hits} partial, {misses} misses, \
+                 {skipped} too large"
             ),
         ),
         ("hit rate", share(read_ahead.hit_rate)),

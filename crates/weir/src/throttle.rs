@@ -79,7 +79,8 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
             let why = shown["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
             let name = &arguments.name;
             return Err(anyhow::anyhow!(
-                "group {name}: the cluster has no limits for it{why} (`weir throttle {name} --cluster --iops-total N` sets some)"
+                "group {name}: the cluster has no limits for it{why} (`weir throttle {name} \
+                 --cluster --iops-total N` sets some)"
             )
             .into());
         };
@@ -130,7 +131,8 @@ fn reserved_share_warning(group: &str, done: &Value) -> Option<anyhow::Error> {
     (all > WARN_RESERVED_PPM).then(|| {
         let [all, each] = [all, each].map(percent);
         anyhow::anyhow!(
-            "group {group}: fallback shares reserve {all} of its limits, {each} for each of {hosts} hosts, whether they are present or not (set the number of hosts with --hosts)"
+            "group {group}: fallback shares reserve {all} of its limits, {each} for each of \
+             {hosts} hosts, whether they are present or not (set the number of hosts with --hosts)"
         )
     })
 }
@@ -145,7 +147,8 @@ fn percent(ppm: u64) -> String {
 /// Warning for limits of a group that no present host has.
 fn unused_group_warning(group: &str) -> anyhow::Error {
     anyhow::anyhow!(
-        "group {group}: no host has it (is the name right? a host joins it by [group.{group}] with cluster = true)"
+        "group {group}: no host has it (is the name right? a host joins it by [group.{group}] with \
+         cluster = true)"
     )
 }
 

@@ -125,7 +125,8 @@ fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), Co
         // A script must not take the absence of load for success.
         (0, 0) => {
             print_notice(
-                "nothing could be checked: no guarantees are configured, or there was no load (add load, or check longer with --for)",
+                "nothing could be checked: no guarantees are configured, or there was no load (add \
+                 load, or check longer with --for)",
             );
             Err(CommandFailure::Found(EXIT_BROKEN))
         }

@@ -129,7 +129,10 @@ impl Disk {
                 return Err(HoldError::Cancelled);
             }
             if waited >= LOG_AFTER && !std::mem::replace(&mut is_said, true) {
-                tracing::info!(disk = %self.name, "another process has the image; waiting until it is handed over");
+                tracing::info!(
+                    disk = %self.name,
+                    "another process has the image; waiting until it is handed over"
+                );
             }
             reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         }

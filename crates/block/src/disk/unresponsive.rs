@@ -40,7 +40,10 @@ impl Disk {
             reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
         let timeout_s = RESPONSE_TIMEOUT.as_secs();
-        tracing::error!(disk = %self.name, timeout_s, "the file system does not answer: the disk is abandoned");
+        tracing::error!(
+            disk = %self.name, timeout_s,
+            "the file system does not answer: the disk is abandoned"
+        );
         self.image.abandon();
     }
 

@@ -42,7 +42,8 @@ pub enum UpgradeRefusal {
     Stopped,
     /// Another client of the server may read stale data.
     #[error(
-        "its image is at an NBD server without CAN_MULTI_CONN, or uses cache=unsafe, so the new process might read stale data"
+        "its image is at an NBD server without CAN_MULTI_CONN, or uses cache=unsafe, so the new \
+         process might read stale data"
     )]
     Remote,
     /// The image is not writable any more.

@@ -206,7 +206,8 @@ impl Model {
             let stale: Vec<_> = changes().filter(|(_, change)| shows(change)).collect();
             let allowed: Vec<_> = changes().filter(|(_, change)| !gave_way(change)).collect();
             panic!(
-                "{what} found in {from}..{to} what may not be there, {:02x?}…: shows {stale:?}, allowed are {allowed:?}",
+                "{what} found in {from}..{to} what may not be there, {:02x?}…: shows {stale:?}, \
+                 allowed are {allowed:?}",
                 &part[..part.len().min(8)]
             );
         }

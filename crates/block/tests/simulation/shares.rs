@@ -272,7 +272,8 @@ impl Disk {
                 .max(now() - self.wait_since[direction.index()].get());
             assert!(
                 longest.as_secs_f64() <= most_s,
-                "no {direction:?} passed for {longest:?}, though one of {} at {rate} a second takes much less, in\n{way}",
+                "no {direction:?} passed for {longest:?}, though one of {} at {rate} a second \
+                 takes much less, in\n{way}",
                 self.units
             );
         }

@@ -190,7 +190,8 @@ impl CgroupEntry {
         };
         if !identity.may_match(&self.device_key) {
             bail!(
-                "device {number} is another disk now: {} instead of {} (set its limits again: `weir cgroup limit`)",
+                "device {number} is another disk now: {} instead of {} (set its limits again: \
+                 `weir cgroup limit`)",
                 identity.key(),
                 self.device_key
             );
@@ -272,14 +273,16 @@ impl LimitsFile {
                 let there = next.groups.entry(name.clone()).or_default();
                 if change.cluster && !there.cluster {
                     bail!(
-                        "group {name} belongs to no cluster here (list it in control-groups of [cluster], and give the daemon the same file: cgroup-limits)"
+                        "group {name} belongs to no cluster here (list it in control-groups of \
+                         [cluster], and give the daemon the same file: cgroup-limits)"
                     );
                 }
                 if there.cluster
                     && (!change.limits.is_empty() || change.watermark.is_some_and(|percent| percent > 0))
                 {
                     bail!(
-                        "the limits of group {name} are the cluster's, for all hosts (`weir throttle {name} --cluster` changes them there)"
+                        "the limits of group {name} are the cluster's, for all hosts (`weir \
+                         throttle {name} --cluster` changes them there)"
                     );
                 }
                 there
@@ -328,7 +331,9 @@ impl LimitsFile {
                 let (rate, least) = (limits.limit(kind).rate, members * if is_total { 4 } else { 2 });
                 if rate > 0 && rate < least {
                     bail!(
-                        "group {name}: the fallback share of this host is {rate} per second of {}, and the kernel needs at least {least} for {members} control groups (raise it: `weir throttle {name} --cluster --safe-share`)",
+                        "group {name}: the fallback share of this host is {rate} per second of {}, \
+                         and the kernel needs at least {least} for {members} control groups (raise \
+                         it: `weir throttle {name} --cluster --safe-share`)",
                         LimitSetting::Limit(kind, LimitPart::Rate).name()
                     );
                 }

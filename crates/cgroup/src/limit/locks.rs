@@ -46,7 +46,8 @@ impl LockedLimitsFile {
         let lock = lock_with_retries(path, "lock", CHANGE_ATTEMPTS)?;
         let lock = lock.with_context(|| {
             format!(
-                "{}: another process has been changing these limits for half a minute (is another `weir cgroup limit` waiting for systemd?)",
+                "{}: another process has been changing these limits for half a minute (is another \
+                 `weir cgroup limit` waiting for systemd?)",
                 path.display()
             )
         })?;
@@ -121,7 +122,8 @@ impl GuardLock {
     pub(crate) fn take(path: &Path) -> anyhow::Result<Self> {
         lock_with_retries(path, "guard", GUARD_ATTEMPTS)?.map(Self).with_context(|| {
             format!(
-                "{}: the guard of an earlier watch is still running (end the process `weir cgroup guard`; it may be stopped, or waiting for a disk)",
+                "{}: the guard of an earlier watch is still running (end the process `weir cgroup \
+                 guard`; it may be stopped, or waiting for a disk)",
                 path.display()
             )
         })

@@ -63,8 +63,9 @@ pub(super) fn plan(
     let divider = divider(hierarchy, device)?;
     if divider.is_none() && !in_group {
         bail!(
-            "weight {weight} for cgroup {}: nothing divides {} by weight, as neither io.cost nor BFQ is active there \
-             (name a --group with limits, whose parts then go by weight; or enable io.cost or BFQ)",
+            "weight {weight} for cgroup {}: nothing divides {} by weight, as neither io.cost nor \
+             BFQ is active there (name a --group with limits, whose parts then go by weight; or \
+             enable io.cost or BFQ)",
             group.name.display(),
             device.node()
         );

@@ -78,7 +78,8 @@ impl CommandSummary {
         if let Some(bytes @ 1..) = self.dirty_bytes {
             let _ = writeln!(
                 text,
-                "{} in the page cache are not yet written, are in no total here, and may be written after the limits are removed",
+                "{} in the page cache are not yet written, are in no total here, and may be \
+                 written after the limits are removed",
                 figures::bytes(bytes as f64)
             );
         }
@@ -87,7 +88,8 @@ impl CommandSummary {
         {
             let _ = writeln!(
                 text,
-                "the cgroup stays with its limits for {} that outlive the command: {} (rmdir {} when they are gone, or --kill)",
+                "the cgroup stays with its limits for {} that outlive the command: {} (rmdir {} \
+                 when they are gone, or --kill)",
                 if processes.len() == 1 { "a process" } else { "processes" },
                 listed(processes),
                 directory.display()
@@ -163,11 +165,10 @@ impl CommandSummary {
         match self.waited {
             IoWait::AnyTask(time) => format!("waited for I/O: {}\n", share(time)),
             IoWait::FirstTask(time) => format!("waited for I/O: {}, the command's first task\n", share(time)),
-            IoWait::NotCounted => {
-                "waited for I/O: not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct \
-                 is 0 (sysctl kernel.task_delayacct=1)\n"
-                    .to_owned()
-            }
+            IoWait::NotCounted => "waited for I/O: not known; there is no io.pressure (cgroup v1, \
+                                   or psi=0), and kernel.task_delayacct is 0 (sysctl \
+                                   kernel.task_delayacct=1)\n"
+                .to_owned(),
             IoWait::Unknown => "waited for I/O: not known\n".to_owned(),
         }
     }
@@ -313,8 +314,10 @@ limited with watermark 90%
         for part in [
             "weir: /weir/run-7 in 10.0s, status 137\n",
             "\n12.0M in the page cache are not yet written",
-            "for processes that outlive the command: 1, 2, 3, 4, 5 and 2 more (rmdir /sys/fs/cgroup/weir/run-7 when",
-            "not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct is 0 (sysctl",
+            "for processes that outlive the command: 1, 2, 3, 4, 5 and 2 more (rmdir \
+             /sys/fs/cgroup/weir/run-7 when",
+            "not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct \
+             is 0 (sysctl",
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }

@@ -141,12 +141,14 @@ mod tests {
             &[
                 (
                     "io.stat",
-                    "8:16 rbytes=0 wbytes=0 rios=0 wios=0\n8:0 rbytes=4096 wbytes=8192 rios=1 wios=2 dbytes=0 dios=0\n",
+                    "8:16 rbytes=0 wbytes=0 rios=0 wios=0\n\
+                     8:0 rbytes=4096 wbytes=8192 rios=1 wios=2 dbytes=0 dios=0\n",
                 ),
                 ("io.max", "8:0 rbps=max wbps=4000000 riops=max wiops=100\n"),
                 (
                     "io.pressure",
-                    "some avg10=1.50 avg60=0.00 avg300=0.00 total=7000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5000\n",
+                    "some avg10=1.50 avg60=0.00 avg300=0.00 total=7000\n\
+                     full avg10=0.00 avg60=0.00 avg300=0.00 total=5000\n",
                 ),
             ],
         );

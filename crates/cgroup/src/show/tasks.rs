@@ -111,7 +111,13 @@ pub(super) mod tests {
             fs::create_dir_all(&task).unwrap();
             fs::write(task.join("stat"), stat(tid, "a) (b", 33, ticks)).unwrap();
         }
-        let io = "rchar: 1\nwchar: 2\nsyscr: 3\nsyscw: 4\nread_bytes: 4096\nwrite_bytes: 8192\ncancelled_write_bytes: 0\n";
+        let io = "rchar: 1\n\
+                  wchar: 2\n\
+                  syscr: 3\n\
+                  syscw: 4\n\
+                  read_bytes: 4096\n\
+                  write_bytes: 8192\n\
+                  cancelled_write_bytes: 0\n";
         fs::write(proc.join("7/task/7/io"), io).unwrap();
         let tasks = read(&group, &proc).unwrap();
         assert_eq!(tasks.keys().map(|id| (id.pid, id.tid)).collect::<Vec<_>>(), [(7, 7), (7, 8)]);

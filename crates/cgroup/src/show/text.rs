@@ -16,10 +16,12 @@ use crate::{kernel::io_max, limit::configured::ConfiguredLimits};
 
 pub(super) const NOTHING: &str = "-";
 
-const NOT_COUNTED: &str = "WAITED is not known: there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct is 0 \
-     (`sysctl kernel.task_delayacct=1` counts from then on)";
+const NOT_COUNTED: &str = "WAITED is not known: there is no io.pressure (cgroup v1, or psi=0), and \
+                           kernel.task_delayacct is 0 (`sysctl kernel.task_delayacct=1` counts \
+                           from then on)";
 /// Note for cgroups with pressure whose tasks have no delay accounting.
-const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_delayacct is 0 (`sysctl kernel.task_delayacct=1` counts from then on)";
+const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_delayacct is 0 \
+                                    (`sysctl kernel.task_delayacct=1` counts from then on)";
 
 /// Renders the tables; `bold` is for terminals.
 pub(super) fn render(rows: &[CgroupRow], wish: RowOptions, bold: bool) -> String {

@@ -43,7 +43,8 @@ enum TopEvent {
 /// returns.
 pub(crate) fn top(arguments: CgroupTopArgs) -> Result<(), CommandFailure> {
     if !screen::is_possible() {
-        let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";
+        let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup \
+                    show` prints the same)";
         return Err(anyhow!(said).into());
     }
     let named: Vec<String> = arguments.group.into_iter().collect();

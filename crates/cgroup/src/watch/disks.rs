@@ -66,7 +66,8 @@ impl WatermarkDisks {
                     self.is_one_missing = true;
                     if say {
                         tracing::warn!(
-                            "device {number}: {error:#}; limits with a watermark are always enforced there meanwhile"
+                            "device {number}: {error:#}; limits with a watermark are always \
+                             enforced there meanwhile"
                         );
                     }
                 }

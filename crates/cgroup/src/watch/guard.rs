@@ -136,7 +136,9 @@ pub(super) fn check(hierarchy: &CgroupHierarchy) -> anyhow::Result<()> {
     let ends_together = pids.is_ok_and(|pids| pids != Path::new(FIRST_PIDS));
     ensure!(
         !(is_topmost && ends_together),
-        "[cluster]: control-groups: these are the machine's control groups, and the guard, which revokes leased quota, would end with this container (start it with the machine's processes, as `--pid=host` of docker and podman or hostPID of Kubernetes)"
+        "[cluster]: control-groups: these are the machine's control groups, and the guard, which \
+         revokes leased quota, would end with this container (start it with the machine's \
+         processes, as `--pid=host` of docker and podman or hostPID of Kubernetes)"
     );
     Ok(())
 }

@@ -379,7 +379,10 @@ impl SteeredPool {
             if write::read_limits(&member.group, member.device)
                 .is_ok_and(|told| told != write::as_printed_by_kernel(expected))
             {
-                tracing::info!(cgroup = %member.group.name.display(), device = %member.device, "another program has changed its limits; they are written again");
+                tracing::info!(
+                    cgroup = %member.group.name.display(), device = %member.device,
+                    "another program has changed its limits; they are written again"
+                );
                 self.pool.retry_setting(index);
                 // Limits vanish with their disk: verify the disk at the next reading.
                 self.members[index].reading = None;
@@ -396,7 +399,11 @@ impl SteeredPool {
         if member.error.as_ref() != Some(&trouble) {
             let cgroup = member.group.name.display();
             if gone {
-                tracing::info!(%cgroup, "was removed; its limits are kept for a new cgroup of this name (remove them with `weir cgroup limit --remove`)");
+                tracing::info!(
+                    %cgroup,
+                    "was removed; its limits are kept for a new cgroup of this name (remove them \
+                     with `weir cgroup limit --remove`)"
+                );
             } else {
                 tracing::warn!(%cgroup, "{trouble}; {meanwhile}");
             }

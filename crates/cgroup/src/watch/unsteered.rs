@@ -83,7 +83,10 @@ impl UnsteeredPools {
                 write::read_limits(&group, device).is_ok_and(|told| told != as_printed_by_kernel(rates));
             match settling::enforce(&group, device, rates) {
                 Ok(()) if differs => {
-                    tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; the configured ones are written again");
+                    tracing::info!(
+                        cgroup = %group.name.display(), %device,
+                        "the kernel had other limits; the configured ones are written again"
+                    );
                     heard.push(group.name);
                 }
                 Ok(()) => {}

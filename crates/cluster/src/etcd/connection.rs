@@ -79,7 +79,8 @@ impl EtcdTls {
         }
         ensure!(
             found.is_ok_and(|found| found.is_dir()),
-            "{}: is not a directory (set certificates of [cluster] to the directory with ca-cert.pem, the authority of etcd's certificates)",
+            "{}: is not a directory (set certificates of [cluster] to the directory with \
+             ca-cert.pem, the authority of etcd's certificates)",
             directory.display()
         );
         let signs =
@@ -114,7 +115,8 @@ fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
         (X509_V_ERR_HOSTNAME_MISMATCH | X509_V_ERR_IP_ADDRESS_MISMATCH, certificate) => {
             let names = certificate.map(names_of).unwrap_or_default();
             format!(
-                "the name {host:?} is expected, but etcd's certificate is for {names} (use that name in etcd of [cluster], or issue a certificate for this one)"
+                "the name {host:?} is expected, but etcd's certificate is for {names} (use that \
+                 name in etcd of [cluster], or issue a certificate for this one)"
             )
         }
         _ => {
@@ -277,9 +279,9 @@ impl EtcdConnection {
                 }
                 // With TLS 1.3 a server rejects the client certificate after the handshake.
                 (false, true) => anyhow!(
-                    "etcd {said}: the server closed the connection after the handshake (with --client-cert-auth it requires \
-                     client-cert.pem and client-key.pem, signed by its authority, in certificates of \
-                     [cluster]; `weir reload` reads renewed ones)"
+                    "etcd {said}: the server closed the connection after the handshake (with \
+                     --client-cert-auth it requires client-cert.pem and client-key.pem, signed by \
+                     its authority, in certificates of [cluster]; `weir reload` reads renewed ones)"
                 ),
             })
         })
@@ -299,7 +301,8 @@ impl EtcdConnection {
             let said = &self.said;
             EtcdError::Unreachable(match error.is::<LengthLimitError>() {
                 true => anyhow!(
-                    "etcd {said}: its answer is longer than {} MiB (other data is stored there: `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
+                    "etcd {said}: its answer is longer than {} MiB (other data is stored there: \
+                     `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
                     MAX_ANSWER_BYTES >> 20
                 ),
                 false => anyhow!("etcd {said}: {error}"),
@@ -418,7 +421,8 @@ mod tests {
     #[test]
     fn certificate_faults_are_named() {
         let other = certificate("192.0.2.7", -1, 2);
-        let expect = "the name \"127.0.0.1\" is expected, but etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
+        let expect = "the name \"127.0.0.1\" is expected, but etcd's certificate is for \
+                      \"etcd1.example\", 192.0.2.7 (";
         let said = said_of(&other, &other.0);
         assert!(said.contains(expect), "{said}");
         let old = certificate(HERE, -9, -2);

@@ -148,7 +148,9 @@ impl InheritedSockets {
             let left: Vec<_> = self.names.iter().flatten().filter(|name| !name.is_empty()).cloned().collect();
             let known = if left.is_empty() { String::new() } else { format!("; names: {}", left.join(", ")) };
             format!(
-                "fd:{name}: no such socket was passed, or it is in use (sockets left: {}{known}; a service manager passes them when weir starts, and systemd names them by FileDescriptorName=: write unix:PATH, or restart weir with that socket)",
+                "fd:{name}: no such socket was passed, or it is in use (sockets left: {}{known}; a \
+                 service manager passes them when weir starts, and systemd names them by \
+                 FileDescriptorName=: write unix:PATH, or restart weir with that socket)",
                 self.unused()
             )
         })

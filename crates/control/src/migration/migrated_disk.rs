@@ -73,12 +73,14 @@ impl MigratedDisk {
                         new;
                     ensure!(
                         access.allows_all() && bitmaps.is_empty() && description.is_empty(),
-                        "export {}: its access rules, description and bitmaps cannot be migrated (remove them first)",
+                        "export {}: its access rules, description and bitmaps cannot be migrated \
+                         (remove them first)",
                         export.id
                     );
                     ensure!(
                         !export.read_only || opened.is_read_only(),
-                        "export {}: a read-only export of a writable disk cannot be migrated (remove it first)",
+                        "export {}: a read-only export of a writable disk cannot be migrated \
+                         (remove it first)",
                         export.id
                     );
                     names.push(name.clone());

@@ -209,7 +209,8 @@ async fn remove_in_time(
             is_abandoned.set(true);
             let patience_s = ANSWER_TIMEOUT.as_secs();
             bail!(
-                "requests of its clients have been in flight for {patience_s} s (check its storage; its exports are restored when the requests end)"
+                "requests of its clients have been in flight for {patience_s} s (check its \
+                 storage; its exports are restored when the requests end)"
             )
         }
     }

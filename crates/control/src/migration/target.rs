@@ -109,7 +109,8 @@ fn group(registry: &Registry, described: &MigratedDisk) -> anyhow::Result<Option
         let group = registry.groups.get(&there.name)?;
         ensure!(
             registry.cluster_of(&there.name).is_some() == there.cluster,
-            "group {}: its limits are cluster-wide on only one of both hosts (configure the same group on both)",
+            "group {}: its limits are cluster-wide on only one of both hosts (configure the same \
+             group on both)",
             there.name
         );
         Ok(group)
@@ -167,7 +168,8 @@ fn target_server(registry: &Registry, described: &MigratedDisk) -> anyhow::Resul
             Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
         }
         (None, []) => bail!(
-            "it is exported over NBD, and that host has no NBD server (start weir there with --nbd ADDRESS, or detach the export here)"
+            "it is exported over NBD, and that host has no NBD server (start weir there with --nbd \
+             ADDRESS, or detach the export here)"
         ),
         (None, _) => match &*registry.exports.default_servers() {
             [only] => Ok(Some(Rc::clone(only))),

@@ -46,7 +46,10 @@ impl ControlSockets {
             let accepting = reactor::spawn_joinable(async move {
                 // Not fatal: the disks stay in service without control sockets.
                 if let Err(error) = server.listen(socket).await {
-                    tracing::error!(address, %error, "QMP clients cannot be accepted any more (restart weir)");
+                    tracing::error!(
+                        address, %error,
+                        "QMP clients cannot be accepted any more (restart weir)"
+                    );
                 }
             });
             (accepting, file)

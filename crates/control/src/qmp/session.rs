@@ -244,7 +244,8 @@ mod tests {
         check(
             r#"{"exec-oob":"x"}"#,
             generic(
-                "QMP input member 'exec-oob' is unexpected, because the greeting does not offer 'oob' (use 'execute')",
+                "QMP input member 'exec-oob' is unexpected, because the greeting does not offer \
+                 'oob' (use 'execute')",
             ),
         );
         check(

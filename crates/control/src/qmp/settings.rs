@@ -216,7 +216,8 @@ mod tests {
         let changes = read(SettingNaming::Device, json!({"iops": 100, "iops_max": 50})).unwrap();
         assert_eq!(
             changes.apply_to(Limits::default()).unwrap_err().to_string(),
-            "Parameter 'iops_max': iops-total-max (50) is below iops-total (100); a burst rate must be at least the rate"
+            "Parameter 'iops_max': iops-total-max (50) is below iops-total (100); a burst rate \
+             must be at least the rate"
         );
         let changes = read(SettingNaming::Plain, json!({"iops-total-max": 50})).unwrap();
         assert_eq!(

@@ -134,12 +134,14 @@ impl PlanDifference {
             };
             ensure!(
                 registry.cluster_of(&group.name).is_some() == group.cluster,
-                "{}: cluster: cannot be changed at run time (move its disks to a new group with another name, or restart weir)",
+                "{}: cluster: cannot be changed at run time (move its disks to a new group with \
+                 another name, or restart weir)",
                 place
             );
             ensure!(
                 running.parent().map(|parent| parent.name()) == group.group.as_deref(),
-                "{}: group: the parent of a group cannot be changed (move its disks to a new group with another name)",
+                "{}: group: the parent of a group cannot be changed (move its disks to a new group \
+                 with another name)",
                 place
             );
             self.kept_groups.push(index);
@@ -177,7 +179,8 @@ impl PlanDifference {
                 // The old disk is removed last, so the new one would find its lock.
                 if let Some(old) = self.old_disks.iter().find(has_image) {
                     bail!(disk.origin("image").error(format!(
-                        "the disk {old:?} uses this image until it is removed (remove it from the file and reload first)"
+                        "the disk {old:?} uses this image until it is removed (remove it from the \
+                         file and reload first)"
                     )));
                 }
                 self.new_disks.push(index);

@@ -108,7 +108,8 @@ pub(crate) async fn check_secret_files(disk: &PlacedDisk) -> anyhow::Result<()> 
         let is_file = metadata.map_or(true, |metadata| metadata.is_file());
         ensure!(
             is_file,
-            "disk {}: secret-file: {} is no regular file, and only a start waits for a pipe (use a file, or restart weir)",
+            "disk {}: secret-file: {} is no regular file, and only a start waits for a pipe (use a \
+             file, or restart weir)",
             disk.name,
             path.display()
         );

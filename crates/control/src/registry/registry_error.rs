@@ -30,13 +30,15 @@ pub enum RegistryError {
     #[error("export {name}: an export of this name exists at {address} (choose another)")]
     ExportNameTaken { name: String, address: String },
     #[error(
-        "export {name} at {address}: reserved for disk {disk}, whose image is not open yet (choose another, or remove that disk)"
+        "export {name} at {address}: reserved for disk {disk}, whose image is not open yet (choose \
+         another, or remove that disk)"
     )]
     ExportReserved { name: String, address: String, disk: String },
     #[error("disk {0}: another command is at work on it (try again)")]
     Busy(String),
     #[error(
-        "An upgrade is in progress; no changes are accepted (try again; the log names the new process, which has a minute)"
+        "An upgrade is in progress; no changes are accepted (try again; the log names the new \
+         process, which has a minute)"
     )]
     TakenOver,
     #[error("disk {disk}: it is exported as {export} (remove the export first)")]

@@ -61,7 +61,8 @@ fn unless_forbidden<T>(read: anyhow::Result<T>, kept: &mut Vec<String>) -> anyho
     match read {
         Err(error) if error.chain().any(|cause| cause.downcast_ref().is_some_and(is_forbidden)) => {
             let why = format!(
-                "{error:#}: the old credentials stay in force (make it readable for the daemon's user and sandbox, or run `weir serve --takeover`)"
+                "{error:#}: the old credentials stay in force (make it readable for the daemon's \
+                 user and sandbox, or run `weir serve --takeover`)"
             );
             tracing::warn!("{why}");
             kept.push(why);

@@ -43,7 +43,8 @@ impl AbandonedUpgrade {
         poll_fn(|context| match work.as_mut().poll(context) {
             Poll::Pending => self.0.as_mut().poll(context).map(|()| {
                 Err(anyhow!(
-                    "the old process ended or gave up the upgrade before all images were open here (its log has the reason; check the disks that do not answer, and try again)"
+                    "the old process ended or gave up the upgrade before all images were open here \
+                     (its log has the reason; check the disks that do not answer, and try again)"
                 ))
             }),
             done => done,

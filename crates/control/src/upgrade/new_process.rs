@@ -236,7 +236,8 @@ impl NewProcess {
         let (to_come, free) = (self.offer.descriptors, operation::free_descriptors());
         ensure!(
             to_come < free,
-            "descriptors that come with its clients: {to_come}, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
+            "descriptors that come with its clients: {to_come}, and only {free} more may be open \
+             here (`ulimit -n` or LimitNOFILE= must be larger)"
         );
         self.devices.check_complete(registry, &may_come)?;
         sockets
@@ -304,7 +305,8 @@ fn parse_offer(offer: Value) -> anyhow::Result<UpgradeOffer> {
     let version = offer["version"].as_str().unwrap_or("of an unknown version").to_owned();
     serde_json::from_value(offer).map_err(|error| {
         anyhow!(
-            "weir {version} transfers state that weir {} cannot read: {error} (upgrade to weir {version} or later, or restart weir)",
+            "weir {version} transfers state that weir {} cannot read: {error} (upgrade to weir \
+             {version} or later, or restart weir)",
             env!("CARGO_PKG_VERSION")
         )
     })

@@ -156,7 +156,9 @@ fn check_new_version(offer: &UpgradeOffer, version: &str) -> anyhow::Result<()> 
     };
     match offer.disks.iter().find(has_keys).filter(|_| numbers < FIRST_VERSION_WITH_KEYS) {
         Some(disk) => bail!(
-            "disk {}: it was added by `weir disk add`, which weir {version} cannot take over from weir {} (write the disk into the config file, or remove it; or stop this weir and start weir {version})",
+            "disk {}: it was added by `weir disk add`, which weir {version} cannot take over from \
+             weir {} (write the disk into the config file, or remove it; or stop this weir and \
+             start weir {version})",
             disk.name,
             env!("CARGO_PKG_VERSION")
         ),
@@ -173,7 +175,8 @@ fn explain_descriptor_limit(error: anyhow::Error) -> anyhow::Error {
     };
     match error.chain().any(is_out) {
         true => anyhow!(
-            "the running weir is at its limit of descriptors, and needs more for the upgrade (`prlimit --pid {} --nofile=NUMBER` raises it while it runs)",
+            "the running weir is at its limit of descriptors, and needs more for the upgrade \
+             (`prlimit --pid {} --nofile=NUMBER` raises it while it runs)",
             std::process::id()
         ),
         false => error,
@@ -421,7 +424,10 @@ async fn blocklist(registry: &Registry, heirs: &[u64]) {
         let disk = &running.disk;
         let shut_out = reactor::timeout(REOPEN_TIMEOUT, disk.blocklist(heirs)).await;
         if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
-            tracing::warn!(disk = %disk.name(), %error, "the new process cannot be blocklisted in its cluster");
+            tracing::warn!(
+                disk = %disk.name(), %error,
+                "the new process cannot be blocklisted in its cluster"
+            );
         }
     }
 }
@@ -443,7 +449,8 @@ async fn quiesce_and_transfer(
     for (running, answers) in in_use.iter().zip(answering) {
         ensure!(
             answers.await,
-            "disk {}: its image has not answered a read for {} s, so requests in flight would not end (check its storage, or restart weir)",
+            "disk {}: its image has not answered a read for {} s, so requests in flight would not \
+             end (check its storage, or restart weir)",
             running.disk.name(),
             IN_FLIGHT_TIMEOUT.as_secs()
         );

@@ -251,7 +251,8 @@ impl WatchedDevices {
         };
         let message = match kind {
             Kind::DeviceSlow => format!(
-                "device {name} is slow: {percent} % of its measured capacity with {queue:.0} requests in flight"
+                "device {name} is slow: {percent} % of its measured capacity with {queue:.0} \
+                 requests in flight"
             ),
             _ => format!("device {name} is as fast as measured again"),
         };

@@ -93,7 +93,10 @@ impl Delivery {
                 }
                 Err(error) => {
                     let target = shown(&self.runner.target);
-                    tracing::error!(%target, %error, "on-event: its process has ended; no events are delivered (restart weir)");
+                    tracing::error!(
+                        %target, %error,
+                        "on-event: its process has ended; no events are delivered (restart weir)"
+                    );
                     return;
                 }
             }

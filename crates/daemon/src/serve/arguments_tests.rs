@@ -186,8 +186,8 @@ fn values_that_make_no_sense_are_refused() {
     );
     check(
         "a --bps-total 10Q",
-        "invalid value '10Q' for '--bps-total <SIZE>': \
-         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
+        "invalid value '10Q' for '--bps-total <SIZE>': is not a size (a number of bytes, perhaps \
+         with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
     );
     check(
         "a --max-connections 5000000000",

@@ -72,7 +72,8 @@ fn bind_http(
         if !is_encrypted && !page.is_local() {
             tracing::warn!(
                 at = %page.address,
-                "http: unencrypted: others on the network can read names and activity of disks (set tls and tls-certificates, or use a local address)"
+                "http: unencrypted: others on the network can read names and activity of disks \
+                 (set tls and tls-certificates, or use a local address)"
             );
         }
         let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());

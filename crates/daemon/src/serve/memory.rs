@@ -43,8 +43,8 @@ fn warning(sizes: impl Iterator<Item = u64>, usage: &BudgetUsage) -> Option<Stri
     let room_shown = exact_size(room >> 20 << 20);
     (total != u64::MAX && together > room).then(|| {
         format!(
-            "disks in memory have {} together, and the budget has memory for {room_shown}: further writes fail with ENOSPC \
-             (make them smaller, or allow more with --memory)",
+            "disks in memory have {} together, and the budget has memory for {room_shown}: further \
+             writes fail with ENOSPC (make them smaller, or allow more with --memory)",
             exact_size(together)
         )
     })

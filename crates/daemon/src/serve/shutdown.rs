@@ -74,7 +74,8 @@ impl Daemon {
                     // waited for.
                     rbd::abandon_closing();
                     return Err(anyhow!(
-                        "{signal}: ended at once after a second request (check the data that was being written)"
+                        "{signal}: ended at once after a second request (check the data that was \
+                         being written)"
                     ));
                 }
                 // May repeat the request of a client's `quit`.

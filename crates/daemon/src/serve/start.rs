@@ -243,7 +243,9 @@ async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::R
     let moved = cluster.moved();
     for (disk, host) in &moved {
         tracing::warn!(
-            "disk {disk}: it has moved to host {host}, and is not served here (move [disk.{disk}] from the config file here to that of {host}; to bring the disk back, run `weir disk move {disk} --to {}` there, or `weir reload` here if {host} does not have it any more)",
+            "disk {disk}: it has moved to host {host}, and is not served here (move [disk.{disk}] \
+             from the config file here to that of {host}; to bring the disk back, run `weir disk \
+             move {disk} --to {}` there, or `weir reload` here if {host} does not have it any more)",
             cluster.host()
         );
     }
@@ -259,7 +261,8 @@ fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
     match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_anothers) {
         Some(why) => anyhow!(
-            "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (in that case remove it from the config file here)"
+            "{error:#}; or the disk has moved to another host of the cluster, which could not be \
+             asked: {why} (in that case remove it from the config file here)"
         ),
         None => error,
     }

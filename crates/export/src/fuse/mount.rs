@@ -153,7 +153,10 @@ impl FuseMount {
         let root = mounted(&path);
         let watcher = MountWatcher::start(&path, by_helper).inspect_err(|error| {
             let path = path.display();
-            tracing::warn!(%path, %error, "the file stays mounted if weir is killed, until it is served again");
+            tracing::warn!(
+                %path, %error,
+                "the file stays mounted if weir is killed, until it is served again"
+            );
         });
         Ok(Self {
             number: root.as_ref().map(|(_, number)| *number),
@@ -435,7 +438,10 @@ fn unmount(root: &OwnedFd, path: &Path, by_helper: bool) {
         result => result.map_err(io::Error::from),
     };
     if let Err(error) = result {
-        tracing::warn!(path = %path.display(), %error, "the file could not be unmounted (fusermount3 -u does it)");
+        tracing::warn!(
+            path = %path.display(), %error,
+            "the file could not be unmounted (fusermount3 -u does it)"
+        );
     }
 }
 

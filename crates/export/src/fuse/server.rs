@@ -266,7 +266,10 @@ async fn serve_queue(
     if let Err(error) = reactor::set_io_flusher() {
         // Under a loop device, writeback for memory reclaim arrives here and must not wait for
         // memory.
-        tracing::debug!(export = %server.device.export.id, %error, "no writeback privilege: if memory is short, this thread may wait for its own file");
+        tracing::debug!(
+            export = %server.device.export.id, %error,
+            "no writeback privilege: if memory is short, this thread may wait for its own file"
+        );
     }
     let queue = FuseQueue::new(Arc::clone(&server.device), FuseChannel::Device(device));
     let ended = queue.serve().await;

@@ -82,12 +82,14 @@ pub struct NbdDeviceExport {
 pub enum NbdDeviceError {
     /// The kernel has no NBD client.
     #[error(
-        "this kernel has no NBD client (load it with `modprobe nbd`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_NBD)"
+        "this kernel has no NBD client (load it with `modprobe nbd`; where there is no such \
+         module, the kernel lacks CONFIG_BLK_DEV_NBD)"
     )]
     NoDriver,
     /// The caller lacks the capability.
     #[error(
-        "no permission to create a block device of the kernel's NBD client (run as root, or with CAP_SYS_ADMIN)"
+        "no permission to create a block device of the kernel's NBD client (run as root, or with \
+         CAP_SYS_ADMIN)"
     )]
     NotPermitted,
     /// Another server uses the device.
@@ -418,7 +420,11 @@ impl NbdDeviceServer {
         let (size_bytes, block_bytes) = (self.disk.size_bytes(), self.device.block_bytes);
         let (control, device, number) = (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
         if !size_bytes.is_multiple_of(block_bytes.into()) {
-            tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's length is no multiple of {block_bytes} bytes");
+            tracing::warn!(
+                export = %self.id, size_bytes,
+                "the device keeps its length: the disk's length is no multiple of {block_bytes} \
+                 bytes"
+            );
             return;
         }
         let resized = reactor::run_blocking(move || control.resize(number, &device, size_bytes)).await;

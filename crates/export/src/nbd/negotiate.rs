@@ -58,7 +58,8 @@ pub enum HandshakeClose {
     #[error("client flags {0:#x}: not offered by the server")]
     ClientFlags(u32),
     #[error(
-        "the client speaks vhost-user, and this socket is for NBD (connect virtual machines to a socket of --vhost-user-blk)"
+        "the client speaks vhost-user, and this socket is for NBD (connect virtual machines to a \
+         socket of --vhost-user-blk)"
     )]
     VhostUser,
     #[error("option magic {0:#018x}: not an NBD client")]

@@ -396,7 +396,10 @@ impl NbdServer {
                             && let Some(left_out) = self.refusals.try_log(reactor::coarse_now())
                         {
                             told = true;
-                            tracing::warn!(%error, left_out, "cannot accept connections, trying again every second");
+                            tracing::warn!(
+                                %error, left_out,
+                                "cannot accept connections, trying again every second"
+                            );
                         }
                         failures += 1;
                         drop(arriving);

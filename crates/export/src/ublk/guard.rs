@@ -201,7 +201,8 @@ pub fn run() -> io::Result<Option<String>> {
             Some(info) if info.state() == UblkState::Quiesced => {
                 begin_removal(info)?;
                 return Ok(Some(format!(
-                    "{}: no process has served it for {} s, so the device is removed: its pending requests fail, and unwritten data is lost",
+                    "{}: no process has served it for {} s, so the device is removed: its pending \
+                     requests fail, and unwritten data is lost",
                     path(orders.number).display(),
                     orders.timeout.as_secs()
                 )));

@@ -52,24 +52,28 @@ const UDEV_TIMEOUT: Duration = Duration::from_secs(10);
 pub enum UblkError {
     /// The driver is not in the kernel, or not loaded.
     #[error(
-        "this kernel has no ublk driver (`modprobe ublk_drv`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_UBLK)"
+        "this kernel has no ublk driver (`modprobe ublk_drv`; where there is no such module, the \
+         kernel lacks CONFIG_BLK_DEV_UBLK)"
     )]
     NoDriver,
     /// This user may not use the driver.
     #[error(
-        "this user may not use the ublk driver: {0} (start weir as root, or with the key unprivileged where /dev/ublk-control is this user's)"
+        "this user may not use the ublk driver: {0} (start weir as root, or with the key \
+         unprivileged where /dev/ublk-control is this user's)"
     )]
     NotPermitted(io::Error),
     /// An unprivileged user has made a device, and was not given it.
     #[error(
-        "{}: udev did not give it to this user within {} s (add a udev rule for unprivileged ublk devices; root can remove this one: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
+        "{}: udev did not give it to this user within {} s (add a udev rule for unprivileged ublk \
+         devices; root can remove this one: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
     )]
     NotGiven {
         /// N.
         number: u32,
     },
     /// A device of this number exists.
-    #[error("/dev/ublkb{number}: there is a device of this number already{} (choose another number, or omit it)", of_process(*process))]
+    #[error("/dev/ublkb{number}: there is a device of this number already{} (choose another \
+             number, or omit it)", of_process(*process))]
     Taken {
         /// N.
         number: u32,
@@ -78,7 +82,8 @@ pub enum UblkError {
     },
     /// `ublks_max` is reached.
     #[error(
-        "the ublk driver has as many devices as it may (remove some, or write a larger number to /sys/module/ublk_drv/parameters/ublks_max)"
+        "the ublk driver has as many devices as it may (remove some, or write a larger number to \
+         /sys/module/ublk_drv/parameters/ublks_max)"
     )]
     TooMany,
     /// Another process has removed the device.
@@ -308,7 +313,10 @@ impl UblkNode {
         info.user_data = mark.map_or(mark::mark_without_image(), mark::zero_copy);
         control.add(export.offer.number, info).or_else(|error| {
             let made = control.add(export.offer.number, plain)?;
-            tracing::warn!(export = %export.id, %error, "the kernel refuses a zero-copy device, so data is copied");
+            tracing::warn!(
+                export = %export.id, %error,
+                "the kernel refuses a zero-copy device, so data is copied"
+            );
             Ok(made)
         })
     }

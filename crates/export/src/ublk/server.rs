@@ -296,7 +296,11 @@ impl UblkServer {
         ending: Sender<()>,
     ) {
         if let Err(error) = reactor::set_io_flusher() {
-            tracing::debug!(export = %self.device.id, %error, "no writeback privilege: if memory is short, this thread may wait for its own device");
+            tracing::debug!(
+                export = %self.device.id, %error,
+                "no writeback privilege: if memory is short, this thread may wait for its own \
+                 device"
+            );
         }
         let info = &self.node.info;
         match ublk::UblkQueue::new(channel, info, number, &self.device.copied) {
@@ -329,7 +333,11 @@ impl UblkServer {
             let settings = |params: &UblkParams| (params.attributes, params.logical_block_shift);
             // Parameters of a device cannot change while it exists.
             if settings(&wanted) != settings(&node.params) {
-                tracing::warn!(export = %id, "the device keeps the settings that it was created with: read-only, write cache and block size");
+                tracing::warn!(
+                    export = %id,
+                    "the device keeps the settings that it was created with: read-only, write \
+                     cache and block size"
+                );
             }
             if size_bytes / SECTOR_BYTES != node.params.sectors {
                 self.refresh_size();
@@ -384,13 +392,17 @@ impl UblkServer {
         let size_bytes = self.device.disk().size_bytes();
         let block = 1_u64 << self.node.params.logical_block_shift;
         if !size_bytes.is_multiple_of(block) {
-            tracing::warn!(export = %self.device.id, size_bytes, "the device keeps its length: the disk's length is no multiple of {block} bytes");
+            tracing::warn!(
+                export = %self.device.id, size_bytes,
+                "the device keeps its length: the disk's length is no multiple of {block} bytes"
+            );
         } else if self.node.can_resize() {
             self.call_driver(move |node| node.resize(size_bytes)).await;
         } else {
             tracing::warn!(
                 export = %self.device.id, device = %self.path().display(), size_bytes,
-                "the device keeps its length until it is created again (Linux 6.16 or later changes it at once)"
+                "the device keeps its length until it is created again (Linux 6.16 or later \
+                 changes it at once)"
             );
         }
     }

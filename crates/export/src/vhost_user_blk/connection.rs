@@ -52,7 +52,8 @@ pub enum FrontEndEnd {
     #[error("a message was still incomplete after {} s", MESSAGE_TIMEOUT.as_secs())]
     IncompleteMessage,
     #[error(
-        "too many file descriptors: more than any message has, or than one client may have (raise `ulimit -n` or LimitNOFILE=)"
+        "too many file descriptors: more than any message has, or than one client may have (raise \
+         `ulimit -n` or LimitNOFILE=)"
     )]
     Descriptors,
     #[error("not a message: {0}")]

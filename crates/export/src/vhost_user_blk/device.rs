@@ -230,7 +230,8 @@ impl VhostUserDevice {
             tracing::warn!(
                 export = %self.export.id,
                 block_bytes = self.export.offer.block_bytes,
-                "a guest's request is not aligned to blocks, and fails: has logical-block-size changed since its machine started? (restore it, or stop and start the machine)"
+                "a guest's request is not aligned to blocks, and fails: has logical-block-size \
+                 changed since its machine started? (restore it, or stop and start the machine)"
             );
         }
     }
@@ -242,8 +243,9 @@ impl VhostUserDevice {
             let (export, segments) = (&self.export.id, self.export.offer.segments());
             tracing::warn!(
                 %export, descriptors = size, segments,
-                "a ring is too small for requests with the offered number of segments, and there are no indirect ones: \
-                 the driver may hang (give this export queue-size={size}, or the machine larger rings)"
+                "a ring is too small for requests with the offered number of segments, and there \
+                 are no indirect ones: the driver may hang (give this export queue-size={size}, or \
+                 the machine larger rings)"
             );
         }
     }
@@ -255,8 +257,8 @@ impl VhostUserDevice {
             tracing::error!(
                 export = %self.export.id,
                 "a killed weir process has lost writes that it had acknowledged and not flushed: \
-                 each flush of this guest fails until it resets the device (restart the guest; the cache mode \
-                 writethrough, or write-cache=off, loses nothing)"
+                 each flush of this guest fails until it resets the device (restart the guest; the \
+                 cache mode writethrough, or write-cache=off, loses nothing)"
             );
         }
     }
@@ -268,7 +270,8 @@ impl VhostUserDevice {
         if !has_sent && !self.has_warned_of_memory.swap(true, Relaxed) {
             tracing::warn!(
                 export = %self.export.id, queue,
-                "a ring is kicked and has never contained a request: is the guest's memory shared? (set share=on of QEMU's memory backend)"
+                "a ring is kicked and has never contained a request: is the guest's memory shared? \
+                 (set share=on of QEMU's memory backend)"
             );
         }
     }

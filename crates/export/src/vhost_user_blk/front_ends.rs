@@ -330,7 +330,10 @@ async fn accept(id: &str, listener: &Fd, refusals: &LogRateLimit) -> io::Result<
             Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
             _ => {
                 if let Some(left_out) = refusals.try_log(reactor::coarse_now()) {
-                    tracing::warn!(export = %id, %error, left_out, "cannot accept a front end, trying again every second");
+                    tracing::warn!(
+                        export = %id, %error, left_out,
+                        "cannot accept a front end, trying again every second"
+                    );
                 }
                 reactor::sleep_until(reactor::now() + SHORTAGE_RETRY_INTERVAL).await;
             }

@@ -341,7 +341,9 @@ impl VhostUserServer {
         {
             tracing::info!(
                 export = %self.device.export.id, process = pid, left_out,
-                "the connected process has sent nothing for {} s: is it an NBD client? (this socket is for vhost-user-blk, --nbd is for NBD; a virtual machine that gets the disk later will send then)",
+                "the connected process has sent nothing for {} s: is it an NBD client? (this \
+                 socket is for vhost-user-blk, --nbd is for NBD; a virtual machine that gets the \
+                 disk later will send then)",
                 SILENCE_TIMEOUT.as_secs()
             );
         }
@@ -561,7 +563,9 @@ impl ServedFrontEnd<'_> {
             (Some(why), _) => device.report(&FrontEndEvent::ProtocolError { process, why }, left_out),
             (None, Some(queues)) => tracing::warn!(
                 %export, process = pid, queues, left_out,
-                "the front end disconnected after asking for the number of queues: its machine probably has more (give this export as many; stop and start the machine if it does not reconnect)"
+                "the front end disconnected after asking for the number of queues: its machine \
+                 probably has more (give this export as many; stop and start the machine if it \
+                 does not reconnect)"
             ),
             (None, None) => {
                 tracing::info!(%export, process = pid, left_out, "the front end has disconnected");

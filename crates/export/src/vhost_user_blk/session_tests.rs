@@ -416,7 +416,8 @@ fn a_ring_outside_memory_costs_that_ring() {
     front_end.plain(code::SET_VRING_NUM, &pair(1, 128));
     front_end.plain(code::SET_VRING_ADDR, &far);
     front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]);
-    let why = "fault 1: no region of the guest's memory holds all of its descriptors at 0x7f12340ffff0 (is that memory shared? share=on) (told)";
+    let why = "fault 1: no region of the guest's memory holds all of its descriptors at \
+               0x7f12340ffff0 (is that memory shared? share=on) (told)";
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
     // Set up again, with a reply requested.
@@ -697,7 +698,8 @@ fn a_guest_that_knows_smaller_blocks_is_rejected() {
         let (shape, file) = again();
         front_end(block_bytes, reads).send(code::SET_INFLIGHT_FD, PLAIN, &shape, file)
     };
-    let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest uses blocks of 512 (restore this export's logical-block-size, or stop and start the machine)";
+    let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest uses blocks of 512 \
+                   (restore this export's logical-block-size, or stop and start the machine)";
     let (told_512, area) = first(front_end(512, true));
     assert_eq!([512, 4096].map(|bytes| comes_back(bytes, false, &area)), ["", refused]);
     assert_eq!(comes_back(4096, true, &area), refused, "whoever reads it anew does not tell its guest");

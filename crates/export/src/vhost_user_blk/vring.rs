@@ -58,7 +58,8 @@ pub struct RingSettings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VringFault {
     #[error(
-        "no region of the guest's memory holds all of its {what} at {address:#x} (is that memory shared? share=on)"
+        "no region of the guest's memory holds all of its {what} at {address:#x} (is that memory \
+         shared? share=on)"
     )]
     Outside { what: &'static str, address: u64 },
     #[error("its {what} at {address:#x} must be aligned to {alignment} bytes")]

@@ -64,8 +64,8 @@ impl Qcow2Image {
         self.backing_changed.store(true, Relaxed);
         tracing::error!(
             image = self.description(),
-            "its backing file was changed by another process ({}): data of the backing file can no longer be read (end the disk, check \
-             the backing file, and start again)",
+            "its backing file was changed by another process ({}): data of the backing file can no \
+             longer be read (end the disk, check the backing file, and start again)",
             changed.description()
         );
     }

@@ -84,7 +84,8 @@ pub enum InvalidCache {
     },
     /// Invalid size of a slice.
     #[error(
-        "l2-cache-entry-size ({entry_bytes}) is not a power of two from 512 to the cluster's {cluster_bytes} bytes"
+        "l2-cache-entry-size ({entry_bytes}) is not a power of two from 512 to the cluster's \
+         {cluster_bytes} bytes"
     )]
     EntrySize {
         /// Configured value.

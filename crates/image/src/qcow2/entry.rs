@@ -173,7 +173,8 @@ impl EntryFormat {
                 if self.data_file && host != own =>
             {
                 Err(InvalidImage::new(format!(
-                    "the guest cluster at {own:#x} is mapped to {host:#x} of the data file instead of the same offset"
+                    "the guest cluster at {own:#x} is mapped to {host:#x} of the data file instead \
+                     of the same offset"
                 )))
             }
             _ => Ok(()),

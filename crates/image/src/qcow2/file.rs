@@ -139,7 +139,8 @@ impl ImageFile {
         if !self.corrupt.swap(true, Relaxed) {
             tracing::error!(
                 image = self.storage.description(),
-                "neither the new header nor the old one could be written ({why}); the image is read-only until it is opened again"
+                "neither the new header nor the old one could be written ({why}); the image is \
+                 read-only until it is opened again"
             );
         }
     }

@@ -71,17 +71,20 @@ pub enum OpenFailure {
     Failed(#[from] Error),
     /// The header marks the image as corrupt.
     #[error(
-        "it is marked corrupt (`weir image check --repair` repairs it as far as possible; --read-only opens it unchanged)"
+        "it is marked corrupt (`weir image check --repair` repairs it as far as possible; \
+         --read-only opens it unchanged)"
     )]
     Corrupt,
     /// The header marks the refcounts as inconsistent, after lazy refcounts.
     #[error(
-        "its refcounts were not written when it was last in use (`weir image check --repair` recomputes them; --read-only opens it unchanged)"
+        "its refcounts were not written when it was last in use (`weir image check --repair` \
+         recomputes them; --read-only opens it unchanged)"
     )]
     Dirty,
     /// The image uses QEMU's legacy AES encryption.
     #[error(
-        "it is encrypted with QEMU's legacy AES method, which is insecure (convert it to LUKS with `qemu-img convert`)"
+        "it is encrypted with QEMU's legacy AES method, which is insecure (convert it to LUKS with \
+         `qemu-img convert`)"
     )]
     LegacyAes,
     /// No snapshot has this id or name.
@@ -420,7 +423,8 @@ async fn read_refcount_table(file: &ImageFile, header: &Qcow2Header) -> Result<R
             || offset != 0 && end.is_none_or(|end| end > file.size_bytes())
         {
             return Err(InvalidImage::new(format!(
-                "refcount block {index} at {offset:#x} is beyond the end of the file, or not aligned to a cluster"
+                "refcount block {index} at {offset:#x} is beyond the end of the file, or not \
+                 aligned to a cluster"
             ))
             .into());
         }

@@ -43,8 +43,9 @@ pub enum SnapshotError {
     TooMany,
     /// A refcount has its maximum, or is 0 for a cluster in use.
     #[error(
-        "the refcount of the cluster at {offset:#x} cannot be incremented: it has reached its maximum, or is wrong (delete snapshots, use larger \
-         refcount_bits, or try `weir image check`)"
+        "the refcount of the cluster at {offset:#x} cannot be incremented: it has reached its \
+         maximum, or is wrong (delete snapshots, use larger refcount_bits, or try `weir image \
+         check`)"
     )]
     Refcount {
         /// Offset of the cluster in the file.

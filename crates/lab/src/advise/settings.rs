@@ -239,8 +239,15 @@ mod tests {
 
     #[test]
     fn other_keys_of_the_config_file_are_preserved() {
-        let before = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 5 # once\nbps-total = \"1M\"\n\
-                      iops-total-max = 50\niops-total-max-length = 9\n[group.gold]\nweight = 7\n";
+        let before = "# Ours.\n\
+                      [disk.vm1]\n\
+                      image = \"null:1M\"   # small\n\
+                      iops-total = 5 # once\n\
+                      bps-total = \"1M\"\n\
+                      iops-total-max = 50\n\
+                      iops-total-max-length = 9\n\
+                      [group.gold]\n\
+                      weight = 7\n";
         let mut gold = change("gold", LimitKind::BpsTotal, RateLimit { rate: 1 << 20, ..RateLimit::NONE });
         gold.is_group = true;
         gold.before.share = NodeShare::new(7).unwrap();

@@ -200,7 +200,8 @@ impl Tenants {
         match suggest::nearest(name, names) {
             Some(near) => format!("{name}: the trace has no requests of it (did you mean {near}?)"),
             None => format!(
-                "{name}: the trace has no requests of a disk or group of this name (weir trace info lists its disks)"
+                "{name}: the trace has no requests of a disk or group of this name (weir trace \
+                 info lists its disks)"
             ),
         }
     }

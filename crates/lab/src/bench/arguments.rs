@@ -58,7 +58,8 @@ impl std::str::FromStr for HotSpot {
         let percent = |text: &str| settings::count(text).ok().filter(|value| (1..=99).contains(value));
         let both = text.split_once('/').and_then(|(one, other)| percent(one).zip(percent(other)));
         let (requests, places) = both.ok_or(
-            "is not REQUESTS/DISK, two percentages from 1 to 99 (90/10: 90 % of the requests to 10 % of the disk)",
+            "is not REQUESTS/DISK, two percentages from 1 to 99 (90/10: 90 % of the requests to 10 \
+             % of the disk)",
         )?;
         // Both are below 100.
         Ok(Self { requests: requests as u8, places: places as u8 })
@@ -234,7 +235,8 @@ impl BenchArgs {
         };
         if description.key_secret.is_some() {
             bail!(
-                "encrypt.key-secret: encrypted images are not supported here (serve the image, and name its export)"
+                "encrypt.key-secret: encrypted images are not supported here (serve the image, and \
+                 name its export)"
             );
         }
         if description.read_only && self.write {

@@ -55,12 +55,14 @@ fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
     let in_flight = u64::from(depth).saturating_mul(readers.into()).saturating_mul(jobs.into());
     if in_flight > MAX_TASKS {
         bail!(
-            "-d {depth}: with {readers} readers of each of {jobs} jobs more than {MAX_TASKS} requests would be in flight (choose one of them smaller)"
+            "-d {depth}: with {readers} readers of each of {jobs} jobs more than {MAX_TASKS} \
+             requests would be in flight (choose one of them smaller)"
         );
     }
     if buffer_size.saturating_mul(in_flight) > MAX_IN_FLIGHT {
         bail!(
-            "-d {depth}: with requests of {buffer_size} bytes more than {MAX_IN_FLIGHT} bytes would be in flight (choose one of them smaller)"
+            "-d {depth}: with requests of {buffer_size} bytes more than {MAX_IN_FLIGHT} bytes \
+             would be in flight (choose one of them smaller)"
         );
     }
     // Zipf and hot spots imply random offsets.

@@ -25,7 +25,8 @@ impl FromStr for BenchTarget {
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(path) = OF_SERVE.iter().find_map(|prefix| text.strip_prefix(prefix)) {
             return Err(format!(
-                "names a socket as `weir serve` does; write vhost-user:{path}, or nbd+unix:///EXPORT?socket={path}"
+                "names a socket as `weir serve` does; write vhost-user:{path}, or \
+                 nbd+unix:///EXPORT?socket={path}"
             ));
         }
         match text.strip_prefix(VHOST_USER) {

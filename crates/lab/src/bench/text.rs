@@ -166,7 +166,8 @@ mod tests {
     fn defaults_are_those_of_qemu_img() {
         assert_eq!(
             announced("vm.raw"),
-            "Sending 75000 read requests, 4096 bytes each, 64 in parallel (starting at offset 0, step size 4096)\n"
+            "Sending 75000 read requests, 4096 bytes each, 64 in parallel (starting at offset 0, \
+             step size 4096)\n"
         );
     }
 
@@ -191,8 +192,9 @@ mod tests {
             announced(
                 "a -w --rwmixread 70 --zipf 1.2 --seed 3 --jobs 2 --runtime 5s --ramp-time 1s --rate-iops 500"
             ),
-            "Sending read and write (70:30) requests, 4096 bytes each, 64 in parallel (at random multiples of 4096 from offset 0, seed 3, \
-             by Zipf's law with exponent 1.2, 2 jobs, for 5.0s, after 1.0s that do not count)\n\
+            "Sending read and write (70:30) requests, 4096 bytes each, 64 in parallel (at random \
+             multiples of 4096 from offset 0, seed 3, by Zipf's law with exponent 1.2, 2 jobs, for \
+             5.0s, after 1.0s that do not count)\n\
              Sending 500 requests per second, at random instants\n"
         );
         assert!(

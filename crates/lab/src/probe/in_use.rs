@@ -42,7 +42,8 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
         Ok(file) => file,
         Err(error) if error.raw_os_error() == Some(Errno::EBUSY as i32) => {
             bail!(
-                "{name}: the system holds it, as swap or a RAID member perhaps (free it, or leave out --write)"
+                "{name}: the system holds it, as swap or a RAID member perhaps (free it, or leave \
+                 out --write)"
             )
         }
         Err(error) => return Err(error).with_context(|| format!("{name}: cannot be opened for writing")),
@@ -51,7 +52,8 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     if let (Some(what), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
     {
         bail!(
-            "{name}: has the signature of {what}, which writing would destroy (add --force if it is not needed)"
+            "{name}: has the signature of {what}, which writing would destroy (add --force if it \
+             is not needed)"
         );
     }
     Ok(ExclusiveDevice { _file: file })
@@ -64,7 +66,8 @@ pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<ExclusiveDevice> {
         Ok(file) => Ok(ExclusiveDevice { _file: file }),
         Err(error) if error.raw_os_error() == Some(Errno::EBUSY as i32) => {
             bail!(
-                "{name}: the system holds it, as a mounted file system or swap perhaps, and what happens there would be measured too (free it first)"
+                "{name}: the system holds it, as a mounted file system or swap perhaps, and what \
+                 happens there would be measured too (free it first)"
             )
         }
         Err(error) => Err(error).with_context(|| format!("{name}: cannot be opened for reading")),

@@ -82,7 +82,8 @@ impl ProbeTarget {
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
         ensure!(
             size_bytes >= MIN_SIZE,
-            "{name}: {size_bytes} bytes are too few to be measured (make room, or give --size {MIN_SIZE} or more)"
+            "{name}: {size_bytes} bytes are too few to be measured (make room, or give --size \
+             {MIN_SIZE} or more)"
         );
         ensure!(
             size_bytes <= free,

@@ -120,7 +120,8 @@ impl Differences {
             _ if told == 0 => "No difference can be shown or excluded.".to_owned(),
             0 => format!("No real difference: none of {told} {measures} differs by more than noise."),
             differ => format!(
-                "{differ} of {told} {measures} differ{} by more than noise: B is better in {better} and worse in {worse}.",
+                "{differ} of {told} {measures} differ{} by more than noise: B is better in \
+                 {better} and worse in {worse}.",
                 if differ == 1 { "s" } else { "" }
             ),
         };
@@ -139,7 +140,8 @@ impl Differences {
             row.samples_are == SamplesAre::Seconds && row.outcome != DifferenceVerdict::Unknown
         };
         if self.rows.iter().any(is_within) {
-            text += " Some compare single runs, in which variation between runs cannot be distinguished from a real difference.";
+            text += " Some compare single runs, in which variation between runs cannot be \
+                     distinguished from a real difference.";
         }
         match self.count(DifferenceVerdict::Unknown) {
             0 => {}
@@ -305,7 +307,8 @@ mod tests {
             (&[(Same, 1)], "No real difference: none of 1 measure differs by more than noise."),
             (
                 &[(Unknown, 2)],
-                "No difference can be shown or excluded. 2 measures have too few samples to tell, or are zero.",
+                "No difference can be shown or excluded. 2 measures have too few samples to tell, \
+                 or are zero.",
             ),
             (
                 &[(Unknown, 1), (Worse, 1)],
@@ -324,8 +327,9 @@ mod tests {
             ),
             (
                 &[(Same, 10), (Worse, 10)],
-                "10 of 20 measures differ by more than noise: B is better in 0 and worse in 10. \
-                 Of 20 about 1 would differ by chance alone: single ones among them may be no real difference.",
+                "10 of 20 measures differ by more than noise: B is better in 0 and worse in 10. Of \
+                 20 about 1 would differ by chance alone: single ones among them may be no real \
+                 difference.",
             ),
         ];
         for (outcomes, expected) in cases {

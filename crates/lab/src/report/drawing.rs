@@ -128,12 +128,17 @@ impl SvgDrawing {
         // The chart is a nested SVG below the legend, in its own coordinates.
         let top = if marks.is_empty() { TITLE } else { y + ROW };
         format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{all}\" viewBox=\"0 0 {width} {all}\" \
-             font-family=\"sans-serif\" font-size=\"{LETTERS}\" role=\"img\" aria-label=\"{shows}\">\n\
-             <!-- weir {version} -->\n<title>{shows}</title>\n<style>\n{dashes}</style>\n\
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{all}\" \
+             viewBox=\"0 0 {width} {all}\" font-family=\"sans-serif\" font-size=\"{LETTERS}\" \
+             role=\"img\" aria-label=\"{shows}\">\n\
+             <!-- weir {version} -->\n\
+             <title>{shows}</title>\n\
+             <style>\n\
+             {dashes}</style>\n\
              <rect width=\"100%\" height=\"100%\" fill=\"{ground}\"/>\n\
-             <text x=\"{MARGIN}\" y=\"22\" font-weight=\"bold\" fill=\"{ink}\">{shows}</text>\n{marks}\
-             <svg y=\"{top}\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {} {}\">{shapes}</svg>\n",
+             <text x=\"{MARGIN}\" y=\"22\" font-weight=\"bold\" fill=\"{ink}\">{shows}</text>\n\
+             {marks}<svg y=\"{top}\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {} \
+             {}\">{shapes}</svg>\n",
             px(*width),
             px(*height),
             all = top + height,

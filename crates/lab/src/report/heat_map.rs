@@ -45,7 +45,8 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
     };
     let note = match map.unit {
         MeasureUnit::Ratio => format!(
-            "Blue is better than 1×, orange worse; {best} is better. Without colour: no difference beyond noise{}.",
+            "Blue is better than 1×, orange worse; {best} is better. Without colour: no difference \
+             beyond noise{}.",
             if map.noise.is_empty() { ", or 5 %" } else { "" }
         ),
         _ => format!("The stronger a cell, the better; {best} is better."),

@@ -120,8 +120,8 @@ fn legend(lines: &Lines) -> String {
         let (colour, name, scale) = (code(colour.light), escape(&series.name), drawing::SCALE);
         let _ = write!(
             html,
-            "<li><svg viewBox=\"0 0 {} {}\" aria-hidden=\"true\"><line x1=\"0\" y1=\"{}\" x2=\"{}\" y2=\"{}\" \
-             stroke=\"{colour}\" stroke-width=\"{}\"/></svg>{name}</li>",
+            "<li><svg viewBox=\"0 0 {} {}\" aria-hidden=\"true\"><line x1=\"0\" y1=\"{}\" \
+             x2=\"{}\" y2=\"{}\" stroke=\"{colour}\" stroke-width=\"{}\"/></svg>{name}</li>",
             28 * scale,
             10 * scale,
             5 * scale,

@@ -45,12 +45,25 @@ impl ReportPage {
         // Generated from the palette, so that they match the colours in the charts.
         let (dark, dashes) = (palette::dark_rules(), palette::dash_rules(SCALE));
         format!(
-            "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+            "<!DOCTYPE html>\n\
+             <html lang=\"en\">\n\
+             <head>\n\
+             <meta charset=\"utf-8\">\n\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-             <meta name=\"generator\" content=\"weir {version}\">\n<title>{title}</title>\n<style>\n{STYLE}{dashes}\
-             @media screen and (prefers-color-scheme: dark) {{\n{dark}}}\n</style>\n</head>\n<body>\n<main>\n{body}</main>\n\
-             <footer>Drawn by weir {version}. <code>weir report A.json B.json</code> compares two results.</footer>\n\
-             </body>\n</html>\n"
+             <meta name=\"generator\" content=\"weir {version}\">\n\
+             <title>{title}</title>\n\
+             <style>\n\
+             {STYLE}{dashes}@media screen and (prefers-color-scheme: dark) {{\n\
+             {dark}}}\n\
+             </style>\n\
+             </head>\n\
+             <body>\n\
+             <main>\n\
+             {body}</main>\n\
+             <footer>Drawn by weir {version}. <code>weir report A.json B.json</code> compares two \
+             results.</footer>\n\
+             </body>\n\
+             </html>\n"
         )
     }
 

@@ -95,7 +95,8 @@ fn of_group(
         let rate = limits.limit(kind).rate;
         if rate > 0 && promised > rate {
             return Err(wrong(format!(
-                "reservation: {promised} operations per second are reserved in total, more than the limit of {rate} (lower reserved, reservation or disks)"
+                "reservation: {promised} operations per second are reserved in total, more than \
+                 the limit of {rate} (lower reserved, reservation or disks)"
             )));
         }
     }

@@ -38,7 +38,8 @@ impl FromStr for DeviceSpec {
                 "write-bps" => rate.push(format!("write={value}")),
                 _ => {
                     return Err(format!(
-                        "{key:?} is no property of a device (there are read, write, zero, flush, parallel, bps, iops, read-bps and write-bps)"
+                        "{key:?} is no property of a device (there are read, write, zero, flush, \
+                         parallel, bps, iops, read-bps and write-bps)"
                     ));
                 }
             }

@@ -316,7 +316,8 @@ impl SimulationReader<'_> {
         if pairs.iter().any(EnginePair::is_full) {
             let waiting: usize = pairs.iter().map(|pair| pair.after.waiting()).sum();
             return Some(format!(
-                "{waiting} requests waited for limits at once, and the {} of memory for them are used up (raise the limits, or split the trace)",
+                "{waiting} requests waited for limits at once, and the {} of memory for them are \
+                 used up (raise the limits, or split the trace)",
                 settings::exact_size(MAX_BYTES as u64)
             ));
         }

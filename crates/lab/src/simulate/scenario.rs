@@ -90,11 +90,13 @@ fn burst() -> Result<ScenarioTable, WorldError> {
         row
     };
     Ok(ScenarioTable {
-        title: "iops-total=100,iops-total-max=2000,iops-total-max-length=60,iops-size=4096: requests a second",
+        title: "iops-total=100,iops-total-max=2000,iops-total-max-length=60,iops-size=4096: \
+                requests a second",
         columns: columns(&["REQUEST"], &["COUNTS AS", "FIRST MINUTE", "SAID", "FROM 70 S ON", "SAID"]),
         rows: sizes.iter().enumerate().map(row).collect(),
-        note: "Three disks with these limits, each with a client that always has 64 requests waiting. The bucket holds 2000 × 60 operations and \
-               meanwhile runs out at 100 a second, so the burst ends after 63 seconds."
+        note: "Three disks with these limits, each with a client that always has 64 requests \
+               waiting. The bucket holds 2000 × 60 operations and meanwhile runs out at 100 a \
+               second, so the burst ends after 63 seconds."
             .to_owned(),
         measures,
     })

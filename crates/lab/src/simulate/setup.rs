@@ -134,7 +134,8 @@ impl SimulationSetup {
             let own = world.disks.iter().filter(|disk| disk.place != shared).count();
             ensure!(
                 own == 0 || own < world.disks.len(),
-                "--device: it applies to no disk, because each in {} has a delay or rate (remove those, or leave --device out)",
+                "--device: it applies to no disk, because each in {} has a delay or rate (remove \
+                 those, or leave --device out)",
                 path.display()
             );
             if own > 0 {
@@ -264,7 +265,8 @@ impl SimulationSetup {
                     format!("the group is {}; for a disk, use --config FILE", groups[0].name)
                 };
                 anyhow::bail!(
-                    "--sweep-of {name}: without --config a limit is that of --group or of each disk ({places}, or leave --sweep-of out)"
+                    "--sweep-of {name}: without --config a limit is that of --group or of each \
+                     disk ({places}, or leave --sweep-of out)"
                 )
             }
             (None, None, SetupKind::Config { .. }) => match &mut disks[..] {
@@ -335,7 +337,8 @@ impl<'a> DiskResolver<'a> {
         if let Some(taken) = &self.stand_in {
             let only = &disks[0].name;
             return format!(
-                "the disk {name:?} is the second of the trace, but {file} has only {only:?}, to which {taken:?} was mapped (add [disk.{name:?}])"
+                "the disk {name:?} is the second of the trace, but {file} has only {only:?}, to \
+                 which {taken:?} was mapped (add [disk.{name:?}])"
             );
         }
         let mut names: Vec<_> = disks.iter().take(MAX_NAMED).map(|disk| format!("{:?}", disk.name)).collect();

@@ -142,7 +142,8 @@ impl SweepPoint {
         }
         if let Some(name) = between.judged.filter(|_| judged.requests == 0) {
             anyhow::bail!(
-                "--p99-of {name}: there are no requests of a disk or group of this name (weir trace info lists the disks)"
+                "--p99-of {name}: there are no requests of a disk or group of this name (weir \
+                 trace info lists the disks)"
             );
         }
         let group = between.limited.and_then(|name| world.groups.iter().position(|group| group.name == name));
@@ -315,7 +316,8 @@ impl SweepResult {
         let last = self.points.last();
         match last.map(|point| point.judges) {
             Some(JudgedDisks::Neighbours) if self.is_indifferent() => {
-                "this limit makes no difference to it: another limit, of a disk or a group, or its device causes the latency"
+                "this limit makes no difference to it: another limit, of a disk or a group, or its \
+                 device causes the latency"
             }
             Some(JudgedDisks::Neighbours) => "try smaller ones",
             _ if last.is_some_and(|point| point.throttled == 0.0) => {

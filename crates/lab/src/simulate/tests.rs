@@ -244,26 +244,30 @@ fn inapplicable_options_are_named() {
     check_error(
         &format!("{c} --config {config}"),
         &format!(
-            "{dir}/c.csv:2: the disk \"c\" is not in {dir}/weir.toml, which has \"a\", \"b\" (add [disk.\"c\"])"
+            "{dir}/c.csv:2: the disk \"c\" is not in {dir}/weir.toml, which has \"a\", \"b\" (add \
+             [disk.\"c\"])"
         ),
     );
     check_error(
         &format!("{past} --config {config}"),
         &format!(
-            "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \"a\", which has 1048576 bytes"
+            "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \
+             \"a\", which has 1048576 bytes"
         ),
     );
     check_error(
         &format!("{past} --size 1M"),
         &format!(
-            "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \"a\", which has 1048576 bytes"
+            "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \
+             \"a\", which has 1048576 bytes"
         ),
     );
     let partial = outcome(&format!("{two} --config {one}"), 1).unwrap().partial.unwrap();
     assert_eq!(
         partial,
         format!(
-            "{dir}/two.csv:3: the disk \"d\" is the second of the trace, but {dir}/one.toml has only \"a\", to which \"c\" was mapped (add [disk.\"d\"])"
+            "{dir}/two.csv:3: the disk \"d\" is the second of the trace, but {dir}/one.toml has \
+             only \"a\", to which \"c\" was mapped (add [disk.\"d\"])"
         )
     );
     check_error(
@@ -273,7 +277,8 @@ fn inapplicable_options_are_named() {
     check_error(
         &format!("{c} --device {dir}/none"),
         &format!(
-            "{dir}/none: is no known device (name a directory or a device, or give read=100us,…): No such file or directory (os error 2)"
+            "{dir}/none: is no known device (name a directory or a device, or give read=100us,…): \
+             No such file or directory (os error 2)"
         ),
     );
     let error = format!("{:#}", outcome(&odd, 1).map(drop).unwrap_err());

@@ -79,9 +79,10 @@ pub(super) fn simulate_all(cache_bytes: u64) -> Result<ScenarioTable, WorldError
         }
     }
     let note = format!(
-        "MB/s as dd says it, of 10⁶ bytes; limits and the device's 22 MB/s are of 2²⁰. The device is a line of bytes, without seeks; a stream in writeback \
-         has at most {} MiB dirty and ends when its last page is (cache=SIZE), which is why its figures may exceed the device's. WHILE BOTH is what each \
-         wrote to the device while both did.",
+        "MB/s as dd says it, of 10⁶ bytes; limits and the device's 22 MB/s are of 2²⁰. The device \
+         is a line of bytes, without seeks; a stream in writeback has at most {} MiB dirty and \
+         ends when its last page is (cache=SIZE), which is why its figures may exceed the \
+         device's. WHILE BOTH is what each wrote to the device while both did.",
         cache_bytes / MIB
     );
     Ok(ScenarioTable {

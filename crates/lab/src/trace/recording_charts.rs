@@ -373,7 +373,9 @@ fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost
     let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled".split('|');
     let columns = columns.chain([RequestsByLimit::HEADING]);
     let rows = disks.iter().map(|disk| disk.row(seconds)).collect();
-    let note = "The busiest disks come first. Rates are over the time from the first arrival to the last completion. A disk is throttled while at least one request waits for a limit; the last column is a share of the requests.";
+    let note = "The busiest disks come first. Rates are over the time from the first arrival to \
+                the last completion. A disk is throttled while at least one request waits for a \
+                limit; the last column is a share of the requests.";
     let table = ResultTable { note: Some(note.to_owned()), ..ResultTable::new("Each disk", columns, rows) };
     let mut summary: Vec<_> = disks.iter().take(DRAWN).map(|disk| disk.sentence(seconds)).collect();
     if disks.len() > DRAWN {
@@ -382,7 +384,8 @@ fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost
     let was_throttled = disks.iter().any(|disk| disk.throttled_ns > 0);
     match limits {
         ShownLimits::Recorded(history) if history.is_empty() && was_throttled => summary.push(
-            "This recording has the names of limits and not their values: --config FILE draws those of a config file."
+            "This recording has the names of limits and not their values: --config FILE draws \
+             those of a config file."
                 .to_owned(),
         ),
         ShownLimits::Recorded(history) if history.dropped() > 0 => summary.push(format!(

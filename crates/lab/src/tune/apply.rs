@@ -59,7 +59,10 @@ impl ApplyCommands {
                 let (cluster, size) = (exact_size(cluster_bytes), exact_size(disk_bytes));
                 format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", shell_word(name))
             }),
-            weir: format!("weir serve {} --format {format} --cache {mode}{own} --prefetch {prefetch}", shell_word(name)),
+            weir: format!(
+                "weir serve {} --format {format} --cache {mode}{own} --prefetch {prefetch}",
+                shell_word(name)
+            ),
             qemu_drive: format!(
                 "-drive {}",
                 shell_word(&format!(
@@ -70,7 +73,8 @@ impl ApplyCommands {
             qemu_blockdev: blockdev(cache, format, target, &option),
             libvirt: libvirt(mode, format, qcow2, l2_bytes),
             without: (prefetch == PrefetchMode::On).then_some(
-                "prefetch: neither QEMU nor libvirt has it; serve the disk with weir and let QEMU use it over NBD",
+                "prefetch: neither QEMU nor libvirt has it; serve the disk with weir and let QEMU \
+                 use it over NBD",
             ),
         }
     }
@@ -107,7 +111,8 @@ fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2Choice>, l2_bytes: Optio
             // libvirt sets the total of both caches, and QEMU deducts the refcount cache.
             let bytes = l2_bytes + REFCOUNT_CLUSTERS * cluster_bytes;
             format!(
-                "{open}>\n  <metadata_cache>\n    <max_size unit='bytes'>{bytes}</max_size>\n  </metadata_cache>\n</driver>"
+                "{open}>\n  <metadata_cache>\n    <max_size unit='bytes'>{bytes}</max_size>\n  \
+                 </metadata_cache>\n</driver>"
             )
         }
     }

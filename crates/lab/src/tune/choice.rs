@@ -19,13 +19,15 @@ use crate::statistics::{RankComparison, RankVerdict, median};
 /// Smaller gains do not justify a change, and chance would decide between equals.
 pub(super) const MARGIN: f64 = 0.05;
 
-const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
-     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
+const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be \
+                    within 5 % of the fastest: the default, fewest changes to it, least memory. A \
+                    change is recommended only if it was shown to gain more than 5 %.";
 
 /// Appended to [`RULE`] if the measurement did not settle every goal.
-const NOT_SETTLED: &str = " Where no difference was shown, the whole budget was too little to decide: the goal's base is \
-     named (the default, or for integrity the default with a safe cache mode), and another may be ahead in the table. \
-     More --budget can settle it.";
+const NOT_SETTLED: &str = " Where no difference was shown, the whole budget was too little to \
+                           decide: the goal's base is named (the default, or for integrity the \
+                           default with a safe cache mode), and another may be ahead in the table. \
+                           More --budget can settle it.";
 
 /// Explanation of the recommendations; differs if not all are `settled`.
 pub(super) fn rule(settled: bool) -> String {

@@ -17,8 +17,10 @@ use crate::{
     statistics::{RankComparison, RankVerdict, estimate, median, steady},
 };
 
-const NOTE: &str = "Operations per second, medians with the interval of 95 %. Reads begin with an empty page cache, rereads are of what is in it. A \
-     write counts once a flush at the end of its slice is answered. First writes go to an empty overlay over a backing file.";
+const NOTE: &str = "Operations per second, medians with the interval of 95 %. Reads begin with an \
+                    empty page cache, rereads are of what is in it. A write counts once a flush at \
+                    the end of its slice is answered. First writes go to an empty overlay over a \
+                    backing file.";
 
 #[derive(Clone, Debug)]
 pub(super) struct ColdCacheCurve {

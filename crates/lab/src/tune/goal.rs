@@ -91,10 +91,12 @@ impl CacheSafety {
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Always => {
-                "survives a power failure of the host also with guests that send no flushes: a write is durable when it is answered"
+                "survives a power failure of the host also with guests that send no flushes: a \
+                 write is durable when it is answered"
             }
             Self::WithFlushes => {
-                "survives a power failure of the host with guests that flush, as every current system does; one that sends no flushes may lose what it wrote last"
+                "survives a power failure of the host with guests that flush, as every current \
+                 system does; one that sends no flushes may lose what it wrote last"
             }
             Self::Never => {
                 "flushes are ignored: a power failure or a crash of the host may lose the whole disk"

@@ -104,7 +104,8 @@ impl StoredSamples {
             let (Some((_, configuration)), Some((_, pattern))) = (configuration, pattern) else { continue };
             ensure!(
                 cell.rounds.iter().all(|&round| round < MAX_ROUNDS),
-                "the samples to continue with are corrupt: the number of rounds is too large (start again without --resume)"
+                "the samples to continue with are corrupt: the number of rounds is too large \
+                 (start again without --resume)"
             );
             for (round, value) in cell.rounds.iter().zip(&cell.operations_per_second) {
                 samples.add(*configuration, *pattern, *round, *value);
@@ -132,7 +133,8 @@ impl StoredSamples {
         for (what, theirs, here) in differences {
             ensure!(
                 theirs == here,
-                "the samples to continue with are {what} {theirs}, not {here}: they cannot be compared (start again without --resume)"
+                "the samples to continue with are {what} {theirs}, not {here}: they cannot be \
+                 compared (start again without --resume)"
             );
         }
         Ok(())

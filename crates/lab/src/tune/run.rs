@@ -74,7 +74,8 @@ impl<C: TurnSource> TuneRun<C> {
         for cluster_bytes in all.into_iter().filter(|cluster_bytes| !made.contains(cluster_bytes)) {
             self.remarks.extend(self.course.leave_out(cluster_bytes).into_iter().map(|what| {
                 format!(
-                    "Not measured: {what} writing the images took too long (give a smaller --size or a longer --budget)."
+                    "Not measured: {what} writing the images took too long (give a smaller --size \
+                     or a longer --budget)."
                 )
             }));
         }

@@ -134,7 +134,8 @@ impl TuneTarget {
             )
         } else {
             bail!(
-                "{name}: is neither a directory nor a block device nor an image (name the directory that it is in)"
+                "{name}: is neither a directory nor a block device nor an image (name the \
+                 directory that it is in)"
             )
         };
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(whole_bytes).min(whole_bytes));
@@ -155,7 +156,8 @@ impl TuneTarget {
         let needed = needed_bytes(size_bytes);
         ensure!(
             needed <= free,
-            "{name}: needs {} bytes for images of {}, and {free} are free (make room, or give a smaller --size)",
+            "{name}: needs {} bytes for images of {}, and {free} are free (make room, or give a \
+             smaller --size)",
             needed,
             exact_size(size_bytes)
         );
@@ -210,13 +212,15 @@ impl TuneTarget {
         match self.kind {
             TuneTargetKind::Made { .. } => None,
             TuneTargetKind::Device { writable: false, .. } => Some(
-                "writes: they would destroy the data on the device (--write); cluster sizes and L2 caches: a device has none",
+                "writes: they would destroy the data on the device (--write); cluster sizes and L2 \
+                 caches: a device has none",
             ),
             TuneTargetKind::Device { writable: true, .. } => {
                 Some("cluster sizes, L2 caches and first writes: a device has none")
             }
             TuneTargetKind::Image { .. } => Some(
-                "writes and cluster sizes: an existing image is only read (name its directory to create and write images)",
+                "writes and cluster sizes: an existing image is only read (name its directory to \
+                 create and write images)",
             ),
         }
     }
@@ -265,12 +269,15 @@ fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Op
     let percent = data_bytes.saturating_mul(100) / measured_bytes.max(1);
     ensure!(
         percent >= MIN_DATA_PERCENT,
-        "{}: {percent} % of it hold data, and the rest are holes, which are read without the disk (name the directory it is in, to have full images made \
-         and measured there)",
+        "{}: {percent} % of it hold data, and the rest are holes, which are read without the disk \
+         (name the directory it is in, to have full images made and measured there)",
         path.display()
     );
     Ok((percent < 99).then(|| {
-        format!("Of the image {percent} % hold data: the rest are holes, which are read without the disk, so reads look faster than they are.")
+        format!(
+            "Of the image {percent} % hold data: the rest are holes, which are read without the \
+             disk, so reads look faster than they are."
+        )
     }))
 }
 

@@ -241,7 +241,8 @@ mod tests {
         let expect = "prefetch-streams (0) is out of range; it may be from 1 to 4096";
         assert_eq!(with(PrefetchSetting::Streams, 0).unwrap_err(), expect);
         assert!(with(PrefetchSetting::Streams, 1 << 40).is_err());
-        let expect = "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window may not be larger than the largest";
+        let expect = "prefetch-window-min (131072) is above prefetch-window-max (65536); the \
+                      smallest window may not be larger than the largest";
         assert_eq!(with(PrefetchSetting::WindowMax, 64 << 10).unwrap_err(), expect);
     }
 

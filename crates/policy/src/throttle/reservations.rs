@@ -75,8 +75,8 @@ impl ReservationBound {
             Self::Limit => "raise the limit",
             Self::Rate => "raise that `rate`",
             Self::Probe(_) | Self::Pool => {
-                "measure again with `weir probe`, or remove its file in capacity/ of the state directory, and \
-                 restart weir"
+                "measure again with `weir probe`, or remove its file in capacity/ of the state \
+                 directory, and restart weir"
             }
             Self::Cluster => "one on another host",
             Self::Whole => "raise that limit",
@@ -121,7 +121,8 @@ impl fmt::Display for ReservationExceeded {
             ReservationBound::Pool => {
                 write!(
                     f,
-                    "the {available} that the reservations of other hosts leave of the capacity that `weir probe` measured"
+                    "the {available} that the reservations of other hosts leave of the capacity \
+                     that `weir probe` measured"
                 )
             }
             ReservationBound::Whole => write!(f, "the limit of all hosts of {available}"),
@@ -156,11 +157,13 @@ impl fmt::Display for ThrottleError {
             Self::Limits(invalid) => invalid.fmt(f),
             Self::Overbooked(overbooked) => overbooked.fmt(f),
             Self::Leased => f.write_str(
-                "limits: the cluster sets those of this group, for all hosts and without a watermark (change them with `weir throttle GROUP --cluster`)",
+                "limits: the cluster sets those of this group, for all hosts and without a \
+                 watermark (change them with `weir throttle GROUP --cluster`)",
             ),
             Self::TooDeep => write!(
                 f,
-                "group: nested too deeply; the maximum is {} levels, disks included (choose a group on a higher level)",
+                "group: nested too deeply; the maximum is {} levels, disks included (choose a \
+                 group on a higher level)",
                 MAX_LEVELS
             ),
         }

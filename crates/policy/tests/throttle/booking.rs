@@ -26,7 +26,8 @@ fn reservations_of_members_may_add_up_to_the_group_s_limit_and_not_more() {
     assert_eq!(error, overbooked(ReservationUnit::Iops, 1001, 1000, ReservationBound::Limit));
     assert_eq!(
         error.to_string(),
-        "iops-reservation: 1001 IOPS would be reserved, 1 more than the limit of 1000 (lower a reservation, or raise the limit)"
+        "iops-reservation: 1001 IOPS would be reserved, 1 more than the limit of 1000 (lower a \
+         reservation, or raise the limit)"
     );
     assert!(tree.configure(second, Limits::default(), promise(401, 0), s(0)).is_err());
     assert_eq!(tree.share(second), promise(400, 0));
@@ -116,9 +117,10 @@ fn device_capacity_bounds_reservations() {
     tree.set_reservable(group, of(1000, Some(1_795_241_721))).unwrap();
     let disk = tree.add(Some(group), Limits::default(), promise(1000, u64::MAX)).unwrap();
     let error = tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap_err();
-    let expect = "iops-reservation: 1200 IOPS would be reserved, 200 more than the 1000 that `weir probe` \
-                  measured of the device, 2026-11-21 06:15:21 UTC (lower a reservation, or measure again with \
-                  `weir probe`, or remove its file in capacity/ of the state directory, and restart weir)";
+    let expect = "iops-reservation: 1200 IOPS would be reserved, 200 more than the 1000 that `weir \
+                  probe` measured of the device, 2026-11-21 06:15:21 UTC (lower a reservation, or \
+                  measure again with `weir probe`, or remove its file in capacity/ of the state \
+                  directory, and restart weir)";
     assert_eq!(error.to_string(), expect);
     assert!(tree.set_reservable(group, of(999, None)).is_err());
     tree.set_reservable(group, of(1000, None)).unwrap();

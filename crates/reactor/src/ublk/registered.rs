@@ -56,7 +56,10 @@ impl RegisteredSource {
         let numbers = BufferIndexRange::take(info.depth);
         if let Err(error) = &numbers {
             let device = info.number;
-            tracing::warn!(device, queue, %error, "the pages of requests cannot be registered as buffers of this ring: data is copied");
+            tracing::warn!(
+                device, queue, %error,
+                "the pages of requests cannot be registered as buffers of this ring: data is copied"
+            );
         }
         let (device, copied) = (device.clone(), Arc::clone(copied));
         Rc::new(Self { device, queue, numbers: numbers.ok(), copied })

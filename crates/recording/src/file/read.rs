@@ -180,7 +180,8 @@ fn mark(lines: &mut LineReader) -> Result<RecordingHeader, TraceError> {
         Some(mark) if mark.version > VERSION => {
             let RecordingHeader { version, .. } = mark;
             let why = format!(
-                "the recording has version {version}, but this weir reads only up to {VERSION} (use a newer weir)"
+                "the recording has version {version}, but this weir reads only up to {VERSION} \
+                 (use a newer weir)"
             );
             Err(TraceError::Together { file: lines.name().to_owned(), why })
         }

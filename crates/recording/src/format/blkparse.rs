@@ -76,8 +76,8 @@ impl LineParser for Blkparse {
         // Mixing actions would count requests twice.
         if event.action == b"Q" && self.taken != b'Q' {
             return Err(format!(
-                "an event Q after a mebibyte without one, in which {} stood for the requests (print one action only: \
-                 blkparse -a queue)",
+                "an event Q after a mebibyte without one, in which {} stood for the requests \
+                 (print one action only: blkparse -a queue)",
                 char::from(self.taken)
             ));
         }

@@ -80,7 +80,8 @@ impl FromStr for ColumnSpec {
                 }
                 _ => {
                     return Err(format!(
-                        "{key:?} is not a known key (use time, offset, length, op, disk, reads, writes, separator or skip)"
+                        "{key:?} is not a known key (use time, offset, length, op, disk, reads, \
+                         writes, separator or skip)"
                     ));
                 }
             }

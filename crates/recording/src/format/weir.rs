@@ -67,7 +67,8 @@ fn outcome<'a>(
     let after = |later_ns: u64, earlier_ns: u64| {
         let why = || {
             format!(
-                "{time_ns}, {admitted_ns}, {completed_ns}: a request is admitted before its arrival, or completed before its admission"
+                "{time_ns}, {admitted_ns}, {completed_ns}: a request is admitted before its \
+                 arrival, or completed before its admission"
             )
         };
         later_ns.checked_sub(earlier_ns).ok_or_else(why)

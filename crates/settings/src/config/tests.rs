@@ -219,14 +219,21 @@ fn prefetch_keys_are_read() {
     check_disk("prefetch-streams = 0", "is out of range; it may be from 1 to 4096");
     check_disk(
         "prefetch = false\nprefetch-window-max = \"64K\"",
-        "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window may not be larger than the largest",
+        "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window \
+         may not be larger than the largest",
     );
 }
 
 #[test]
 fn on_and_off_may_be_true_and_false() {
     let plan = plan(
-        "[daemon]\ntls = false\nsandbox = false\npoll = false\n[disk.vm1]\nimage = \"vm1.raw\"\ndetect-zeroes = true\n",
+        "[daemon]\n\
+         tls = false\n\
+         sandbox = false\n\
+         poll = false\n\
+         [disk.vm1]\n\
+         image = \"vm1.raw\"\n\
+         detect-zeroes = true\n",
     );
     let service = &plan.process;
     assert_eq!(
@@ -240,8 +247,13 @@ fn on_and_off_may_be_true_and_false() {
 
 #[test]
 fn caches_and_secrets_of_qcow2() {
-    let text = "[daemon]\nimage-root = \"images\"\n[disk.vm1]\nimage = \"vm1.qcow2\"\nl2-cache-size = \"2M\"\n\
-                cache-size = 4194304\nsecret-file = [\"a\", \"/b\"]\n";
+    let text = "[daemon]\n\
+                image-root = \"images\"\n\
+                [disk.vm1]\n\
+                image = \"vm1.qcow2\"\n\
+                l2-cache-size = \"2M\"\n\
+                cache-size = 4194304\n\
+                secret-file = [\"a\", \"/b\"]\n";
     let plan = plan(text);
     let qcow2 = &plan.disks[0].qcow2;
     assert_eq!(qcow2.caches.l2, Some(image::qcow2::L2CacheSize::Bytes(2 << 20)));
@@ -314,8 +326,8 @@ fn endpoints_are_checked_against_each_other() {
     }
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
-        "LISTEN_FDS: sockets passed by the service manager (2) are not used, because every disk has its own exports \
-         (pass only those that exports use as fd:NAME)"
+        "LISTEN_FDS: sockets passed by the service manager (2) are not used, because every disk \
+         has its own exports (pass only those that exports use as fd:NAME)"
     );
     check(
         &daemon_with("nbd = [\"h:2\", \"h:2\"]"),
@@ -349,7 +361,8 @@ fn endpoints_are_checked_against_each_other() {
     }
     assert_eq!(
         plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
-        "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS (use one or the other)"
+        "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS \
+         (use one or the other)"
     );
     let export = |settings: &str| format!("export = [{{ {settings} }}]");
     let check = |settings: &str, expect: &str| check(&disk_with(&export(settings)), expect);

@@ -65,7 +65,8 @@ impl ConfigWithOrigins<DaemonConfig> {
         // Reading the page without encryption is allowed; sending a token is not.
         if page.token_file.is_some() && !page.is_local() && !page.is_encrypted(tls) {
             let rule = format!(
-                "would be sent over the network in plain text to {} (set tls and tls-certificates, or use an address of this host alone)",
+                "would be sent over the network in plain text to {} (set tls and tls-certificates, \
+                 or use an address of this host alone)",
                 page.address
             );
             return Err(self.error("http-token-file", rule));

@@ -62,7 +62,8 @@ fn keys() -> Vec<ConfigKey<FuseConfig>> {
             "file", Path, "FILE", file_field(), "required", Reexport, Separate,
                 "Regular file in whose place the disk appears";
             "allow-other", Word(&["auto", "on", "off"]), "MODE", allow_other(), "auto", Reexport, Separate,
-                "Allow users other than the daemon's to open the file, as its mode permits; auto: if the host allows it";
+                "Allow users other than the daemon's to open the file, as its mode permits; auto: \
+                 if the host allows it";
             "growable", Flag, "", one!(growable), "false", Reexport, Separate,
                 "Allow writes past the end, and truncate, to grow the disk";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,

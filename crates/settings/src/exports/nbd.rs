@@ -103,7 +103,8 @@ fn export_keys() -> Vec<ConfigKey<NbdExportConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd" {
             "listen", Text, "ADDRESS", one!(listen), "required", Reexport, Separate,
-                "unix:PATH, HOST:PORT, or fd:NAME for a socket passed by a service manager; exports with the same address share a server";
+                "unix:PATH, HOST:PORT, or fd:NAME for a socket passed by a service manager; \
+                 exports with the same address share a server";
             "name", Text, "NAME", maybe!(name), "the name of the disk", Reexport, Separate,
                 "Export name that clients request, unique at the address";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,

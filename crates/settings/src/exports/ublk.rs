@@ -115,7 +115,8 @@ fn keys() -> Vec<ConfigKey<UblkConfig>> {
             "queue-depth", Integer, "N", one!(queue_depth, |text| parse_number(text, "requests", 1, MAX_QUEUE_DEPTH)), "128", Reexport, Separate,
                 "Queue depth: requests of a queue in flight, from 1 to 4096";
             "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Separate,
-                "Seconds that requests wait for weir to restart before they fail and the device is removed; 0 is forever";
+                "Seconds that requests wait for weir to restart before they fail and the device is \
+                 removed; 0 is forever";
             "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
                 "Logical block size in bytes: 512, 1024, 2048 or 4096";
             "discard", Flag, "", one!(discard), "true", Reexport, Separate,

@@ -740,7 +740,8 @@ impl ConnectionOwner for NbdLink {
         if forgotten {
             tracing::error!(
                 %nbd,
-                "writes since the last flush may be lost with the server, so flushes fail from now on (open the disk again; with reconnect-delay they would be replayed)"
+                "writes since the last flush may be lost with the server, so flushes fail from now \
+                 on (open the disk again; with reconnect-delay they would be replayed)"
             );
         }
         self.changed.notify(usize::MAX);

@@ -194,8 +194,8 @@ fn connect_error(name: &str, error: &NbdConnectError) -> OpenError {
         NbdConnectError::Refused { .. } => "check the export's name; `nbdinfo --list URI` lists the exports",
         NbdConnectError::ProtocolViolation(_) => "is it an NBD server that listens there?",
         NbdConnectError::Disconnected(_) => {
-            "does it require a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
-             authority that it knows"
+            "does it require a certificate? tls-certificates=DIR, with client-cert.pem and \
+             client-key.pem of an authority that it knows"
         }
         NbdConnectError::Tls(_) => "check scheme, certificates and keys of the URI",
     };

@@ -16,8 +16,11 @@ use std::{
 
 use crate::InvalidValue;
 
-const RULE: &str = "is not an RBD image (rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE@SNAPSHOT; behind it perhaps :conf=FILE, :id=USER, :keyring=FILE, :mon_host=ADDRESSES; a backslash before a `:`, `@` or `/` that belongs to a name)";
-const OPTION_RULE: &str = "has an option that weir does not take (conf, id, keyring and mon_host are taken; write others into the section [client] of Ceph's config file)";
+const RULE: &str = "is not an RBD image (rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE@SNAPSHOT; behind \
+                    it perhaps :conf=FILE, :id=USER, :keyring=FILE, :mon_host=ADDRESSES; a \
+                    backslash before a `:`, `@` or `/` that belongs to a name)";
+const OPTION_RULE: &str = "has an option that weir does not take (conf, id, keyring and mon_host \
+                           are taken; write others into the section [client] of Ceph's config file)";
 const TWICE_RULE: &str = "gives an option twice (leave one out)";
 /// Maximum length of a name, in bytes: more than Ceph accepts.
 const LONGEST: usize = 4096;

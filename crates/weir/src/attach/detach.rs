@@ -133,7 +133,8 @@ pub(super) fn lasting_users_of(
 ) -> DeviceOpeners {
     let tell = || {
         print_notice(&format!(
-            "{}: the kernel still uses it, for example to write back an unmounted file system: waiting up to {} s",
+            "{}: the kernel still uses it, for example to write back an unmounted file system: \
+             waiting up to {} s",
             device.display(),
             lasting_users::WRITEBACK_TIMEOUT.as_secs()
         ));

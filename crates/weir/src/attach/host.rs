@@ -152,7 +152,8 @@ fn fstype(device: &Path) -> anyhow::Result<String> {
     let read = fs::File::open(device).and_then(|file| file.take(128 << 10).read_to_end(&mut head));
     read.with_context(|| format!("{}", device.display()))?;
     detect_fstype(&head).map(str::to_owned).ok_or_else(|| {
-        let text = "no known file system found on the disk (make one, or give its type with --fstype; for a partition, attach without --mount)";
+        let text = "no known file system found on the disk (make one, or give its type with \
+                    --fstype; for a partition, attach without --mount)";
         anyhow!("{}: {text}", device.display())
     })
 }

@@ -27,7 +27,8 @@ impl AttachKind {
             Self::Nbd => "a block device of the kernel's NBD client",
             Self::Fuse if host::may_make_loops() => "a loop device over a FUSE file",
             Self::Fuse if Uid::effective().is_root() => {
-                "a FUSE file, without a loop device, as there is no /dev/loop-control (`modprobe loop`; in a container, pass the devices in)"
+                "a FUSE file, without a loop device, as there is no /dev/loop-control (`modprobe \
+                 loop`; in a container, pass the devices in)"
             }
             Self::Fuse => "a FUSE file, without a loop device, which only root may make",
         }
@@ -49,18 +50,28 @@ impl AttachKind {
             Self::Ublk => {
                 let control = Path::new("/dev/ublk-control");
                 if !control.exists() && !host::load_module("ublk_drv") {
-                    return Some("no ublk: there is no /dev/ublk-control (`modprobe ublk_drv`; without such a module, the kernel lacks CONFIG_BLK_DEV_UBLK)".to_owned());
+                    return Some(
+                        "no ublk: there is no /dev/ublk-control (`modprobe ublk_drv`; without such \
+                         a module, the kernel lacks CONFIG_BLK_DEV_UBLK)"
+                            .to_owned(),
+                    );
                 }
                 let open = || OpenOptions::new().read(true).write(true).open(control);
                 // The daemon opens the control device itself, with its own permissions.
                 match by_daemon.then_some(()).or_else(|| open().ok().map(drop)) {
                     Some(()) => None,
-                    None => Some("no ublk: this user may not open /dev/ublk-control (run it as root, or add a udev rule that permits others)".to_owned()),
+                    None => Some(
+                        "no ublk: this user may not open /dev/ublk-control (run it as root, or add \
+                         a udev rule that permits others)"
+                            .to_owned(),
+                    ),
                 }
             }
-            Self::Nbd if !Path::new("/sys/module/nbd").exists() && !host::load_module("nbd") => {
-                Some("no NBD: the kernel has no client (`modprobe nbd`; without such a module, the kernel lacks CONFIG_BLK_DEV_NBD)".to_owned())
-            }
+            Self::Nbd if !Path::new("/sys/module/nbd").exists() && !host::load_module("nbd") => Some(
+                "no NBD: the kernel has no client (`modprobe nbd`; without such a module, the \
+                 kernel lacks CONFIG_BLK_DEV_NBD)"
+                    .to_owned(),
+            ),
             Self::Nbd if !is_root && !by_daemon => {
                 Some("no NBD: only root may make its devices (run it as root)".to_owned())
             }
@@ -68,10 +79,18 @@ impl AttachKind {
             Self::Fuse => {
                 let device = Path::new("/dev/fuse");
                 if !device.exists() && !host::load_module("fuse") {
-                    return Some("no FUSE: there is no /dev/fuse (`modprobe fuse`; in a container, pass the device in)".to_owned());
+                    return Some(
+                        "no FUSE: there is no /dev/fuse (`modprobe fuse`; in a container, pass the \
+                         device in)"
+                            .to_owned(),
+                    );
                 }
                 let may = by_daemon || OpenOptions::new().read(true).write(true).open(device).is_ok();
-                (!may).then(|| "no FUSE: this user may not open /dev/fuse (`chmod 0666 /dev/fuse`, as udev does, or run it as root)".to_owned())
+                (!may).then(|| {
+                    "no FUSE: this user may not open /dev/fuse (`chmod 0666 /dev/fuse`, as udev \
+                     does, or run it as root)"
+                        .to_owned()
+                })
             }
         }
     }

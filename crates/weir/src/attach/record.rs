@@ -69,7 +69,9 @@ impl RecordLock {
 pub(super) fn check_name(name: &str) -> Result<(), String> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) || !name.chars().all(is_plain) {
-        return Err("is not a valid name; a name begins with a letter and consists of letters, digits, `.`, `_` and `-`".to_owned());
+        return Err("is not a valid name; a name begins with a letter and consists of letters, \
+                    digits, `.`, `_` and `-`"
+            .to_owned());
     }
     if name.len() > MAX_NAME {
         return Err(format!("is too long; a name has at most {MAX_NAME} characters"));
@@ -145,7 +147,8 @@ impl AttachmentRecord {
                 place.ensure_not_stopped(false).with_context(|| wanted.name.clone())?;
                 if let Some(users) = place.unmounted_users() {
                     bail!(
-                        "{0}: its file system was unmounted and is still in use: {users} (end these, or `weir detach --force {0}`: data that is not written yet is lost)",
+                        "{0}: its file system was unmounted and is still in use: {users} (end \
+                         these, or `weir detach --force {0}`: data that is not written yet is lost)",
                         wanted.name
                     );
                 }
@@ -162,7 +165,8 @@ impl AttachmentRecord {
                 // `attach --recover` repeats the recorded request: continue it.
                 (Some(_), Some(before)) if before == *wanted => {}
                 (Some(_), _) => bail!(
-                    "{0}: its keeper process was killed (`weir attach --recover` restores it, `weir detach {0}` detaches it)",
+                    "{0}: its keeper process was killed (`weir attach --recover` restores it, \
+                     `weir detach {0}` detaches it)",
                     wanted.name
                 ),
                 (None, _) => cleared(&place),
@@ -241,7 +245,8 @@ impl AttachmentRecord {
         let Some(OpenerProcess { pid, name }) = stopped.first() else { return Ok(()) };
         if !force {
             bail!(
-                "its keeper, process {pid} ({name}), is stopped (continue it with `kill -CONT {pid}`, or end it with `weir detach --force {}`)",
+                "its keeper, process {pid} ({name}), is stopped (continue it with `kill -CONT \
+                 {pid}`, or end it with `weir detach --force {}`)",
                 self.name()
             );
         }

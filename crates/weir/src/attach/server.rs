@@ -194,7 +194,8 @@ fn last_error(log: &Path) -> String {
     match complaint.or(text.lines().last()) {
         Some(complaint) => complaint.to_owned(),
         None if is_full() => format!(
-            "the server ended, and its log {} could not be written: the file system is full (free some space)",
+            "the server ended, and its log {} could not be written: the file system is full (free \
+             some space)",
             log.display()
         ),
         None => "the server ended without an error message".to_owned(),
@@ -295,12 +296,14 @@ pub(super) fn check_answers(attached: &Attachment, force: bool) -> anyhow::Resul
     // Killing it would not remove its device: ublk and NBD devices wait for a new server.
     if attached.way != AttachKind::Fuse {
         bail!(
-            "its server, process {process}, does not respond (end it with `kill -9 {process}`: it is restarted, and then releases the device)"
+            "its server, process {process}, does not respond (end it with `kill -9 {process}`: it \
+             is restarted, and then releases the device)"
         );
     }
     if !force {
         bail!(
-            "its server, process {process}, does not respond (continue it, or detach with --force, which ends it: data that is not written yet is lost)"
+            "its server, process {process}, does not respond (continue it, or detach with --force, \
+             which ends it: data that is not written yet is lost)"
         );
     }
     kill(Pid::from_raw(process), Signal::SIGKILL).with_context(|| format!("process {process}"))

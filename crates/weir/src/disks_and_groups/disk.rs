@@ -134,7 +134,8 @@ fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
     let is_of_nbd = |key: &str| DiskConfig::key(key).is_some_and(|key| key.heading == "Access");
     if let Some((key, _)) = disk.given().find(|(key, _)| !is_over_nbd && is_of_nbd(key)) {
         return Err(CommandFailure::Usage(anyhow!(
-            "--{key}: is not used, because the disk is not exported over NBD (leave it out, or add --nbd ADDRESS)"
+            "--{key}: is not used, because the disk is not exported over NBD (leave it out, or add \
+             --nbd ADDRESS)"
         )));
     }
     let mut config = added_keys::disk(&name, &image, &disk).map_err(CommandFailure::Usage)?;
@@ -172,7 +173,8 @@ fn nbd_exports(
     let export = |NbdExportPlacement { server, read_only, .. }: NbdExportPlacement<'_>| {
         let listen = match &server.listen {
             None if is_saved => bail!(
-                "--save: {}: a config file cannot name a socket that was passed without a name (leave --save out)",
+                "--save: {}: a config file cannot name a socket that was passed without a name \
+                 (leave --save out)",
                 server.address
             ),
             listen => listen.as_deref().unwrap_or(&server.address),
@@ -211,7 +213,8 @@ fn nbd_placements<'a>(
             let named = addresses.iter().map(|address| format!("--nbd {address}, or "));
             let named: String = named.collect();
             bail!(
-                "{name}: the daemon has no default NBD address (choose an export: {named}--vhost-user-blk unix:PATH)"
+                "{name}: the daemon has no default NBD address (choose an export: \
+                 {named}--vhost-user-blk unix:PATH)"
             );
         }
         return Ok(places);
@@ -235,7 +238,8 @@ fn nbd_placements<'a>(
                 addresses => format!("but at {}", addresses.join(", ")),
             };
             bail!(
-                "--nbd {at}: the daemon does not listen there, {known} (add a new address in the config file and run `weir reload`)"
+                "--nbd {at}: the daemon does not listen there, {known} (add a new address in the \
+                 config file and run `weir reload`)"
             );
         };
         if places.iter().any(|place| std::ptr::eq(place.server, server)) {
@@ -263,7 +267,8 @@ fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
     // Closing an image may wait for its storage: the message explains a delay, and that Ctrl-C does
     // not undo the removal.
     let waiting = DelayedNotice::say(format!(
-        "{name}: waiting until {image} is closed (Ctrl-C ends only this command: the daemon continues{unsaved})"
+        "{name}: waiting until {image} is closed (Ctrl-C ends only this command: the daemon \
+         continues{unsaved})"
     ));
     let removed = client.execute("x-weir-remove-disk", json!({ "name": name }));
     drop(waiting);

@@ -101,7 +101,9 @@ fn add(arguments: GroupAddArgs) -> Result<(), CommandFailure> {
     let GroupAddArgs { name, asked: ControlArgs { json, qmp }, keys, save } = arguments;
     if keys.value("cluster").is_some() {
         return Err(CommandFailure::Usage(anyhow::anyhow!(
-            "--cluster: a group joins a cluster by the config file of each host (add [group.{name}] with cluster = true and run `weir reload`; `weir throttle {name} --cluster --iops-total N` sets the limits of all hosts)"
+            "--cluster: a group joins a cluster by the config file of each host (add \
+             [group.{name}] with cluster = true and run `weir reload`; `weir throttle {name} \
+             --cluster --iops-total N` sets the limits of all hosts)"
         )));
     }
     let config = GroupConfig { name: name.clone(), ..GroupConfig::default() };
@@ -129,7 +131,8 @@ fn remove(arguments: GroupRemoveArgs) -> Result<(), CommandFailure> {
     let report = client.status()?;
     if !report.groups.iter().any(|group| group.name == name) {
         return Err(anyhow::anyhow!(
-            "{name}: no group of this daemon has this name (`weir status` lists them; --cluster removes limits of the cluster)"
+            "{name}: no group of this daemon has this name (`weir status` lists them; --cluster \
+             removes limits of the cluster)"
         )
         .into());
     }

@@ -318,7 +318,8 @@ mod tests {
     fn a_command_line_becomes_that_of_serve() {
         becomes(
             "a.raw",
-            "--nbd=0.0.0.0:10809 --name= --max-connections=1 --max-connections-per-address=0 --exit-when-idle --discard=ignore -- file:a.raw",
+            "--nbd=0.0.0.0:10809 --name= --max-connections=1 --max-connections-per-address=0 \
+             --exit-when-idle --discard=ignore -- file:a.raw",
         );
         becomes(
             "-t -k /s -x vm1 -D about -e 5 -f qcow2 -r -B b --pid-file=/p a",
@@ -327,12 +328,13 @@ mod tests {
         );
         becomes(
             "-t -p 7 -b ::1 -e0 -n --aio=native --discard=unmap -f raw -o 512 a",
-            "--nbd=[::1]:7 --name= --max-connections=0 --max-connections-per-address=0 --format=raw --cache=none --discard=unmap \
-             --options=offset=512 -- file:a",
+            "--nbd=[::1]:7 --name= --max-connections=0 --max-connections-per-address=0 \
+             --format=raw --cache=none --discard=unmap --options=offset=512 -- file:a",
         );
         becomes(
             "-tk/s --image-opts driver=raw,offset=1,file.filename=a",
-            "--nbd=unix:/s --name= --max-connections=1 --format=raw --discard=ignore --options=offset=1 -- file:a",
+            "--nbd=unix:/s --name= --max-connections=1 --format=raw --discard=ignore \
+             --options=offset=1 -- file:a",
         );
         becomes(
             "-tk /s --object tls-creds-psk,id=t,endpoint=server,dir=/k --tls-creds t \
@@ -346,12 +348,14 @@ mod tests {
         );
         becomes(
             "-tk /s -l snapshot.name=one --cache=unsafe --cache=writeback a",
-            "--nbd=unix:/s --name= --max-connections=1 --cache=writeback --snapshot=one --discard=ignore -- file:a",
+            "--nbd=unix:/s --name= --max-connections=1 --cache=writeback --snapshot=one \
+             --discard=ignore -- file:a",
         );
         // As in getopt_long(3): unambiguous abbreviations, and options after FILE.
         becomes(
             "a --persist --sock /s --object tls-creds-psk,id=t,endpoint=server,dir=/k --tls-creds t",
-            "--nbd=unix:/s --name= --max-connections=1 --tls=required --tls-psk=/k --discard=ignore -- file:a",
+            "--nbd=unix:/s --name= --max-connections=1 --tls=required --tls-psk=/k \
+             --discard=ignore -- file:a",
         );
     }
 

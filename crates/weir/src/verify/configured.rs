@@ -187,8 +187,16 @@ mod tests {
     fn cluster_limits_are_not_compared_with_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("weir.toml");
-        let text = "[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = [\"http://127.0.0.1:2379\"]\n\
-                    [group.all]\ncluster = true\n[group.own]\nweight = 50\n[disk.vm1]\nimage = \"memory:1M\"\n";
+        let text = "[cluster]\n\
+                    name = \"lab\"\n\
+                    host = \"a\"\n\
+                    etcd = [\"http://127.0.0.1:2379\"]\n\
+                    [group.all]\n\
+                    cluster = true\n\
+                    [group.own]\n\
+                    weight = 50\n\
+                    [disk.vm1]\n\
+                    image = \"memory:1M\"\n";
         std::fs::write(&file, text).unwrap();
         let intended = load(&file).unwrap();
         let group = |name: &str, weight: u64| json!({ "name": name, "weight": weight, "limits": { "iops-total": 500 } });

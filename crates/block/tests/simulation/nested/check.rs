@@ -227,7 +227,8 @@ impl Forest {
                 let wait_s = enforced.map(|node| node.buckets.wait_s(direction)).fold(0.0, f64::max);
                 assert!(
                     waited_s <= wait_s + SLACK_S,
-                    "{direction:?}s of disk {disk} waited from {:?} to {at:?}, though there was room after {wait_s} s",
+                    "{direction:?}s of disk {disk} waited from {:?} to {at:?}, though there was \
+                     room after {wait_s} s",
                     self.now
                 );
             }

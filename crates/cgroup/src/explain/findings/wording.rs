@@ -47,33 +47,52 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
     let (why, mend): (String, Option<&str>) = match cause {
         Cause::Covered => (format!("charged to the cgroup, which may {detail}"), None),
         Cause::VersionOne => (
-            "cgroup v1 does not attribute writeback: it is charged to the root cgroup, and the limit applies only to writes that the process submits itself, by O_DIRECT, O_SYNC or fsync"
+            "cgroup v1 does not attribute writeback: it is charged to the root cgroup, and the \
+             limit applies only to writes that the process submits itself, by O_DIRECT, O_SYNC or \
+             fsync"
                 .to_owned(),
-            Some("use cgroup v2 (boot with systemd.unified_cgroup_hierarchy=1 or cgroup_no_v1=all), or write with O_DIRECT"),
+            Some(
+                "use cgroup v2 (boot with systemd.unified_cgroup_hierarchy=1 or cgroup_no_v1=all), \
+                 or write with O_DIRECT",
+            ),
         ),
         Cause::NotInherited => (
-            "in cgroup v1 a limit applies only to processes of the cgroup itself, not to descendants".to_owned(),
+            "in cgroup v1 a limit applies only to processes of the cgroup itself, not to \
+             descendants"
+                .to_owned(),
             Some("set the limit on the cgroup that the processes are in, or use cgroup v2"),
         ),
         Cause::MemoryInVersionOne => (
-            "the memory controller is in a hierarchy of cgroup v1, so the io controller of v2 cannot attribute writeback: it is charged to the root cgroup"
+            "the memory controller is in a hierarchy of cgroup v1, so the io controller of v2 \
+             cannot attribute writeback: it is charged to the root cgroup"
                 .to_owned(),
             Some("boot with cgroup_no_v1=memory, so that both are in cgroup v2"),
         ),
         Cause::NoMemoryController => (
-            "there is no memory controller to attribute writeback: it is charged to the root cgroup".to_owned(),
+            "there is no memory controller to attribute writeback: it is charged to the root cgroup"
+                .to_owned(),
             Some("boot without cgroup_disable=memory, on a kernel with CONFIG_MEMCG"),
         ),
         Cause::IoNotEnabled => (
             match detail {
-                "" => "no cgroup of this hierarchy has the io controller: it is bound to cgroup v1, or disabled".to_owned(),
-                "threaded" => "the cgroup is threaded, and the io controller is for whole processes".to_owned(),
+                "" => "no cgroup of this hierarchy has the io controller: it is bound to cgroup \
+                       v1, or disabled"
+                    .to_owned(),
+                "threaded" => {
+                    "the cgroup is threaded, and the io controller is for whole processes".to_owned()
+                }
                 level => format!("{level} does not enable the io controller for its children"),
             },
             Some(match detail {
                 "" => "boot with cgroup_no_v1=blkio, or without cgroup_disable=io",
-                "threaded" => "set the limit on the nearest cgroup above whose cgroup.type is `domain threaded`",
-                _ => "write `+io +memory` to that level's cgroup.subtree_control; under systemd, set IOAccounting=yes on the unit",
+                "threaded" => {
+                    "set the limit on the nearest cgroup above whose cgroup.type is `domain \
+                     threaded`"
+                }
+                _ => {
+                    "write `+io +memory` to that level's cgroup.subtree_control; under systemd, \
+                     set IOAccounting=yes on the unit"
+                }
             }),
         ),
         Cause::NoThrottling => (
@@ -81,7 +100,10 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("use a kernel with CONFIG_BLK_DEV_THROTTLING"),
         ),
         Cause::MemoryNotEnabled => (
-            format!("{detail} has io but not memory; the kernel enables memory implicitly, so written back pages are charged nevertheless"),
+            format!(
+                "{detail} has io but not memory; the kernel enables memory implicitly, so written \
+                 back pages are charged nevertheless"
+            ),
             None,
         ),
         Cause::RootCgroup => (
@@ -97,38 +119,60 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("set the limit on this disk, which everything above it passes"),
         ),
         Cause::LimitBelow => (
-            format!("the limit is on a lower disk, where the requests are charged to the cgroup: it may {detail}"),
+            format!(
+                "the limit is on a lower disk, where the requests are charged to the cgroup: it \
+                 may {detail}"
+            ),
             None,
         ),
         Cause::CryptThreads => (
-            "this kernel's dm-crypt writes in kernel threads, so the lower disk charges its writes to the root cgroup".to_owned(),
-            Some("set the limit on the encrypted device (dm-N) or on what lies on it, or use Linux 7.0, 6.18.16, 6.12.75, 6.6.128 or 6.1.165"),
+            "this kernel's dm-crypt writes in kernel threads, so the lower disk charges its writes \
+             to the root cgroup"
+                .to_owned(),
+            Some(
+                "set the limit on the encrypted device (dm-N) or on what lies on it, or use Linux \
+                 7.0, 6.18.16, 6.12.75, 6.6.128 or 6.1.165",
+            ),
         ),
         Cause::MapperWriteback => (
             "this kernel's device mapper charges writeback on the lower disk to the root cgroup".to_owned(),
-            Some("set the limit on the mapped device (dm-N), or use Linux 7.0, 6.18.16, 6.12.75, 6.6.128 or 6.1.165"),
+            Some(
+                "set the limit on the mapped device (dm-N), or use Linux 7.0, 6.18.16, 6.12.75, \
+                 6.6.128 or 6.1.165",
+            ),
         ),
         Cause::RaidThreads => (
-            "RAID does I/O on its members in a kernel thread, charged to the root cgroup: always with parity, in part without".to_owned(),
+            "RAID does I/O on its members in a kernel thread, charged to the root cgroup: always \
+             with parity, in part without"
+                .to_owned(),
             Some("set the limit on the array (mdN, or LVM's dm-N)"),
         ),
         Cause::OldLoop => (
-            "this kernel's loop devices charge I/O on their file to the root cgroup (since 5.14 to the submitter)".to_owned(),
+            "this kernel's loop devices charge I/O on their file to the root cgroup (since 5.14 to \
+             the submitter)"
+                .to_owned(),
             Some("set the limit on the loop device"),
         ),
         Cause::BufferedLoop => (
-            "the loop device writes its file through the page cache, charged to the file's owner: the root, or the cgroup that wrote to it first"
+            "the loop device writes its file through the page cache, charged to the file's owner: \
+             the root, or the cgroup that wrote to it first"
                 .to_owned(),
             Some("set the limit on the loop device, or attach it with `losetup --direct-io=on`"),
         ),
         Cause::OtherDisk => (
             format!("the limit is for another disk than {detail}, on which no process has a file"),
-            Some("set the limit on this disk: `weir cgroup limit CGROUP --device DEV` takes the path of a file on it"),
+            Some(
+                "set the limit on this disk: `weir cgroup limit CGROUP --device DEV` takes the \
+                 path of a file on it",
+            ),
         ),
         Cause::DiskWithoutLimit => (format!("{detail} has no limit; others have"), None),
         Cause::OtherDirection => (format!("the limit on {detail} is for the other direction alone"), None),
         Cause::Partition => (
-            format!("{detail} is on a partition; limits are for the whole disk, and all of its partitions share them"),
+            format!(
+                "{detail} is on a partition; limits are for the whole disk, and all of its \
+                 partitions share them"
+            ),
             None,
         ),
         Cause::DiskGone => (
@@ -136,26 +180,36 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("set it again for the disk's present number, which `lsblk` shows"),
         ),
         Cause::NoCgroupWriteback => (
-            "this file system does not support cgroup writeback: written-back pages are charged to the root cgroup".to_owned(),
+            "this file system does not support cgroup writeback: written-back pages are charged to \
+             the root cgroup"
+                .to_owned(),
             Some("put the files on ext4, XFS, Btrfs or f2fs, or write with O_DIRECT or O_SYNC"),
         ),
         Cause::DataJournal => (
-            "with data=journal ext4 writes data in its journal thread, charged to the root cgroup, and has no direct I/O".to_owned(),
+            "with data=journal ext4 writes data in its journal thread, charged to the root cgroup, \
+             and has no direct I/O"
+                .to_owned(),
             Some("mount it with data=ordered, the default"),
         ),
         Cause::SeveralCgroups => (
-            "other cgroups write to the same file, which has one owner at a time: all writeback is charged to that owner".to_owned(),
+            "other cgroups write to the same file, which has one owner at a time: all writeback is \
+             charged to that owner"
+                .to_owned(),
             Some("use separate files for each cgroup, or limit a common ancestor"),
         ),
         Cause::EarlierOwner => (
-            "the file existed before: while its old pages are cached, writes to them are charged to the cgroup that used them first"
+            "the file existed before: while its old pages are cached, writes to them are charged \
+             to the cgroup that used them first"
                 .to_owned(),
             Some(
-                "drop its pages from the cache once (`dd of=FILE oflag=nocache conv=notrunc,fdatasync count=0`), or write a new file",
+                "drop its pages from the cache once (`dd of=FILE oflag=nocache \
+                 conv=notrunc,fdatasync count=0`), or write a new file",
             ),
         ),
         Cause::NetworkFileSystem => (
-            "a network file system uses no block device of this machine, so there is nothing to limit here".to_owned(),
+            "a network file system uses no block device of this machine, so there is nothing to \
+             limit here"
+                .to_owned(),
             Some("limit the server's disk, or the network (tc)"),
         ),
         Cause::Fuse => (
@@ -167,18 +221,25 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("put the files on a zvol with another file system on it, and limit that disk"),
         ),
         Cause::InMemory => ("it is in memory and does no I/O, unless it is swapped out".to_owned(), None),
-        Cause::UnknownDisk => (format!("the disk below {detail} was not found, so its limits are unknown"), None),
+        Cause::UnknownDisk => {
+            (format!("the disk below {detail} was not found, so its limits are unknown"), None)
+        }
         Cause::Overlay => (
-            format!("an overlay's changed files are in its upper directory, on {detail}; unchanged ones are read from the lower ones"),
+            format!(
+                "an overlay's changed files are in its upper directory, on {detail}; unchanged \
+                 ones are read from the lower ones"
+            ),
             None,
         ),
         Cause::JournalThread => (
-            format!("the journal of {detail}, and data that a commit has to write first, are written by the thread jbd2, charged to the root cgroup"),
+            format!(
+                "the journal of {detail}, and data that a commit has to write first, are written \
+                 by the thread jbd2, charged to the root cgroup"
+            ),
             None,
         ),
         Cause::SwapNotCharged => (
-            "swap-out is charged to the task that reclaims memory, mostly a kernel thread"
-                .to_owned(),
+            "swap-out is charged to the task that reclaims memory, mostly a kernel thread".to_owned(),
             Some(
                 "use cgroup v2 with io and memory, on Linux 4.19 or newer, or keep the cgroup from swapping",
             ),
@@ -195,13 +256,15 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
         }
         Cause::KernelThread => (
             format!(
-                "kernel threads ({detail}) are not examined: their writeback is charged to the owners of the pages"
+                "kernel threads ({detail}) are not examined: their writeback is charged to the \
+                 owners of the pages"
             ),
             None,
         ),
         Cause::LeftDirty => (
             format!(
-                "{detail} has no process, but dirty pages: the processes that dirtied them have ended or moved, and the pages stay charged here"
+                "{detail} has no process, but dirty pages: the processes that dirtied them have \
+                 ended or moved, and the pages stay charged here"
             ),
             None,
         ),
@@ -209,7 +272,10 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             (format!("{detail} is active on this disk too, and may throttle I/O below the limit"), None)
         }
         Cause::NotSeen => (
-            format!("not everything could be examined (unreadable files: {detail}), so more may escape than listed here"),
+            format!(
+                "not everything could be examined (unreadable files: {detail}), so more may escape \
+                 than listed here"
+            ),
             Some("run it as root, in the host's namespaces"),
         ),
     };

@@ -247,7 +247,10 @@ async fn restore_node(
     if let Err(error) =
         add_disk(registry, &NodeChain::of_storage(name, storage), storage, below, told, None).await
     {
-        tracing::error!(node = name, error = %error, "a node could not be opened again after the node above it was removed");
+        tracing::error!(
+            node = name, error = %error,
+            "a node could not be opened again after the node above it was removed"
+        );
     }
 }
 
@@ -575,7 +578,9 @@ impl QmpCommand for BlockResize {
                 QmpError::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
             }
             _ if disk.disk.is_released() => generic_error(format_args!(
-                "Cannot resize '{}': with handover its image is open only while a machine uses it, and none does (start the machine first, or resize the image itself with `weir image resize`)",
+                "Cannot resize '{}': with handover its image is open only while a machine uses it, \
+                 and none does (start the machine first, or resize the image itself with `weir \
+                 image resize`)",
                 disk.disk.name()
             )),
             error => generic_error(format_args!("Cannot resize '{}': {error}", disk.disk.name())),

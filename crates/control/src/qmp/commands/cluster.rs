@@ -75,7 +75,8 @@ impl QmpCommand for ClusterSet {
         let cluster = cluster(&registry)?;
         if registry.disks.get(&self.change.group).is_ok() {
             return Err(QmpError::generic(format!(
-                "{}: is a disk here, and limits of all hosts are a group's (name a group that has cluster = true; without --cluster it is the disk's own limit)",
+                "{}: is a disk here, and limits of all hosts are a group's (name a group that has \
+                 cluster = true; without --cluster it is the disk's own limit)",
                 self.change.group
             )));
         }

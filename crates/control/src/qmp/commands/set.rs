@@ -106,7 +106,8 @@ impl SetSettings {
         let is_asked = self.group.is_some() || settings.watermark != before.watermark;
         if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
             let rule = format_args!(
-                "cannot be the disk's own: it is in group {0:?}, which has the watermark for its members (set it at {0:?})",
+                "cannot be the disk's own: it is in group {0:?}, which has the watermark for its \
+                 members (set it at {0:?})",
                 group.name()
             );
             return Err(QmpError::rule("watermark", rule));

@@ -118,7 +118,8 @@ pub enum RequestRejection {
     #[error("ring {0} runs")]
     Running(u16),
     #[error(
-        "a ring of {is} descriptors, 1 to {most} are possible (give the device a smaller queue-size, or this export a larger one)"
+        "a ring of {is} descriptors, 1 to {most} are possible (give the device a smaller \
+         queue-size, or this export a larger one)"
     )]
     RingSize { is: u32, most: u16 },
     #[error(transparent)]
@@ -132,7 +133,8 @@ pub enum RequestRejection {
     #[error(transparent)]
     Inflight(#[from] InflightError),
     #[error(
-        "blocks of {is} bytes, and its guest uses blocks of {told} (restore this export's logical-block-size, or stop and start the machine)"
+        "blocks of {is} bytes, and its guest uses blocks of {told} (restore this export's \
+         logical-block-size, or stop and start the machine)"
     )]
     Blocks { is: u32, told: u64 },
     #[error("{bytes} bytes of the configuration at {offset} cannot be written")]

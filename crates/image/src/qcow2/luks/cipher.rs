@@ -81,8 +81,8 @@ impl CipherKind {
             "cbc-essiv:sha256" => (ChainingMode::Cbc, IvKind::EssivSha256),
             other => {
                 return Err(InvalidImage::new(format!(
-                    "the cipher mode {other:?} is not supported; \"xts-plain64\", \"xts-plain\", \"cbc-essiv:sha256\", \"cbc-plain64\" and \
-                     \"cbc-plain\" are"
+                    "the cipher mode {other:?} is not supported; \"xts-plain64\", \"xts-plain\", \
+                     \"cbc-essiv:sha256\", \"cbc-plain64\" and \"cbc-plain\" are"
                 )));
             }
         };

@@ -245,7 +245,8 @@ impl ClusterSummary {
             ),
             (
                 never_steady,
-                "demand was never steady, which needs half of `every` after a change or a fault, and two leases after the start (seconds=, every=)",
+                "demand was never steady, which needs half of `every` after a change or a fault, \
+                 and two leases after the start (seconds=, every=)",
             ),
             (nobody_waits, "no host was busy, so none waited (busy=)"),
         ];
@@ -270,7 +271,8 @@ impl ClusterSummary {
         let most = figures::share(self.most_in_force);
         match &self.violation {
             None => format!(
-                "The quotas in force never exceeded the limit ({most} at most), nor did the requests exceed the limit and a burst."
+                "The quotas in force never exceeded the limit ({most} at most), nor did the \
+                 requests exceed the limit and a burst."
             ),
             Some(why) => format!("MORE THAN THE LIMIT: {why}."),
         }

@@ -35,7 +35,8 @@ fn names_are_required_unique_and_known() {
     );
     check(
         "[daemon]\nsocket-mode = 0o660\n",
-        "weir.toml:2: daemon.socket-mode = 0o660: is not a decimal number (write it as text, such as \"0660\")",
+        "weir.toml:2: daemon.socket-mode = 0o660: is not a decimal number (write it as text, such \
+         as \"0660\")",
     );
     check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
     check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-total\"?)");
@@ -45,8 +46,8 @@ fn names_are_required_unique_and_known() {
     );
     check(
         "[disk.vm1]\n",
-        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" \
-         or \"nbd://HOST/EXPORT\")",
+        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \
+         \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")",
     );
     check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
     check(&disk_with("[disk.\"\"]\nimage = \"b\""), "weir.toml:3: disk.\"\": the name is empty (set one)");
@@ -84,17 +85,20 @@ fn invalid_values_name_their_rule() {
     check_disk("iops-total = inf", "is not a whole number of 0 or more");
     check_disk(
         "bps-read = \"10 MB\"",
-        "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
+        "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: \
+         512, 64K, 1.5G; KB is 1000, and so on)",
     );
     check(
         &disk_with("export = { type = \"fuse\", file = \"f\", io-uring = true }"),
-        "weir.toml:3: disk.vm1.export.io-uring = true: was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)",
+        "weir.toml:3: disk.vm1.export.io-uring = true: was removed in weir 0.2.0; requests are \
+         read from /dev/fuse (remove the key)",
     );
     check_disk("export = []", "is empty (remove the key, or set a value)");
     check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");
     check_daemon(
         "record = \"day\"",
-        "is not a table; write record = { directory = \"day\" }, with keep and limit to change their defaults",
+        "is not a table; write record = { directory = \"day\" }, with keep and limit to change \
+         their defaults",
     );
     check_daemon(
         "nbd = \"localhost\"",
@@ -123,7 +127,8 @@ fn invalid_values_name_their_rule() {
     check_disk("iops-total-max-length = 0", "is too short; a burst length must be at least 1 second");
     check(
         &disk_with("group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6"),
-        "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", whose watermark applies to its members (set it in [group.gold])",
+        "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", whose watermark \
+         applies to its members (set it in [group.gold])",
     );
     for value in ["0", "10001", "99999999999"] {
         check_disk(&format!("weight = {value}"), "is out of range; a weight is from 1 to 10000");
@@ -333,7 +338,9 @@ fn settings_without_effect_are_remarked() {
     );
     let machine = |name: &str, more: &str| {
         format!(
-            "[disk.{name}]\nimage = \"{name}\"\nexport = {{ type = \"vhost-user-blk\", listen = \"unix:{name}\" {more} }}\n"
+            "[disk.{name}]\n\
+             image = \"{name}\"\n\
+             export = {{ type = \"vhost-user-blk\", listen = \"unix:{name}\" {more} }}\n"
         )
     };
     // The names differ only after the 20 bytes that a guest reads.
@@ -361,14 +368,14 @@ fn old_names_of_keys_are_read_with_a_warning() {
     };
     assert_eq!(
         warnings(&old),
-        [
-            "cluster: safe-share is the old name of fallback-share (rename the key: the next release refuses the old name)"
-        ]
+        ["cluster: safe-share is the old name of fallback-share (rename the key: the next release \
+          refuses the old name)"]
     );
     assert!(warnings(&new).is_empty());
     check(
         &file("fallback-share = \"1%\"\nsafe-share = \"0.5%\"\n"),
-        "weir.toml:6: cluster.safe-share = \"0.5%\": is the old name of fallback-share, which is given too (remove it)",
+        "weir.toml:6: cluster.safe-share = \"0.5%\": is the old name of fallback-share, which is \
+         given too (remove it)",
     );
 }
 

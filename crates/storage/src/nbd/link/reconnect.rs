@@ -32,7 +32,8 @@ impl NbdLink {
         }
         if about.minimum_block > opened.minimum_block {
             return Err(format!(
-                "its minimum block is {} bytes now, but the disk was opened with {} (start the server with that)",
+                "its minimum block is {} bytes now, but the disk was opened with {} (start the \
+                 server with that)",
                 about.minimum_block, opened.minimum_block
             ));
         }
@@ -100,7 +101,10 @@ impl NbdLink {
 
     pub(super) fn log_rejection(&self, why: &str) {
         if let Some(left_out) = self.complaints.try_log(now()) {
-            tracing::warn!(nbd = %self.terms.name, why, left_out, "the server cannot be connected to again yet");
+            tracing::warn!(
+                nbd = %self.terms.name, why, left_out,
+                "the server cannot be connected to again yet"
+            );
         }
     }
 }

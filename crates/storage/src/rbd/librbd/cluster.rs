@@ -239,7 +239,8 @@ impl ClusterConnection {
                     format!(
                         "the cluster does not answer: no monitor at {monitors} did so within {seconds} s"
                     ),
-                    "start it, or correct mon_host; client_mount_timeout in the config file is how long that may take",
+                    "start it, or correct mon_host; client_mount_timeout in the config file is how \
+                     long that may take",
                 )
                 .transient()
             }
@@ -253,13 +254,15 @@ impl ClusterConnection {
             libc::EINVAL => OpenError::new(
                 name,
                 format!("no connection as {user}: {error}"),
-                "does each name in mon_host resolve to an address, and is the keyring valid? `ceph -s` with the same config file shows more",
+                "does each name in mon_host resolve to an address, and is the keyring valid? `ceph \
+                 -s` with the same config file shows more",
             ),
             libc::EACCES | libc::EPERM => OpenError::new(
                 name,
                 format!("the cluster rejects {user}: {error}"),
                 format!(
-                    "is its key in the keyring? `ceph auth get {user}` shows the right one; {USER} names another user"
+                    "is its key in the keyring? `ceph auth get {user}` shows the right one; {USER} \
+                     names another user"
                 ),
             ),
             libc::ENOENT => OpenError::new(

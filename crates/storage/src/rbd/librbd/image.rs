@@ -397,7 +397,8 @@ impl RbdImage {
 
     fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
         let failed = |error: Error| {
-            let of_others = "stop it; `rbd lock ls` lists locks; a dead client's lock expires after 30 s if this user has mon 'profile rbd'";
+            let of_others = "stop it; `rbd lock ls` lists locks; a dead client's lock expires \
+                             after 30 s if this user has mon 'profile rbd'";
             let (why, remedy) = match self.owner() {
                 Some(owner) => {
                     let why = format!("another client has it locked: {owner}");
@@ -406,7 +407,8 @@ impl RbdImage {
                 // A non-primary image of a mirror returns this.
                 None if error == Error::INVALID => (
                     format!("cannot be locked: {error}"),
-                    "if it is a mirror's copy, `rbd mirror image promote` makes it writable; --read-only reads it",
+                    "if it is a mirror's copy, `rbd mirror image promote` makes it writable; \
+                     --read-only reads it",
                 ),
                 None => (format!("cannot be locked: {error}"), of_others),
             };
@@ -559,7 +561,8 @@ impl RbdImage {
         if is_unlocked && !was_unlocked {
             tracing::warn!(
                 image = self.name,
-                "the image no longer has an exclusive lock: nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)"
+                "the image no longer has an exclusive lock: nothing keeps two clients from writing \
+                 to it (rbd feature enable … exclusive-lock)"
             );
         }
         Ok(())
@@ -669,8 +672,8 @@ fn open_error(address: &RbdAddress, error: Error) -> OpenError {
         (libc::EPERM | libc::EACCES, _) => OpenError::new(
             &name,
             format!("the cluster denies this user access: {error}"),
-            "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile rbd pool=POOL'` \
-             (with all that it has already: `ceph auth get client.USER`)",
+            "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile \
+             rbd pool=POOL'` (with all that it has already: `ceph auth get client.USER`)",
         ),
         _ => {
             OpenError::new(&name, format!("cannot be opened: {error}"), "`rbd info` and `ceph -s` show more")

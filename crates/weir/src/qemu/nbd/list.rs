@@ -112,9 +112,10 @@ mod tests {
             block_sizes: Some([1, 4096, 33_554_432]),
             contexts: vec!["base:allocation".to_owned()],
         };
-        let expect = "exports available: 1\n export: 'a b'\n  description: de?\n  size:  1048576\n  \
-                      flags: 0x58f ( readonly flush fua df multi cache )\n  min block: 1\n  opt block: 4096\n  \
-                      max block: 33554432\n  available meta contexts: 1\n   base:allocation\n";
+        let expect = "exports available: 1\n export: 'a b'\n  description: de?\n  size:  \
+                      1048576\n  flags: 0x58f ( readonly flush fua df multi cache )\n  min block: \
+                      1\n  opt block: 4096\n  max block: 33554432\n  available meta contexts: \
+                      1\n   base:allocation\n";
         assert_eq!(format_exports(&[export]), expect);
     }
 }

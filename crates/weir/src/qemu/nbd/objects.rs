@@ -28,7 +28,8 @@ impl QemuObjects {
                 Some("authz-simple") => &["identity"],
                 Some("authz-list") => &["policy", "rules"],
                 other => bail!(
-                    "--object {text}: invalid object type: {} (valid: authz-list, authz-simple, secret, tls-creds-psk, tls-creds-x509)",
+                    "--object {text}: invalid object type: {} (valid: authz-list, authz-simple, \
+                     secret, tls-creds-psk, tls-creds-x509)",
                     other.unwrap_or_default()
                 ),
             };
@@ -107,7 +108,8 @@ impl QemuObjects {
             .with_context(of_object)?;
         if names.is_empty() {
             bail!(
-                "--object {id}: has no rules, so no client could connect (add rules.0.match=NAME,rules.0.policy=allow)"
+                "--object {id}: has no rules, so no client could connect (add \
+                 rules.0.match=NAME,rules.0.policy=allow)"
             );
         }
         Ok(names)
@@ -120,7 +122,8 @@ impl QemuObjects {
             pairs.with_context(|| format!("Failed to get TLS creds: No TLS credentials with id '{id}'"))?;
         if value(pairs, "endpoint") != Some("server") {
             bail!(
-                "Failed to get TLS creds: Expecting TLS credentials with a server endpoint (add endpoint=server)"
+                "Failed to get TLS creds: Expecting TLS credentials with a server endpoint (add \
+                 endpoint=server)"
             );
         }
         let directory = value(pairs, "dir")

@@ -41,9 +41,10 @@ pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &SettingsEditor
         (Some(said), _) => Text::styled(said.clone(), FAULT),
         (None, false) => Text::styled(
             "name=value, separated by spaces; settings that are left out are unset.\n\
-             bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max (burst) and \
-             -max-length (its seconds); iops-size; weight iops-reservation bps-reservation watermark group; of \
-             disks prefetch and prefetch-memory, -largest-request, -window-min, -window-max, -streams.\n\
+             bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max \
+             (burst) and -max-length (its seconds); iops-size; weight iops-reservation \
+             bps-reservation watermark group; of disks prefetch and prefetch-memory, \
+             -largest-request, -window-min, -window-max, -streams.\n\
              Enter: apply · Esc: cancel",
             DIMMED,
         ),
