@@ -15,7 +15,7 @@ SOAK_CASES ?= 20000
 SOAK_KILLS ?= 200
 SOAK_SEQUENCES ?= 2000
 SOAK_DAMAGED ?= 20000
-SOAK_TAKEOVERS ?= 200
+SOAK_UPGRADES ?= 200
 SOAK_DAYS ?= 200
 SOAK_OPERATIONS ?= 1000000
 # Four times as many parallel tests as processors: most of them wait for a limit or a disk.
@@ -152,7 +152,7 @@ soak: ## long-running tests: property tests and simulations with many more cases
 	WEIR_WRONG_TOKENS=10000 $(CARGO) test --release --locked -p weir --test e2e http::wrong_tokens
 	@scripts/python-clients
 	WEIR_SCHEMATHESIS_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e openapi::
-	WEIR_TAKEOVERS=$(SOAK_TAKEOVERS) $(CARGO) test --release --locked -p weir --test e2e takeover:: -- --nocapture
+	WEIR_UPGRADES=$(SOAK_UPGRADES) $(CARGO) test --release --locked -p weir --test e2e upgrade:: -- --nocapture
 	WEIR_PAUSES=1,10,60 $(CARGO) test --release --locked -p weir --test e2e recipes::a_pause
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
@@ -174,12 +174,13 @@ reference: ## regenerate the tables of keys and the schema of the config file in
 	@scripts/deps build
 	$(CARGO) run --locked -p weir -- generate --reference docs/reference
 
-lint: ## checks of CI: formatting, warnings, scripts that do not parse, prose over 100 columns
+lint: ## checks of CI: formatting, warnings, scripts that do not parse, prose, commit subjects
 	@scripts/deps build
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --test e2e -- -D warnings
 	@scripts/lint-scripts
 	@scripts/lint-prose
+	@scripts/lint-commits
 	@scripts/check-imports
 	@scripts/check-blocking
 

@@ -208,8 +208,8 @@ fn client_names_are_authz_objects_in_qmp() {
     );
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     let serve = |names: &str| json!({ "addr": addr, "tls-creds": "tls", "tls-authz": names });
-    let (_, said) = qmp.command_error("nbd-server-start", serve("nobody"));
-    assert_contains(&said, &["No authorization object with id 'nobody'"]);
+    let (_, said) = qmp.command_error("nbd-server-start", serve("absent"));
+    assert_contains(&said, &["No authorization object with id 'absent'"]);
     let export = json!({ "type": "nbd", "id": "e", "node-name": "disk" });
     let uri =
         format!("nbds+unix://localhost/disk?socket={}&tls-certificates={}", text(&nbd), authority.path());

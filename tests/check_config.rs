@@ -195,7 +195,7 @@ export = [{ type = \"vhost-user-blk\", listen = \"unix:nowhere/b.sock\" }]
 image = \"memory:1M\"
 l2-cache-size = \"1M\"
 ";
-    let daemon = "pid-file = \"nowhere/pid\"\nsocket-owner = \"nobody-of-this-name\"\n";
+    let daemon = "pid-file = \"nowhere/pid\"\nsocket-owner = \"no-such-user\"\n";
     let file = scratch.file("weir.toml", with_daemon(&scratch, &format!("{daemon}{disks}")));
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_eq!(outcome.code(), 1);
@@ -207,7 +207,7 @@ l2-cache-size = \"1M\"
             "weir.toml:18: disk.c.l2-cache-size = \"1M\": is for qcow2 images",
             "text: a file that is not a socket exists there",
             "nowhere does not exist (create it)",
-            "weir.toml:6: daemon.socket-owner = \"nobody-of-this-name\": socket-owner: there is no user",
+            "weir.toml:6: daemon.socket-owner = \"no-such-user\": socket-owner: there is no user",
             "weir.toml:14: disk.b.export[0].listen = \"unix:nowhere/b.sock\": unix:",
             "weir.toml:5: daemon.pid-file = \"nowhere/pid\": pid file ",
         ],

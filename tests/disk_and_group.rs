@@ -273,10 +273,10 @@ fn failed_add_changes_nothing() {
         (&["disk", "add", "b", "none.raw"], "none.raw: lies outside of the image root"),
         (&["disk", "add", "b", "/"], "/: the sandbox allows images only in "),
         // The second step fails, and the third.
-        (&["disk", "add", "b", image, "-f", "raw", "--group", "nobody"], "there is no group \"nobody\""),
+        (&["disk", "add", "b", image, "-f", "raw", "--group", "absent"], "there is no group \"absent\""),
         (
-            &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/nobody"],
-            "--nbd unix:/nobody: the daemon does not listen there, but at unix:",
+            &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/absent"],
+            "--nbd unix:/absent: the daemon does not listen there, but at unix:",
         ),
         (
             &["disk", "add", "b", image, "-f", "raw", "--snapshot", "s"],

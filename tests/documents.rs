@@ -37,7 +37,7 @@ await() {
     tail -q -n +1 -f -- "${logs[@]}" > "$said.pipe" & local tail=$!
     disown "$tail"
     grep -cm "$1" ' ready ' < "$said.pipe" > "$said.ready"
-    kill "$tail" || true # it may have ended, writing to nobody
+    kill "$tail" || true # it may have ended by SIGPIPE
 }
 wait() {
     local jobs=("$@") job

@@ -238,7 +238,7 @@ try:
     raise AssertionError('the device fails')
 except nbd.Error as error:
     assert error.errno == 'EIO', error
-print('told')
+print('reported')
 ",
         weir.uri("memory")
     );
@@ -251,7 +251,7 @@ print('told')
     let (status, log) = weir.wait();
     assert!(status.success(), "{log}");
     let output = client.wait_with_output().expect("it is ours");
-    assert!(output.status.success() && output.stdout == b"told\n", "{output:?}");
+    assert!(output.status.success() && output.stdout == b"reported\n", "{output:?}");
 }
 
 #[test]

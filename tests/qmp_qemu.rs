@@ -28,7 +28,7 @@ fn start(program: &str, arguments: &[String], monitor: &Path) -> QemuProcess {
     need(program);
     let listener = UnixListener::bind(monitor).expect("the directory is ours");
     // Two of QEMU's threads may wake for one client; the later one must not block in accept.
-    listener.set_nonblocking(true).expect("a socket can be told not to wait");
+    listener.set_nonblocking(true).expect("a socket can be non-blocking");
     let mut command = Command::new(program);
     command.args(["--chardev", "socket,id=c,fd=0,server=on,wait=off"]).args(arguments);
     command.env("PATH", search_path());

@@ -400,7 +400,10 @@ fn daemon_records_to_its_directory() {
     let running = qmp.command("x-weir-query-recordings", json!({}));
     assert_eq!(running[0]["directory"].as_str(), Some(text(&directory)), "{running:#}");
     let refused = qmp.command_error("x-weir-record-stop", json!({ "id": running[0]["id"] }));
-    assert_contains(&refused.1, &["is the daemon's own (take `record` out of what it was started with)"]);
+    assert_contains(
+        &refused.1,
+        &["belongs to the daemon (remove `record` from its config or command line, and restart it)"],
+    );
     // A second recording beside the daemon's own.
     let recorder = RunningRecorder::begin(&scratch, &scratch.path("more.recording"), &["a"]);
     assert_eq!(fio(&daemon, "a", "write", 20), 20);

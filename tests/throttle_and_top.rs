@@ -92,8 +92,8 @@ fn a_refused_change_changes_nothing() {
     assert_contains(&before, &["disk a\n", "  iops-total  500\n"]);
     let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
     assert_contains(&said, &["iops-total-max", "20", "500"]);
-    let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--group", "nobody"]);
-    assert_contains(&said, &["weir: a: there is no group \"nobody\" (`weir status` lists them; "]);
+    let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--group", "absent"]);
+    assert_contains(&said, &["weir: a: there is no group \"absent\" (`weir status` lists them; "]);
     let said = run_failing(&scratch, &["throttle", "a", "--group", "b"]);
     assert_contains(&said, &["weir: a: \"b\" is a disk, not a group"]);
     assert_eq!(run_ok(&scratch, &["throttle", "a"]), before);

@@ -8,12 +8,12 @@ use std::{fs, path::Path};
 use crate::harness::{Scratch, TestClient, WEIR, need, text};
 
 /// A shell that leads the session of a pseudo-terminal. `enter` types lines and waits until all of
-/// them have run; `told` is the complete output of the terminal.
+/// them have run; `screen` is the complete output of the terminal.
 const SHELL: &str = r##"
 import fcntl, os, pty, re, select, struct, sys, termios, time
 
 until = time.monotonic() + 280
-told = ""
+screen = ""
 # Without brackets around pasted text.
 open("inputrc", "w").write("set enable-bracketed-paste off\nset horizontal-scroll-mode off\n")
 environment = dict(os.environ, PS1="", PS2="", TERM="xterm-256color", INPUTRC=os.path.abspath("inputrc"))
@@ -23,16 +23,16 @@ if shell == 0:
 fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
 
 def hear(what):
-    global told
-    begin = len(told)
-    while not re.search(what, told[begin:]):
+    global screen
+    begin = len(screen)
+    while not re.search(what, screen[begin:]):
         left = until - time.monotonic()
         if left <= 0 or not select.select([terminal], [], [], left)[0]:
-            sys.exit(f"{what!r} was not shown; there was:\n{told}")
+            sys.exit(f"{what!r} was not shown; there was:\n{screen}")
         try:
-            told += os.read(terminal, 1 << 16).decode(errors="replace")
+            screen += os.read(terminal, 1 << 16).decode(errors="replace")
         except OSError:
-            sys.exit(f"the shell has ended; there was:\n{told}")
+            sys.exit(f"the shell has ended; there was:\n{screen}")
 
 def press(keys):
     os.write(terminal, keys.encode())
@@ -50,7 +50,7 @@ def ready(log):
 
 def expect(is_so, what):
     if not is_so:
-        sys.exit(f"{what}; there was:\n{told}")
+        sys.exit(f"{what}; there was:\n{screen}")
 "##;
 
 fn on_a_terminal(scratch: &Scratch, script: &str) {
@@ -87,13 +87,13 @@ fn two_disks_with_one_limit_leave_the_terminal_to_the_reader() {
         }
     }
     script += r#"
-expect("gold" in told and "HELD BY" in told, "the status was not shown")
+expect("gold" in screen and "HELD BY" in screen, "the status was not shown")
 # Log lines, bars and messages would overwrite the reader's command line.
 for wrong in [" INFO ", " WARN ", "\u2588", "\x1b[2K", "no such job", "No such process", "weir: "]:
-    expect(wrong not in told, f"{wrong!r} was shown")
+    expect(wrong not in screen, f"{wrong!r} was shown")
 enter("jobs; cat vm1.txt")
-expect("Running" not in told.split("jobs; cat")[-1], "something still runs")
-expect("read: " in told, "the first client has not written its results")
+expect("Running" not in screen.split("jobs; cat")[-1], "something still runs")
+expect("read: " in screen, "the first client has not written its results")
 "#;
     on_a_terminal(&scratch, &script);
 }
@@ -107,7 +107,7 @@ ready("log")
 enter("weir bench --random --runtime 1h 'nbd+unix:///?socket=n' &")
 # A second load, long enough that its bar would have been drawn many times.
 enter("weir bench --random --runtime 3s 'nbd+unix:///?socket=n' > other 2>&1")
-expect("IOPS" not in told, "a job in the background has drawn")
+expect("IOPS" not in screen, "a job in the background has drawn")
 press("fg\n")
 hear("IOPS .*\u2588")
 press("\x03")

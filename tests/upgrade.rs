@@ -1,7 +1,7 @@
 //! `weir serve --takeover` under load: fio's checksums prove that no request is lost or repeated,
 //! and a client that never reconnects proves that connections survive.
 //!
-//! Never asserts the length of a pause; `make soak`, which upgrades 200 times (`WEIR_TAKEOVERS`),
+//! Never asserts the length of a pause; `make soak`, which upgrades 200 times (`WEIR_UPGRADES`),
 //! prints it. Upper bounds of limits are asserted: a slow host only lowers the work.
 
 mod added;
@@ -369,9 +369,9 @@ fn virtqueues_survive() {
     // Writes each block once.
     let load = move || bench("-w --pattern 90 -c 2048 -d 24 -s 2K --flush-interval 100", &target).succeeds();
     let load = thread::spawn(load);
-    let mut takeovers = 0;
+    let mut upgrades = 0;
     while !load.is_finished() {
-        if takeovers % 3 == 1 {
+        if upgrades % 3 == 1 {
             let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
             assert_eq!(stranger.receive()["machines"][0]["disk"], "disk");
             stranger.send("prepared");
@@ -383,10 +383,10 @@ fn virtqueues_survive() {
             current.wait_for_log(CONTINUES);
         }
         current = house.upgrade(current).0;
-        takeovers += 1;
+        upgrades += 1;
     }
     load.join().expect("the front end was not disturbed");
-    assert!(fs::read(&disk).unwrap().iter().all(|byte| *byte == 90), "{takeovers} upgrades");
+    assert!(fs::read(&disk).unwrap().iter().all(|byte| *byte == 90), "{upgrades} upgrades");
     // A front end that connects after the upgrades is accepted, a second one beside it is not.
     let mut machine = front_end(&socket);
     features(&mut machine);
@@ -591,7 +591,7 @@ fn service_manager_is_told_the_new_main_pid() {
 #[test]
 fn upgrade_grants_no_new_burst() {
     const BURST: u64 = 200;
-    const TAKEOVERS: u64 = 5;
+    const UPGRADES: u64 = 5;
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
     let burst = BURST.to_string();
@@ -611,11 +611,11 @@ fn upgrade_grants_no_new_burst() {
     while reads() < BURST {
         pause();
     }
-    for _ in 0..TAKEOVERS {
+    for _ in 0..UPGRADES {
         current = house.upgrade(current).0;
     }
     let (passed, seconds) = (reads(), start.elapsed().as_secs());
-    assert!(passed <= BURST + seconds + 2, "{passed} in {seconds} s, after {TAKEOVERS} upgrades");
+    assert!(passed <= BURST + seconds + 2, "{passed} in {seconds} s, after {UPGRADES} upgrades");
     weir(&["throttle", "gold", "--iops-total", "0"]).env("WEIR_QMP", control(&house)).succeeds();
     load.join().expect("the load was not disturbed");
     assert_eq!(reads(), 2000);
@@ -627,10 +627,10 @@ fn upgrade_grants_no_new_burst() {
 #[test]
 #[allow(clippy::print_stdout, reason = "what was measured is what a soak is for")]
 fn clients_notice_neither_upgrades_nor_failures() {
-    let takeovers = std::env::var("WEIR_TAKEOVERS").ok().map_or(6, |text| text.parse().expect("a number"));
+    let upgrades = std::env::var("WEIR_UPGRADES").ok().map_or(6, |text| text.parse().expect("a number"));
     let (mut pauses, mut failed, mut disconnected) = (Vec::new(), 0_usize, 0);
     for round in 0_usize.. {
-        if round >= 4 && pauses.len() >= takeovers {
+        if round >= 4 && pauses.len() >= upgrades {
             break;
         }
         let scratch = Scratch::new();

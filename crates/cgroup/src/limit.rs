@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   CGROUP, DEV ──► change of the limits file ──► rates without bursts ──► io.max, systemd       at once
-//!                        (kept.rs)               (settling.rs)            (tell.rs)
+//!                     (limits_file.rs)           (settling.rs)           (write.rs)
 //!                           └──────────────────► weir cgroup watch: bursts, watermarks, groups   within a tenth of a second
 //! ```
 //!

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   create the cgroup ─► set limits ─► start the command in it ─► forward signals ─► read totals ─► remove the cgroup
-//!   place.rs             hold.rs       command.rs                                    summary.rs     place.rs
+//!   command_cgroup.rs    command_limits.rs  command.rs                               summary.rs     command_cgroup.rs
 //! ```
 //!
 //! The command inherits the standard streams, and its exit status becomes weir's. weir reports on

@@ -1,17 +1,17 @@
 //! `weir cgroup watch`: extends the kernel's limits by bursts, watermarks, and limits of groups.
 //!
 //! ```text
-//!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
+//!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered_pool.rs
 //!                                          │                                     ▲
 //!   /sys/block/*/stat ──► watermark's controller, every 50 ms ── enforcement ────┘                         disks.rs; capacity from `weir probe`
 //!
-//!   in addition: limits that the kernel enforces alone are restored where they are lost (unsteered.rs, present.rs, systemd.rs);
+//!   in addition: limits that the kernel enforces alone are restored where they are lost (unsteered.rs, recreated.rs, systemd.rs);
 //!                levels of bursts are saved for the next watch (levels.rs); a process settles all limits if this one dies (guard.rs)
 //! ```
 //!
-//! One thread and no lock: every file that it reads answers within microseconds. pace.rs bounds its
-//! CPU time: with thousands of busy control groups, each is read less often. It settles all limits
-//! before it ends; if it is killed, the guard does.
+//! One thread and no lock: every file that it reads answers within microseconds. read_budget.rs
+//! bounds its CPU time: with thousands of busy control groups, each is read less often. It settles
+//! all limits before it ends; if it is killed, the guard does.
 
 pub(crate) mod arguments;
 mod disks;

@@ -76,7 +76,7 @@ mod tests {
         while !is_zombie() {
             std::thread::yield_now();
         }
-        assert!(has_ended(&ended, &own), "nobody has waited for it");
+        assert!(has_ended(&ended, &own), "its parent has not waited for it");
         child.wait().unwrap();
         let other = HostIdentity { machine: "other boot pid:[1]".to_owned(), pid: u32::MAX, ..own.clone() };
         assert!(!has_ended(&other, &own));

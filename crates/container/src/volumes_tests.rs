@@ -234,7 +234,7 @@ fn a_broken_record_hides_no_other_volume() {
     volumes.recover().unwrap();
     let names: Vec<_> = volumes.list().unwrap().iter().map(|volume| volume.name.to_string()).collect();
     assert_eq!(names, ["v"]);
-    assert!(directory.path().join("w/volume.json").exists(), "it is somebody's");
+    assert!(directory.path().join("w/volume.json").exists(), "another process owns it");
 }
 
 #[test]

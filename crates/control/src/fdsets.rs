@@ -204,7 +204,8 @@ mod tests {
         // As an open image locks its file.
         let lock = |kind: libc::c_int| {
             let lock = libc::flock { l_type: kind as i16, l_whence: 0, l_start: 100, l_len: 1, l_pid: 0 };
-            fcntl(being_opened.as_fd(), FcntlArg::F_OFD_SETLK(&lock)).expect("nobody else has it");
+            fcntl(being_opened.as_fd(), FcntlArg::F_OFD_SETLK(&lock))
+                .expect("no other descriptor holds the lock");
         };
         lock(libc::F_RDLCK);
         assert!(open("/dev/fdset/1").is_err(), "the same open file by another name");

@@ -10,14 +10,14 @@
 //! ```text
 //!   reconcile/  brings the running state to a plan: start, reload, retry, dry run
 //!   reload/     reads the config file again and reconciles
-//!   takeover/   upgrade: a new process continues for the old one
-//!   moving/     migration: a disk moves to another host of the cluster
+//!   upgrade/    a new process continues for the old one
+//!   migration/  a disk moves to another host of the cluster
 //!   qmp/        the control socket: stream ─► session ─► command ─► commands/, one file per subject
 //!   listen/     the sockets that clients connect to
 //!   events/     event ring, rate limits, event types
 //!   recording/  recordings of requests
 //!   notify      messages to the service manager
-//!   users       openers of devices of this host: mounts, other devices, processes
+//!   openers     users of devices of this host: mounts, other devices, processes
 //! ```
 //!
 //! The QMP command `block_set_io_throttle` is in `qmp/commands/throttle.rs`; the table of all

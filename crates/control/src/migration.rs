@@ -1,13 +1,13 @@
 //! Migration: a disk moves to another host of the cluster, with its settings and bucket levels.
 //!
 //! ```text
-//!   leaving     the source: offers, closes the image, hands over; resumes on failure
-//!   arriving    the target: checks the offer, opens the image, claims the disk
-//!   moved_disk  the description that both exchange
+//!   source         the old host: offers, closes the image, hands over; resumes on failure
+//!   target         the new host: checks the offer, opens the image, claims the disk
+//!   migrated_disk  the description that both exchange
 //! ```
 //!
-//! The steps in etcd are in `cluster::moving`. At most one of the two daemons has the image open.
-//! Transactions in etcd alone decide which host owns the disk; clocks never do.
+//! The steps in etcd are in `cluster::migration`. At most one of the two daemons has the image
+//! open. Transactions in etcd alone decide which host owns the disk; clocks never do.
 //!
 //! Never changes a config file.
 

@@ -1,17 +1,17 @@
 //! Upgrade: a new process continues for the running one (`--takeover`), unnoticed by clients.
 //!
 //! ```text
-//!   newcomer    new process, `weir serve --takeover`: asks, opens everything, serves
-//!   leaving     old process: offers, quiesces, ends; or resumes
-//!   given_up    end of the new process if the old one gives up first
-//!   devices     devices and files of this host, in both processes
-//!   identity    comparison of a disk with the one that the old process serves
-//!   added       objects that are in no config file: their description
-//!   again       the same objects, added by the new process
-//!   told        messages between the processes
-//!   counted     transferred counters
-//!   unsaved     transferred settings, for the log of the new process
-//!   channel     framing of messages and descriptors
+//!   new_process           new process, `weir serve --takeover`: asks, opens everything, serves
+//!   old_process           old process: offers, quiesces, ends; or resumes
+//!   given_up              end of the new process if the old one gives up first
+//!   devices               devices and files of this host, in both processes
+//!   identity              comparison of a disk with the one that the old process serves
+//!   added_objects         objects that are in no config file: their description
+//!   add_transferred       the same objects, added by the new process
+//!   messages              messages between the processes
+//!   counters              transferred counters
+//!   transferred_settings  transferred settings, for the log of the new process
+//!   channel               framing of messages and descriptors
 //! ```
 //!
 //! The new process asks at the control socket. Steps that can fail are done while the old process

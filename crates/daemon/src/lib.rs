@@ -7,7 +7,7 @@
 //!   cluster/    groups whose limits hold over many hosts: etcd, reports, grants
 //!   control/    the running state (registry), and changes to it
 //!     reload/   the config file read again: its difference to the running state, as one change
-//!     takeover/ upgrade: another daemon continues for this one
+//!     upgrade/  another daemon continues for this one
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   events/     the most recent events, and the actors that caused them
 //!   http/       metrics for Prometheus and the page, on a separate thread

@@ -7,9 +7,8 @@
 //!
 //! Where to start: [`mount`](FuseMount) mounts the file and returns the descriptor of `/dev/fuse`;
 //! [`server`](FuseExportServer) answers INIT ([`negotiate`]) and starts the queues; `queue.rs`
-//! receives messages (`letter.rs` is a receive buffer, [`message`] parses it) and `execute.rs`
-//! executes them. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in
-//! memory.
+//! receives messages into a `receive_buffer`, [`message`] parses them, and `execute.rs` executes
+//! them. `channel.rs` is the interface to the kernel: in simulation, to a kernel in memory.
 //!
 //! [The guide](../../../../docs/devices.md) lists the behaviour of the file by operation.
 //!

@@ -90,7 +90,7 @@ mod tests {
         for file in std::fs::read_dir(folder).unwrap() {
             let name = file.unwrap().file_name().into_string().unwrap();
             let is_known = name == "index.html" || ALL.iter().any(|(known, ..)| *known == name);
-            assert!(is_known, "{name} is in the folder and nobody is given it");
+            assert!(is_known, "{name} is in the directory and is not served");
         }
         for (index, (name, kind, content)) in ALL.iter().enumerate() {
             assert!(!content.is_empty() && kind.contains('/'), "{name}");

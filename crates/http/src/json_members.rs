@@ -89,7 +89,11 @@ mod tests {
             assert_eq!(parse_number("iops-total", said), Ok(expected));
         }
         for said in [json!(0.4), json!(1e30), json!(true)] {
-            assert_eq!(parse_number("iops-total", said.clone()), Ok(said), "which is refused for what it is");
+            assert_eq!(
+                parse_number("iops-total", said.clone()),
+                Ok(said),
+                "the value itself is refused later"
+            );
         }
     }
 

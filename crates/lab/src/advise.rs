@@ -2,13 +2,13 @@
 //! of a trace with the least capacity; and the smallest number of devices that they fit on.
 //!
 //! ```text
-//!   traces ─► arrivals.rs ─► house.rs: tenants and their devices
+//!   traces ─► arrivals.rs ─► tenants.rs: tenants and their devices
 //!                              │
 //!        each alone            ▼         together on a device        choice of the device
-//!        need.rs ──────────────┬──────── shared.rs ───────────────── packing.rs
+//!        tenant_limits.rs ─────┬──────── neighbours.rs ───────────── packing.rs
 //!         │ search.rs          │          │                           │
-//!         │ envelope.rs: waits from arrivals alone                    │
-//!         │ certainty.rs: confidence intervals by bootstrap           │
+//!         │ arrival_curve.rs: waits from arrivals alone               │
+//!         │ confidence.rs: confidence intervals by bootstrap          │
 //!         └────────────────► trial.rs: simulate's engine ◄────────────┘
 //!                              │
 //!                              ▼

@@ -261,6 +261,6 @@ fn input(arguments: &SimulateArgs) -> anyhow::Result<SimulationInput> {
             ..SimulationInput::of(EmptySource)
         },
         Some(Workload::Open(open)) => SimulationInput::of(WorkloadGenerator::new(open, arguments.input.seed)),
-        Some(Workload::Scenario(tale)) => unreachable!("{tale:?} is told and not simulated here"),
+        Some(Workload::Scenario(tale)) => unreachable!("{tale:?} is described and not simulated here"),
     })
 }

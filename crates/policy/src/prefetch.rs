@@ -8,9 +8,9 @@
 //!               │ no                                            │  window.rs: how much, how early
 //!               ▼                                               │  gate.rs: worth its cost?
 //!            record what may follow                             ▼  congestion.rs: in-flight limit
-//!                                                            ahead.rs: ranges to read
+//!                                                            read_ahead.rs: ranges to read
 //!
-//!   memory is full ──► lists.rs: which chunk to evict
+//!   memory is full ──► lru.rs: which chunk to evict
 //!   write ──► cache.rs: invalidate overlapping chunks, including those in flight
 //! ```
 //!

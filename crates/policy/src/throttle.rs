@@ -14,14 +14,14 @@
 //! small bucket that leaks at `-max`. A request is admitted whatever its size; later requests wait
 //! for the excess.
 //!
-//! **The slice** (`price.rs`). A request that costs more than 90 ms of its scarcest limit is
+//! **The slice** (`cost.rs`). A request that costs more than 90 ms of its scarcest limit is
 //! charged in slices of that size and admitted with the last one. Siblings are served between the
 //! slices.
 //!
 //! **The tree** (`tree.rs`). Disks have limits and belong to groups with limits, which may belong
 //! to other groups. All levels apply at once. Idle disks cost a decision nothing, even thousands.
 //!
-//! **The schedule** (`schedule.rs`). The cost of a request is the time that it needs of the
+//! **The schedule** (`scheduler.rs`). The cost of a request is the time that it needs of the
 //! scarcest limit above its siblings. They share that time by weight, so neither small requests nor
 //! short queues are at a disadvantage. A reservation is served first, up to its rate; reservations
 //! that do not fit are rejected (`booking.rs`).

@@ -50,7 +50,7 @@ fn passes(test: &str, prepare: impl FnOnce(&mut Command)) {
 #[test]
 #[ignore = "the process of the test above"]
 fn inside() {
-    let directory = PathBuf::from(env::var_os(DIRECTORY).expect("told by the test above"));
+    let directory = PathBuf::from(env::var_os(DIRECTORY).expect("set by the test above"));
     reactor::use_transient_threads();
     let worker = ReactorWorker::start("worker 0", PollingMode::Off).expect("a worker");
     reactor::run(PollingMode::Off, async move {
@@ -129,7 +129,7 @@ fn has_rules_for_ports() -> bool {
 }
 
 fn shared(index: usize) -> PathBuf {
-    PathBuf::from(env::var_os(SHARED[index]).expect("told by the test above"))
+    PathBuf::from(env::var_os(SHARED[index]).expect("set by the test above"))
 }
 
 async fn allowed(directory: &Path) -> Vec<Tried> {

@@ -16,8 +16,8 @@
 //! does not support is replaced by others: see `execute`, which decides for each request.
 //!
 //! ```text
-//!   mod      storage operations as NBD commands    unflushed  writes to repeat after a disconnect
-//!   link     sessions, disconnects, reconnecting   lane  a connection and the threads that use it
+//!   operation  storage operations as NBD commands    unflushed   writes to repeat after a disconnect
+//!   link       sessions, disconnects, reconnecting   connection  and the threads that use it
 //! ```
 //!
 //! A request's time has no bound, as with a disk; `status` shows the age of the oldest one. The

@@ -7,11 +7,11 @@
 //!   attach               a disk as a device of this host; its keeper process; detach
 //!   status, top          the running state; the same, live
 //!   throttle, prefetch   settings of a disk or group, shown or changed
-//!   adding               add and remove disks and groups
-//!   added                keys of an added disk or group: as options, for a daemon, in a file
+//!   disks_and_groups     add and remove disks and groups
+//!   added_keys           keys of an added disk or group: as options, for a daemon, in a file
 //!   reload               reload the config file
 //!   resume               resume disks that an error has stopped
-//!   saving               common part: send a change to the daemon and save it in the config file
+//!   settings_command     common part: send a change to the daemon and save it in the config file
 //!   served               the disk that a daemon serves from an image, for `weir image`
 //!   mount_helper         `mount -t weir`, an interface to `attach`
 //!   complete, generate   shell completion; manual pages and scripts for shells

@@ -2,10 +2,10 @@
 //! it, admit them.
 //!
 //! ```text
-//!   request ──► no limit applies? ────────────────────► admitted      seat.rs: one atomic load
+//!   request ──► no limit applies? ────────────────────► admitted      slot.rs: one atomic load
 //!                  │ a limit applies
 //!                  ▼
-//!             lock the tree ─► limits allow it now ───► admitted      arbiter.rs, policy's ThrottleTree
+//!             lock the tree ─► limits allow it now ───► admitted      tree.rs, policy's ThrottleTree
 //!                  │ must wait
 //!                  ▼
 //!             task sleeps ◄── woken by: the tree's timer │ new settings │ another admission waiter.rs
@@ -23,8 +23,8 @@
 //! | | |
 //! | --- | --- |
 //! | [`ThrottleGroup`], [`ThrottleMember`] | public interface: groups and disks, and settings, which can change at run time |
-//! | `seat` | a disk's slot: admission of its requests, moves |
-//! | `arbiter` | a tree, its lock and the effects of its decisions |
+//! | `slot` | a disk's slot: admission of its requests, moves |
+//! | `tree` | a tree, its lock and the effects of its decisions |
 //! | `waiter` | the handshake between a waiting request and its admission |
 //! | `timer` | the only part that sleeps |
 //!

@@ -4,9 +4,9 @@
 //! ```text
 //!   cgroup ──► levels, from itself to the root: controllers, limits            levels.rs
 //!     └─ processes ──► open files, shared mappings ──► file system ──► disk    uses.rs, mounts.rs, disks.rs
-//!                          └─ other writers of these files                     sharing.rs
-//!   swap, io.cost, io.latency, schedulers                                      beside.rs
-//!   bytes that the processes wrote, bytes that the cgroup was charged with     accounts.rs
+//!                          └─ other writers of these files                     other_writers.rs
+//!   swap, io.cost, io.latency, schedulers                                      other_controls.rs
+//!   bytes that the processes wrote, bytes that the cgroup was charged with     write_accounting.rs
 //! ```
 //!
 //! The input of `findings`, which tests construct. Collecting never writes and opens no disk.

@@ -1,8 +1,8 @@
 //! `--measure`: tests the limit on each I/O path.
 //!
 //! ```text
-//!   weir ─── moves, controls ──► weir cgroup load, in a cgroup beside the examined one, with its limits    place.rs, worker.rs, load.rs
-//!    │                               │ writes and reads small files: direct, buffered, flushed, from the page cache   proof.rs
+//!   weir ─── moves, controls ──► weir cgroup load, in a cgroup beside the examined one, with its limits    temporary_cgroup.rs, worker.rs, load.rs
+//!    │                               │ writes and reads small files: direct, buffered, flushed, from the page cache
 //!    ├── io.stat of that cgroup ◄────┤ bytes charged to it
 //!    ├── the disk's statistics ◄─────┤ bytes that arrived
 //!    └── a separate trace ◄──────────┘ tasks that submitted, tasks that were throttled                      trace.rs

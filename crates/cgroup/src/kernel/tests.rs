@@ -141,7 +141,7 @@ fn io_stat_of_no_kernel_is_refused_with_its_line() {
     assert_eq!(
         io_stat::find(broken, n(8, 0)),
         Ok(Some(usage([1, 0, 0, 0, 0, 0]))),
-        "what comes later is not read"
+        "further lines are ignored"
     );
     assert!(io_stat::find(broken, n(8, 16)).is_err());
     for broken in [
@@ -185,7 +185,7 @@ fn io_max_of_every_kernel_is_read_and_written() {
     assert_eq!(
         io_max::line(limits, n(254, 0)) + "\n",
         sample!("io_max-6.12"),
-        "what is written is what is then read"
+        "the file returns the written value"
     );
     assert_eq!(io_max::line(IoMaxRates::NONE, n(8, 0)), "8:0 rbps=max wbps=max riops=max wiops=max");
     assert_eq!(io_max::parse(""), Ok(Vec::new()));

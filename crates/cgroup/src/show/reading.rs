@@ -187,7 +187,11 @@ mod tests {
         );
         let reading = read(&group).unwrap().unwrap();
         let disk = reading.devices[&DISK];
-        assert_eq!((disk.usage.read_bytes, disk.usage.writes), (4096, 2), "with what is below it where told");
+        assert_eq!(
+            (disk.usage.read_bytes, disk.usage.writes),
+            (4096, 2),
+            "descendants are included where the kernel includes them"
+        );
         let own = disk.own.expect("version 1 tells it");
         assert_eq!((own.read_bytes, own.writes), (0, 2), "and without");
         assert_eq!(disk.limits, IoMaxRates { bps: [None, Some(4_000_000)], ..IoMaxRates::NONE });

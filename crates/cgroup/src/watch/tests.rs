@@ -224,7 +224,7 @@ fn weight_is_set_again_at_start_and_for_a_recreated_cgroup() {
     assert_eq!(weight(), "254:0 300");
     machine.write("a", "io.weight", "254:0 200");
     watch.save_and_verify(now());
-    assert_eq!(weight(), "254:0 200", "whoever changes it meanwhile may");
+    assert_eq!(weight(), "254:0 200", "a change by another process stays");
 }
 
 #[test]
@@ -303,7 +303,7 @@ fn of_a_cluster(machine: &FakeMachine) -> (CgroupWatch, CgroupLessor, PathBuf) {
     lender.lease(&writes(MIB), &writes(MIB), None);
     watch.begin_leasing(lending).unwrap();
     watch.run_due(now());
-    assert!(lender.is_in_force(), "nobody has to be told");
+    assert!(lender.is_in_force(), "a notice is not needed");
     let mut kept = LimitsFile::load(&path).unwrap();
     let joins = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
     kept.change(&group, DISK, &joins).unwrap();
@@ -367,7 +367,11 @@ fn guard_deadline_covers_quota_in_the_kernel() {
     gold.renew(&writes(MIB), Some(seconds(9)));
     assert_eq!(turn(seconds(4), true), guard(8500), "the same part for longer");
     gold.lease(&writes(4 * MIB), &writes(MIB), Some(seconds(12)));
-    assert_eq!(turn(seconds(7), false), guard(8500), "the kernel has the larger one until it is told");
+    assert_eq!(
+        turn(seconds(7), false),
+        guard(8500),
+        "the kernel keeps the larger limit until the next write"
+    );
     assert_eq!(turn(seconds(7), true), guard(8500));
     assert_eq!(turn(seconds(7), true), guard(11_500));
     silver.lease(&writes(8 * MIB), &writes(MIB), Some(seconds(10)));
@@ -386,7 +390,7 @@ fn fallback_share_is_stored_before_acknowledgement() {
     let changes = LockedLimitsFile::open(&path).unwrap();
     lender.lease(&writes(8 * MIB), &writes(MIB / 2), Some(now() + Duration::from_secs(5)));
     watch.run_due(now());
-    assert!(!lender.is_in_force(), "somebody changes the file");
+    assert!(!lender.is_in_force(), "another process has changed the file");
     drop(changes);
     watch.run_due(now());
     assert!(lender.is_in_force());
@@ -467,7 +471,7 @@ fn cluster_groups_exclude_local_limits() {
     assert!(error.contains("at least 4 for 2 control groups"), "{error}");
     assert!(kept.remove(&a, DISK.0), "it leaves");
     kept.replace_cluster_groups(&BTreeMap::new());
-    assert!(kept.groups.is_empty(), "nobody is in it, and nobody lends");
+    assert!(kept.groups.is_empty(), "a group without members is removed");
     drop((watch, lender));
     let own = LimitsChange { group: Some("gold".to_owned()), ..LimitsChange::of(&[("bps-write", MIB)]) };
     kept.change(&a, DISK, &own).unwrap();

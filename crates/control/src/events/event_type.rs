@@ -198,7 +198,7 @@ pub struct RecordedEvent {
     pub(crate) group: Option<Arc<str>>,
     /// Text for people.
     pub(crate) message: String,
-    /// For programs; `suppressed` counts those of this kind that were not told before it.
+    /// For programs; `suppressed` counts earlier events of this type that were not reported.
     pub(crate) data: Map<String, Value>,
 }
 

@@ -47,7 +47,7 @@ pub(super) fn describe_device(export: &RunningExport, host: &HostEndpoint) -> an
         );
     }
     let said =
-        export.endpoint_config.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
+        export.endpoint_config.as_ref().with_context(|| format!("export {id}: no config describes it"))?;
     Ok(OfferedDevice {
         id: id.clone(),
         kind: said.type_name().to_owned(),
@@ -187,7 +187,8 @@ impl AwaitedDevices {
     ) -> anyhow::Result<()> {
         for HostDeviceState { id, kind } in standing {
             // Only offered devices: the old process may not add one at this point.
-            let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
+            let wanted =
+                self.take(&id).with_context(|| format!("export {id}: the other process did not list it"))?;
             let taken = transferred_endpoint(kind, pieces).with_context(|| format!("export {id}"))?;
             registry.exports.awaited_endpoints.borrow_mut().remove(&id);
             let (wanted, is_added) = wanted;

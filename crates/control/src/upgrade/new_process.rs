@@ -543,7 +543,7 @@ async fn apply_state(
     }
     let mut counted = state.counted;
     counted.add_to(registry);
-    // From here on in the order of `told::State`.
+    // From here on in the order of `messages::ProcessState`.
     let mut pieces = luggage.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
     // Cached: many clients share few exports, and each lookup visits all exports.

@@ -214,7 +214,7 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
                     devices.push(devices::describe_device(&export, host)?);
                     continue;
                 }
-                let machine = entrance.vhost_user().context("it is nobody's")?;
+                let machine = entrance.vhost_user().context("it is not a vhost-user-blk export")?;
                 let listening = machine.listening.as_ref().map(|(name, (socket, file))| {
                     doors.push(socket.clone());
                     (name.clone(), file.clone())
@@ -540,7 +540,7 @@ async fn quiesce_and_transfer(
     all?;
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
     let mut left = 0;
-    // The order of bytes and descriptors is that of `told::State`.
+    // The order of bytes and descriptors is that of `messages::ProcessState`.
     for serving in &still.servers {
         let endpoint = endpoint_name(&serving.endpoint);
         for (export, rested) in serving.server.quiesced_state() {

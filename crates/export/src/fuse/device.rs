@@ -158,7 +158,7 @@ impl FuseDevice {
     }
 
     /// Records that a queue has nothing in flight, and the requests that it has put back: see
-    /// `super::told`.
+    /// `super::encode`.
     pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.quiesced_queues).insert(queue, messages);
         self.clients.notify(usize::MAX);

@@ -1,7 +1,7 @@
 //! A request that needs I/O, from its receipt to its reply.
 //!
 //! Only data, and the rules of merging: `queue.rs` receives requests, `execute.rs` executes them,
-//! `told.rs` encodes them for another process.
+//! `encode.rs` encodes them for another process.
 
 use policy::merge::{MergeCandidate, MergeOperation as Merging};
 use reactor::buffer::Segments;

@@ -191,7 +191,7 @@ async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
     timeout(FOREVER, noisy).await.expect("a queue ends");
     for (device, disk) in [(&*world.device.borrow(), &disk), (&hostile, &other)] {
         assert_eq!(device.in_flight.load(SeqCst), 0);
-        assert_eq!(disk.memory().used(), 0, "memory that nobody gave back");
+        assert_eq!(disk.memory().used(), 0, "memory was not released");
     }
     world.model.borrow_mut().crash(storage.crash());
     world.passed.borrow().check();

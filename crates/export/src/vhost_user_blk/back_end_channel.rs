@@ -67,15 +67,15 @@ mod tests {
             rustix::io::write(&channel, b"changed").expect("there is room");
             theirs.read_exact(&mut [0; 7]).expect("it came");
         }
-        assert!(theirs.write_all(&[1]).is_err(), "nobody would read it");
+        assert!(theirs.write_all(&[1]).is_err(), "its peer is closed");
     }
 
     #[test]
     fn named_or_nonempty_sockets_are_no_channels() {
         let path = std::env::temp_dir().join(format!("weir-channel-{}", std::process::id()));
         let listener = UnixListener::bind(&path).expect("a socket");
-        let connects = UnixStream::connect(&path).expect("somebody listens");
-        let (accepted, _) = listener.accept().expect("somebody has connected");
+        let connects = UnixStream::connect(&path).expect("a listener exists");
+        let (accepted, _) = listener.accept().expect("a client is connected");
         std::fs::remove_file(&path).expect("it is there");
         let (full, mut other) = UnixStream::pair().expect("sockets");
         other.write_all(&[1]).expect("there is room");

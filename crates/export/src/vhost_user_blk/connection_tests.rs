@@ -272,7 +272,7 @@ fn resize_is_sent_once_on_the_channel() {
         connection.resize(2 << 20);
         connection.resize(2 << 20);
         let mut told = [0; 13];
-        assert_eq!(events.read(&mut told).expect("it is told"), 12, "once");
+        assert_eq!(events.read(&mut told).expect("an event is written"), 12, "once");
         assert_eq!(told[..12], message(code::CONFIG_CHANGE_MSG, 1, &[]));
         // Neither a full channel nor a closed one is an error.
         for size_bytes in 0..10_000 {

@@ -428,7 +428,7 @@ mod tests {
         );
 
         area(7).loss().expect("made here").evaluate();
-        assert!(!loss.has_happened(), "whoever would lose it lives");
+        assert!(!loss.has_happened(), "the process that would lose it runs");
         area(8).loss().expect("made here").evaluate();
         assert!(loss.has_happened());
     }

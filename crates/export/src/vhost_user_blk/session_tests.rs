@@ -121,7 +121,7 @@ impl SessionFrontEnd {
             }
             SessionOutput::Effect(Effect::Stop { ring }) => format!("stop {ring}"),
             SessionOutput::Effect(Effect::Fault { ring, why, error }) => {
-                format!("fault {ring}: {why}{}", if error.is_some() { " (told)" } else { "" })
+                format!("fault {ring}: {why}{}", if error.is_some() { " (notified)" } else { "" })
             }
             SessionOutput::Effect(Effect::Memory { rings, .. }) => {
                 format!("memory {:?}", rings.iter().map(|(ring, _)| ring).collect::<Vec<_>>())
@@ -253,7 +253,7 @@ fn qemu_with_its_firmware_and_then_linux() {
         "cache false, reply 0x0"
     );
     assert_eq!(qemu.session.running().collect::<Vec<_>>(), [0, 1]);
-    assert!(qemu.session.resize(1 << 20).is_some(), "it is told");
+    assert!(qemu.session.resize(1 << 20).is_some(), "the front end is notified");
     assert!(qemu.session.resize(1 << 20).is_none(), "once");
     assert_eq!(qemu.plain(GET_CONFIG, &config(0, 8)), "reply of 20");
     assert_eq!(qemu.payload[12..], (2048_u64).to_le_bytes());
@@ -417,17 +417,17 @@ fn a_ring_outside_memory_costs_that_ring() {
     front_end.plain(code::SET_VRING_ADDR, &far);
     front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]);
     let why = "fault 1: no region of the guest's memory holds all of its descriptors at \
-               0x7f12340ffff0 (is that memory shared? share=on) (told)";
+               0x7f12340ffff0 (is that memory shared? share=on) (notified)";
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
     // Set up again, with a reply requested.
     front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
     let again = front_end.send(code::SET_VRING_KICK, NEED_REPLY, &number(1), vec![event()]);
-    let refused = why.replace("fault 1:", "refused SET_VRING_KICK: ring 1:").replace(" (told)", "");
+    let refused = why.replace("fault 1:", "refused SET_VRING_KICK: ring 1:").replace(" (notified)", "");
     assert_eq!(again, format!("{why}, {refused}, reply 0x1"));
     front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
     front_end.plain(code::SET_VRING_ADDR, &numbers(&[1, USER + 8, USER + 0x1000, USER + 0x2000, 0]));
-    let unaligned = "fault 1: its descriptors at 0x7f1234000008 must be aligned to 16 bytes (told)";
+    let unaligned = "fault 1: its descriptors at 0x7f1234000008 must be aligned to 16 bytes (notified)";
     assert_eq!(front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]), unaligned);
     assert_eq!(front_end.session.running().collect::<Vec<_>>(), [0], "the other one runs");
 }
@@ -515,7 +515,7 @@ fn wrong_memory_is_refused() {
         assert!(words.starts_with("refused ADD_MEM_REG: "), "{words}");
     }
     let words = front_end.send(code::ADD_MEM_REG, PLAIN, &region(), vec![memory()]);
-    assert!(words.starts_with("close ADD_MEM_REG: "), "nobody would know: {words}");
+    assert!(words.starts_with("close ADD_MEM_REG: "), "the error is reported: {words}");
 }
 
 #[test]
@@ -702,7 +702,11 @@ fn a_guest_that_knows_smaller_blocks_is_rejected() {
                    (restore this export's logical-block-size, or stop and start the machine)";
     let (told_512, area) = first(front_end(512, true));
     assert_eq!([512, 4096].map(|bytes| comes_back(bytes, false, &area)), ["", refused]);
-    assert_eq!(comes_back(4096, true, &area), refused, "whoever reads it anew does not tell its guest");
+    assert_eq!(
+        comes_back(4096, true, &area),
+        refused,
+        "a front end that reads the config again does not notify its guest"
+    );
     let (_, area) = first(front_end(4096, true));
     assert_eq!([512, 1024, 4096].map(|bytes| comes_back(bytes, false, &area)), [""; 3], "they fit");
 

@@ -399,7 +399,7 @@ impl SimulatedFrontEnd {
         count(&self.tally, |all| all.stops += 1);
         running.orders.try_send(QueueOrder::Stop { abandoned: false }).expect("the queue runs");
         let end = timeout(FOREVER, running.serving).await;
-        self.base = end.expect("a queue ends when it is told to");
+        self.base = end.expect("the queue ends on request");
         assert_eq!(running.queue.strong_count(), 0, "tasks of a queue that has ended");
         assert!(!self.machine.is_inflight_in_use(), "the in-flight area contradicts the base");
     }

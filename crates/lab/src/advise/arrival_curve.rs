@@ -10,7 +10,7 @@
 //! ```
 //!
 //! A request worth more than [`SLICE_S`] of the rate is admitted with its last slice (`policy`'s
-//! `throttle/price.rs`), so all slices before count towards the level; where slices are larger
+//! `throttle/cost.rs`), so all slices before count towards the level; where slices are larger
 //! because the bucket has capacity, it is admitted up to one slice sooner than computed. Two
 //! buckets of the same unit delay a request as long as the slower of them alone; buckets of
 //! operations and of bytes together may delay it longer, and reads that overtake writes may be
@@ -23,7 +23,7 @@ use recording::RequestOp;
 
 use super::arrivals::TraceArrival;
 
-/// As in `policy`'s `throttle/price.rs`.
+/// As in `policy`'s `throttle/cost.rs`.
 const SLICE_S: f64 = 0.09;
 /// Size of a bucket without a burst, in seconds of its rate.
 pub(super) const NO_BURST_S: f64 = 0.1;

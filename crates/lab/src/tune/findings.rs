@@ -18,7 +18,7 @@ use crate::{
 };
 
 const NOTE: &str = "Operations per second, medians with the interval of 95 %. Reads begin with an \
-                    empty page cache, rereads are of what is in it. A write counts once a flush at \
+                    empty page cache, rereads hit it. A write counts once a flush at \
                     the end of its slice is answered. First writes go to an empty overlay over a \
                     backing file.";
 

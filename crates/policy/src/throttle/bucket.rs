@@ -316,7 +316,7 @@ impl NodeBuckets {
     fn set_applying(&mut self, limits: &Limits) {
         self.applying = Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction));
         self.iops_size = limits.iops_size;
-        // For upper bounds of past operations (`brought.rs`): the smallest size counts most.
+        // For upper bounds of past operations (`carried.rs`): the smallest size counts most.
         if limits.iops_size > 0 && (self.least_iops_size == 0 || limits.iops_size < self.least_iops_size) {
             self.least_iops_size = limits.iops_size;
         }

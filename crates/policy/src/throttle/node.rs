@@ -216,7 +216,7 @@ impl<T> ThrottleNode<T> {
         self.share = share;
     }
 
-    /// Sets another part of a limit that is divided over hosts: see `bucket/part.rs`. Nothing is
+    /// Sets another part of a limit that is divided over hosts: see `bucket/quota.rs`. Nothing is
     /// given up while limits are scaled or lifted.
     pub(super) fn set_quota(&mut self, limits: Limits, credit: [u64; 6], now: Instant) -> [u64; 6] {
         if self.enforcement != Enforcement::Enforced || limits.is_unlimited() {

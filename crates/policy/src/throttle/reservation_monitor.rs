@@ -12,7 +12,7 @@
 //! time in which requests wait is counted: a node that requests less than its reservation does not
 //! miss it.
 //!
-//! Never schedules: that is `schedule.rs`.
+//! Never schedules: that is `scheduler.rs`.
 
 use crate::time::Instant;
 

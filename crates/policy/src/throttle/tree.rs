@@ -5,7 +5,7 @@
 //!                         │                │
 //!                  group "host"          disk         each node: limits, enforcement, a share
 //!                    │        │
-//!             group "gold"   disk                     inner nodes: a scheduler (schedule.rs)
+//!             group "gold"   disk                     inner nodes: a scheduler (scheduler.rs)
 //!               │      │
 //!             disk    disk                            leaves: queues of requests
 //! ```
@@ -112,7 +112,7 @@ pub struct ReturnedRequest<T> {
 /// Instants are of one clock; an earlier one counts as the latest so far.
 ///
 /// Order: first come, first served within a disk and direction. Between siblings: reservations that
-/// are due, then by weight (`schedule.rs`); each request or slice is one service. Between
+/// are due, then by weight (`scheduler.rs`); each request or slice is one service. Between
 /// directions: the same rule if they share a limit, otherwise alternation.
 ///
 /// All methods panic if the [`NodeId`] was removed.

@@ -99,7 +99,7 @@ fn a_move_grants_no_burst() {
     assert!((5600..=5610).contains(&all.passed[disk]), "{}", all.passed[disk]);
 }
 
-/// A new group for each move, like a user who tries to evade limits; by way of no group; and back
+/// A new group for each move, like a user that tries to evade limits; by way of no group; and back
 /// and forth.
 #[test]
 fn moves_five_times_a_second_give_the_rate() {

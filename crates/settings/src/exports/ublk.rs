@@ -128,7 +128,7 @@ fn keys() -> Vec<ConfigKey<UblkConfig>> {
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Reject writes, even if the disk accepts them";
             "unprivileged", Flag, "", one!(unprivileged), "false", Reexport, Separate,
-                "Create an unprivileged device, for the user of the daemon, who need not be root";
+                "Create an unprivileged device, for the daemon's user, which need not be root";
             "zero-copy", Flag, "", one!(zero_copy), "true", Reexport, Separate,
                 "Use zero copy if kernel and image support it";
         }

@@ -64,7 +64,7 @@ fn error_numbers_arrive_as_they_are() {
 
 #[test]
 fn permission_error_suggests_read_only() {
-    // The error is constructed: root, who runs the test, may open anything.
+    // The error is constructed: the test runs as root, which may open any file.
     let error = std::io::Error::from_raw_os_error(libc::EACCES);
     let writing = describe("a.raw", &error, false).to_string();
     assert_eq!(

@@ -322,7 +322,7 @@ pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> 
         Err(error) => return Err(error.into()),
     };
     let watch = ControlClient::connect(&target);
-    // "hard": the caller has already checked for users, or was told to ignore them.
+    // "hard": the caller has already checked for users, or ignores them on request.
     match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
         // The export is already gone.
         Err(ClientError::Rejected(said)) if !said.ends_with("already shutting down") => {}

@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(
             IntervalRates::between(&earlier, &later).of("inner").unwrap().limited,
             0.0,
-            "nobody waits in it"
+            "no request waits in it"
         );
         later.status.disks[1].throttle.reads.waited_ns = 300_000_000;
         assert_eq!(

@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(field.text(), "one ");
         press(&mut field, 'u');
         assert_eq!(field, TextField::default());
-        assert!(!press(&mut field, 'c'), "what it does not know is somebody else's");
+        assert!(!press(&mut field, 'c'), "a key that it does not handle is passed on");
     }
 
     #[test]

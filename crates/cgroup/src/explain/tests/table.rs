@@ -52,7 +52,7 @@ fn of_cgroups() -> Vec<ExplainCase> {
             m.write("cgroup/app/io.max", "").write(LIMITS, LIFTED).watched();
             m.dd().opens(100, "/data/in", DATA, READ)
         }),
-        case("the same, and nobody to apply it again", &[(Escapes, NoLimit)], |m| {
+        case("the same, and no watch applies it again", &[(Escapes, NoLimit)], |m| {
             m.write("cgroup/app/io.max", "").write(LIMITS, LIFTED).dd()
         }),
         on(

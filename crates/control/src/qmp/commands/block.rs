@@ -370,7 +370,7 @@ fn list_renamed(
     name: &str,
     below: Vec<LowerNode>,
 ) -> Result<(), QmpError> {
-    let disk = Arc::into_inner(taken.disk).expect("taken when nobody else had it").renamed(name);
+    let disk = Arc::into_inner(taken.disk).expect("this is the only reference").renamed(name);
     registry
         .add_disk(RunningDisk { disk: Arc::new(disk), lower_nodes: below, ..taken })
         .map_err(generic_error)

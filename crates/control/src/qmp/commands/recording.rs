@@ -54,7 +54,8 @@ impl QmpCommand for RecordStop {
         let is_own =
             |(id, running): &(u64, Rc<RunningRecording>)| *id == self.id && running.directory.is_some();
         if running.iter().any(is_own) {
-            let rule = "is the daemon's own (take `record` out of what it was started with)";
+            let rule =
+                "belongs to the daemon (remove `record` from its config or command line, and restart it)";
             return Err(QmpError::generic(format!("recording {} {rule}", self.id)));
         }
         let ended = registry.recordings.end(self.id).await;

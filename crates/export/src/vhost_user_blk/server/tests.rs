@@ -142,7 +142,7 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
         server.refresh_size();
         let told = reactor::run_blocking(move || {
             let mut told = [0; 12];
-            events.read_exact(&mut told).expect("it is told");
+            events.read_exact(&mut told).expect("the front end is notified");
             told
         });
         assert_eq!(told.await[..4], code::CONFIG_CHANGE_MSG.to_ne_bytes());
@@ -327,8 +327,8 @@ fn passing_its_own_connection_does_not_keep_it_open() {
             // Directly, and inside a socket that may be passed.
             for is_nested in [false, true] {
                 let server = server(Limits::default());
-                let ours = UnixStream::connect(&path).expect("somebody listens");
-                let (theirs, _) = listener.accept().expect("somebody has connected");
+                let ours = UnixStream::connect(&path).expect("a listener exists");
+                let (theirs, _) = listener.accept().expect("a client is connected");
                 let served = attend(&server, OwnedFd::from(theirs).into());
                 let (passed, holder) = UnixStream::pair().expect("sockets");
                 let passed = if is_nested {

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! A disk carries at most the contents of a group's buckets that its own requests can have caused
-//! (`bucket/brought.rs`). The group that it leaves is not refunded. The group that it joins is at
+//! (`bucket/carried.rs`). The group that it leaves is not refunded. The group that it joins is at
 //! most full afterwards, and keeps its rate.
 //!
 //! The disk stores the contents that it carried: another move carries them again, and its new

@@ -14,18 +14,18 @@ impl ExportObserver for ObservedEvents {
             FrontEndEvent::ProtocolError { process, why } => {
                 format!("{} is at fault: {why}", process.expect("it is ours"))
             }
-            FrontEndEvent::Rejected { .. } => unreachable!("nobody listens here"),
+            FrontEndEvent::Rejected { .. } => unreachable!("this server has no listener"),
             FrontEndEvent::RingBroken { ring, why } => format!("ring {ring} broke: {why}"),
             FrontEndEvent::RingServed { ring, .. } => format!("ring {ring} is served"),
         };
-        self.0.lock().expect("nobody has panicked").push(format!("{export}: {said}"));
+        self.0.lock().expect("the lock is not poisoned").push(format!("{export}: {said}"));
     }
 }
 
 impl ObservedEvents {
     /// Events since the last call.
     fn news(&self) -> Vec<String> {
-        std::mem::take(&mut self.0.lock().expect("nobody has panicked"))
+        std::mem::take(&mut self.0.lock().expect("the lock is not poisoned"))
     }
 }
 

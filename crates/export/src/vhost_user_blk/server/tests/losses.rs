@@ -86,7 +86,7 @@ fn flushes_fail_after_unflushed_writes_were_lost() {
         assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
         let killed = kept.as_of_now();
         assert_eq!(flushed_after(&killed).await, 1);
-        assert_eq!(flushed_after(&killed.as_of_now()).await, 1, "whoever else is killed");
+        assert_eq!(flushed_after(&killed.as_of_now()).await, 1, "the death of another process has no effect");
 
         assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
@@ -107,7 +107,7 @@ fn a_guest_that_resets_its_device_flushes_again() {
         let (mut killed, mut ring) = connect(&other, &kept.as_of_now()).await;
         assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1);
         assert_eq!(carried_out(&mut killed, &mut ring, 1).await, 0, "writes do not fail");
-        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1, "it cannot be told what is lost");
+        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1, "the loss is unknown");
         killed.ask(code::RESET_DEVICE, &[], &[]).await;
         let mut ring = killed.start(1, event(0), event(0)).await;
         assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 0);

@@ -122,7 +122,7 @@ fn a_front_end_that_leaves_waits_for_no_limits() {
             memory.range(**at + 1024, 1).expect("inside").read(0, &mut status);
             status == [GUARD]
         });
-        assert!(waiting.count() > 5, "they were carried out though nobody is there");
+        assert!(waiting.count() > 5, "requests completed without a front end");
         let seen = server.statistics();
         assert_eq!((seen.queues, seen.in_flight), (0, 0));
     });
