@@ -158,7 +158,7 @@ fn mistakes_name_their_key() {
     let deep = format!("json:{}1{}", "{\"file\":".repeat(200), "}".repeat(200));
     assert!(read(&deep).unwrap_err().contains("recursion limit"));
     let raws: String = (0..20).map(|depth| format!("{}driver=raw,", "file.".repeat(depth))).collect();
-    assert!(read(&raws).unwrap_err().contains("more than 8 nodes"));
+    assert!(read(&raws).unwrap_err().contains("more than 8 stacked nodes"));
 }
 
 #[test]

@@ -382,7 +382,7 @@ fn memory_of_a_recording_is_bounded() {
         let (records, error) = read(&writer.finish().unwrap());
         assert_eq!(records, []);
         let error = error.unwrap();
-        assert!(error.contains(rule) && error.contains("it is damaged"), "{error}");
+        assert!(error.contains(rule) && error.contains("the recording is damaged"), "{error}");
     }
     let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
     for number in 0..2 {
