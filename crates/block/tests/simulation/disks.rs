@@ -42,7 +42,7 @@ const MAX_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 #[test]
 fn disks_meet_the_storage_contract() {
     let tally = Rc::new(RefCell::new(Tally::default()));
-    let seeds = seeds::for_each("--test simulation", "disks_keep_their_promises", 1000, |seed| {
+    let seeds = seeds::for_each("--test simulation", "disks_meet_the_storage_contract", 1000, |seed| {
         run(seed, &tally);
     });
     let tally = *tally.borrow();

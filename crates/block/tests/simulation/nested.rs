@@ -34,13 +34,14 @@ const FOREVER: Duration = Duration::from_secs(7 * 24 * 3600);
 #[test]
 fn limits_hold_at_every_level_during_changes() {
     let mut tally = Tally::default();
-    let seeds = seeds::for_each("--test simulation", "every_level_holds_whatever_changes", 3200, |seed| {
-        let of_seed = sim::run(seed, run());
-        tally.waited += of_seed.waited;
-        tally.changed += of_seed.changed;
-        tally.refused += of_seed.refused;
-        tally.moved_waiting += of_seed.moved_waiting;
-    });
+    let seeds =
+        seeds::for_each("--test simulation", "limits_hold_at_every_level_during_changes", 3200, |seed| {
+            let of_seed = sim::run(seed, run());
+            tally.waited += of_seed.waited;
+            tally.changed += of_seed.changed;
+            tally.refused += of_seed.refused;
+            tally.moved_waiting += of_seed.moved_waiting;
+        });
     let Tally { waited, changed, refused, moved_waiting } = tally;
     let enough = waited > 10 * seeds && changed > seeds && refused > seeds / 10 && moved_waiting > seeds / 4;
     assert!(seeds < 100 || enough, "too little happened in {seeds} seeds: {tally:?}");

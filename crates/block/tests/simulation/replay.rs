@@ -41,7 +41,7 @@ struct Trace {
 #[test]
 fn the_layer_admits_a_trace_like_the_tree_alone() {
     let mut waited = 0;
-    let test = "a_trace_passes_the_layer_when_the_tree_alone_says";
+    let test = "the_layer_admits_a_trace_like_the_tree_alone";
     let seeds = seeds::for_each("--test simulation", test, 200, |seed| {
         let (trace, passed) = sim::run(seed, async {
             let trace = Trace::draw();

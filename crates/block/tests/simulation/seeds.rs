@@ -9,9 +9,13 @@ pub(crate) fn for_each(target: &str, test: &str, default: u64, mut run: impl FnM
         (Some(seed), _) => seed..seed + 1,
         (None, count) => 0..count.unwrap_or(default),
     };
+    // libtest names the thread after its test, except the only one of `--test-threads 1`.
+    let thread = std::thread::current();
+    let name = thread.name().unwrap_or("main");
+    assert!(name == "main" || name.contains(test), "the printed command would not select {name}");
     let count = seeds.end - seeds.start;
     for seed in seeds {
-        let _told = SeedReporter { target, test, seed };
+        let _reporter = SeedReporter { target, test, seed };
         run(seed);
     }
     count
@@ -30,7 +34,7 @@ struct SeedReporter<'a> {
 }
 
 impl Drop for SeedReporter<'_> {
-    #[expect(clippy::print_stderr, reason = "a failing test says what a person needs to repeat it")]
+    #[expect(clippy::print_stderr, reason = "a failing test prints the command that repeats it")]
     fn drop(&mut self) {
         if std::thread::panicking() {
             let Self { target, test, seed } = self;

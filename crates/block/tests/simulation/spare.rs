@@ -43,17 +43,12 @@ fn fill(member: &ThrottleMember) -> usize {
 
 #[test]
 fn read_ahead_does_not_change_admission_times() {
-    seeds::for_each(
-        "--test simulation",
-        "requests_pass_at_the_same_instants_whatever_is_read_ahead",
-        50,
-        |seed| {
-            let (undisturbed, none) = sim::run(seed, run(false));
-            let (passed, read_ahead) = sim::run(seed, run(true));
-            assert_eq!(passed, undisturbed);
-            assert!(none == 0 && read_ahead > 16, "{read_ahead} is no more than the bucket holds");
-        },
-    );
+    seeds::for_each("--test simulation", "read_ahead_does_not_change_admission_times", 50, |seed| {
+        let (undisturbed, none) = sim::run(seed, run(false));
+        let (passed, read_ahead) = sim::run(seed, run(true));
+        assert_eq!(passed, undisturbed);
+        assert!(none == 0 && read_ahead > 16, "{read_ahead} is no more than the bucket holds");
+    });
 }
 
 /// Instants at which a disk's requests, which arrive in bursts, were admitted, and the number of

@@ -80,7 +80,7 @@ struct UblkSimulationTally {
 #[test]
 fn devices_survive_killed_and_replaced_processes() {
     let tally = Rc::new(Cell::new(UblkSimulationTally::default()));
-    let name = "devices_are_served_whatever_becomes_of_the_process";
+    let name = "devices_survive_killed_and_replaced_processes";
     let seeds = seeds::for_each("--lib", name, 600, |seed| sim::run(seed, run(Rc::clone(&tally))));
     let all = tally.get();
     if seeds >= 100 {

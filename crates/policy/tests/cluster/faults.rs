@@ -148,7 +148,7 @@ fn one(seed: u64) {
 /// Grants of hosts that have left are deleted, and no others.
 #[test]
 fn grants_of_departed_hosts_are_deleted_after_their_lease() {
-    for_each("--test cluster", "what_was_granted", 20, |seed| {
+    for_each("--test cluster", "grants_of_departed_hosts_are_deleted_after_their_lease", 20, |seed| {
         let mut random = SeededRandom::new(seed ^ 0x1eaf);
         let spec = ClusterGroupLimits::new(1, limits(&mut random, false), 3, None).unwrap();
         let clients = [const { SimulatedClient::new(ClientLoad::Greedy(4), 4096, 100, 0) }; 3]

@@ -120,7 +120,7 @@ fn device_killed_before_any_store_loses_and_repeats_nothing() {
     let mut came_back = 0;
     let seeds = seeds::for_each(
         "--lib",
-        "a_device_that_is_killed_before_any_store_loses_and_repeats_nothing",
+        "device_killed_before_any_store_loses_and_repeats_nothing",
         20_000,
         |seed| came_back += run(seed),
     );

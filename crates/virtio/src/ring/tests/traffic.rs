@@ -110,7 +110,7 @@ fn run(seed: u64) -> u64 {
 fn each_chain_completes_once_and_no_wake_up_is_lost() {
     let mut came_back = 0;
     let seeds =
-        seeds::for_each("--lib", "each_chain_arrives_once_and_nobody_sleeps_through", 20_000, |seed| {
+        seeds::for_each("--lib", "each_chain_completes_once_and_no_wake_up_is_lost", 20_000, |seed| {
             came_back += run(seed);
         });
     assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");
